@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Workload(StrEnum):
-    """The workloads of `octavo.cli.workloads`."""
+    """See `octavo.cli.workloads`."""
 
     A = "A"
     B = "B"
@@ -160,7 +160,7 @@ def serve(
 
 
 def _show_runs(columns: list[dict[str, Any]]) -> None:
-    """Print runs as columns."""
+    """Print as columns."""
     heads = ["", *(str(number + 1) for number in range(len(columns)))]
     if len(columns) > 1:
         heads[-1] = "median"
@@ -177,13 +177,13 @@ def _bench(options: EngineOptions, file: Path | None, names: Sequence[Workload],
     from octavo.cli.workloads import Item, make_workloads, measure, read_workloads, run
 
     workloads = None if file is None else read_workloads(file)
-    if options.mixed_step_ms is None:  # no user waits, so prompts may fill a step
+    if options.mixed_step_ms is None:
         options = replace(options, mixed_step_ms=0.0)
     engine = options.build(is_offline=True)
     info = engine.input_processor.model_info
     if workloads is None:
         workloads = make_workloads(info.vocab_size, info.max_model_len)
-    run(engine, [Item([0, 1, 2, 3], 4)])  # the first step allocates and is slow
+    run(engine, [Item([0, 1, 2, 3], 4)])  # the first step is slow
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
     for name in dict.fromkeys(names):

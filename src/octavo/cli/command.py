@@ -1,4 +1,4 @@
-"""Makes commands from functions and groups of options."""
+"""Makes commands."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LazyCommand(NamedTuple):
 class LazyGroup(TyperGroup):
     """A group that imports a command only to run it or to show its help.
 
-    Converting every option of every command took half of the time of `octavo --help`.
+    Otherwise `octavo --help` would take twice as long.
     """
 
     lazy_commands: ClassVar[tuple[LazyCommand, ...]]
@@ -65,7 +65,7 @@ class LazyGroup(TyperGroup):
         self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line. Refuse arguments that a locale other than UTF-8 cannot decode.
+        """Refuse arguments that a locale other than UTF-8 cannot decode.
 
         In a UTF-8 locale the reader of each argument checks it.
         """
@@ -100,12 +100,12 @@ class _Loaded(Mapping[str, Any]):
 
 
 def show_examples(*examples: str) -> str:
-    """Format examples for the end of a help text."""
+    """Format a help's examples."""
     return "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
 
 
 def make_app(**settings: Any) -> typer.Typer:
-    """Make an application with octavo's help format."""
+    """Use octavo's help format."""
     # rich's help cuts option names on narrow terminals, and takes 0.2 s to import
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 

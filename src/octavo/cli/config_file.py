@@ -34,7 +34,7 @@ _SOURCES = {
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     """Use a file's values as defaults of options. Raises `typer.BadParameter`.
 
-    The callback of an option, which must be read first. Keys may have dashes or underscores.
+    The callback of an option that must be read first. Keys may have dashes or underscores.
     """
     if path is None:
         return None
@@ -70,7 +70,7 @@ def describe_settings(context: typer.Context) -> list[str]:
 
 
 def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
-    """Return one line about names, formats and cache size."""
+    """Describe names, formats, cache."""
     model, cache = engine.model, engine.cache
     if cache.num_gpu_blocks is not None:
         size = f"{cache.num_gpu_blocks * cache.block_size} tokens"
@@ -105,7 +105,7 @@ def _plain(name: str, value: Any) -> Any:
 def _is_path(text: str) -> bool:
     try:
         return Path(text).exists()
-    except (OSError, ValueError):  # a template may be longer than a path
+    except (OSError, ValueError):
         return False
 
 

@@ -1,4 +1,4 @@
-"""Makes options of commands from fields of configurations."""
+"""Options from configurations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_SIZES = {"SIZE", "TOKENS"}  # units of values that may be written as 4G or 32K
+_SIZES = {"SIZE", "TOKENS"}  # may be written as 4G
 
 
 def parse_size(text: str | int) -> int:
@@ -43,7 +43,7 @@ def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
             for name, option in options_of(part).items():
                 default = None if option.is_open or defaults[name] == () else defaults[name]
                 option_name = option.name or name
-                group.__annotations__.pop(option_name, None)  # keeps the configuration's order
+                group.__annotations__.pop(option_name, None)
                 group.__annotations__[option_name] = _annotation(option, name, hints[name], default, panel)
                 setattr(group, option_name, default)
         return dataclass(frozen=True, slots=True, kw_only=True)(group)

@@ -41,7 +41,7 @@ _PANELS = {
 
 
 def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig:
-    """Parse JSON. Raises `typer.BadParameter`."""
+    """Raise `typer.BadParameter` if invalid."""
     if isinstance(text, SpeculativeConfig):
         return text
     try:
@@ -107,7 +107,7 @@ class EngineOptions:
 
     @property
     def chosen_model(self) -> str | None:
-        """The model from MODEL or --model. Raises `typer.BadParameter` if they differ."""
+        """MODEL or --model. Raises `typer.BadParameter` if they differ."""
         if self.model_argument is not None and self.model is not None and self.model_argument != self.model:
             raise typer.BadParameter(f"two models are given: {self.model_argument} and --model {self.model}")
         return self.model_argument if self.model is None else self.model
@@ -137,7 +137,7 @@ class EngineOptions:
         )
 
     def with_limits(self, capacity: EngineCapacity) -> Self:
-        """Return the options with the limits of an engine that was started with them."""
+        """Return the options with the limits of a started engine."""
         names = ("max_num_seqs", "max_num_batched_tokens", "async_scheduling")
         return replace(self, **{name: getattr(capacity, name) for name in names})
 
@@ -163,9 +163,9 @@ class EngineOptions:
             return launch_engine(config, progress=progress, meanwhile=meanwhile)
 
     def build(self, *, is_offline: bool = False) -> Engine:
-        """Load the model in this process. is_offline: as in `config`. Raises `ConfigError` and `ModelError`."""
-        config = self.config(is_offline=is_offline)  # reports wrong options before torch is imported
-        from octavo.build import build_engine  # imports torch
+        """Load the model in this process. Raises `ConfigError` and `ModelError`."""
+        config = self.config(is_offline=is_offline)  # reports errors before torch is imported
+        from octavo.build import build_engine
         from octavo.runtime.progress import LoadingProgress
 
         with LoadingProgress() as progress:

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C between two steps of the engine."""
+"""Handles Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the commands that listen on an address."""
+"""Options for listening."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_client")  # needed by servers only
+PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_client")
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Read the configuration file.
-
-    Eager, so Kubernetes' link is removed before other options see it.
-    """
+    """Read the configuration file. Eager, so Kubernetes' link is removed before other options see it."""
     if link := forget_service_link():
         typer.secho(
             f"{PORT_VARIABLE}={link} is ignored: Kubernetes set it for a Service, and it is not a port", err=True
@@ -41,7 +38,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Options for configuration file, address and logs."""
+    """Configuration file, address, logs."""
 
     config: Annotated[
         Path | None,
@@ -86,7 +83,7 @@ class ListenOptions:
     ] = False
 
     def check(self) -> None:
-        """Raise `ConfigError` for an invalid log format."""
+        """Raise `ConfigError` if invalid."""
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
@@ -110,7 +107,7 @@ class ListenOptions:
         return logger.info if self.log_format == "json" else partial(typer.secho, err=True)
 
     def address(self, sock: socket.socket, config: AccessConfig) -> str:
-        """Return the URL of a listening socket."""
+        """Return the URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         scheme = "http" if config.ssl_certfile is None else "https"
         return f"{scheme}://{host}:{sock.getsockname()[1]}"

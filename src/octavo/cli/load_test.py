@@ -1,4 +1,4 @@
-"""Sends requests at a given rate and measures the answers."""
+"""Measures a server."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def shuffled(items: Sequence[Item]) -> list[Item]:
 
 
 def arrival_times(count: int, rate: float | None, gaps: Sequence[float], seed: int) -> list[float]:
-    """Return send times of a Poisson process, `rate` requests per second.
+    """Return send times of a Poisson process, `rate` requests per second; None sends all at the start.
 
-    gaps: first gaps, for a rate of 1. rate: None sends all requests at the start.
+    gaps: first gaps, for a rate of 1.
     """
     rng = random.Random(seed)  # noqa: S311 - not secrets
     if rate is None:
@@ -99,8 +99,8 @@ async def load(
 ) -> list[Seen]:
     """Send each greedy request at its time and read its stream.
 
-    times: seconds from the start. max_concurrency: further requests wait here, and are measured from when they are
-    sent. on_end: called with each measurement.
+    times: seconds from the start. max_concurrency: further requests wait here; they are measured from when they are
+    sent.
     """
     slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()
@@ -205,7 +205,7 @@ def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile with linear interpolation, like numpy. share: 0 to 100."""
+    """Interpolate linearly, like numpy. share: 0 to 100."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)

@@ -1,4 +1,4 @@
-"""Reports whether and how a checkpoint runs."""
+"""Reports on checkpoints."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class ModelDetails:
 class ModelReport:
     """A report on a checkpoint.
 
-    is_known: octavo has the architecture. problem: why the checkpoint is refused. left_out: parts that are not served.
-    size_bytes: of weight files. details: None if not requested or refused.
+    problem: why the checkpoint is refused. left_out: parts that are not served. size_bytes: of weight files. details:
+    None if not requested or refused.
     """
 
     name: str
@@ -63,7 +63,7 @@ class ModelReport:
         return "refused" if self.problem else "runs in part" if self.left_out else "runs"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return JSON values."""
         return {**asdict(self), "verdict": self.verdict}
 
 
@@ -106,7 +106,7 @@ def report_on(path: Path, name: str) -> ModelReport:
 def look_closer(model: str) -> ModelReport:
     """Report with details. model: path or hub id. Raises `ModelError`."""
     path, opened = Path(model).expanduser(), cache(partial(_open, model))
-    is_here = path.exists()  # the hub's weights may be missing: they are downloaded on load
+    is_here = path.exists()  # the hub's weights are downloaded on load
     report = _report(path if is_here else opened().path, model, opened)
     if is_here and report.size_bytes and not report.problem:
         report = replace(report, problem=_problem_of_weights(opened()))

@@ -130,7 +130,7 @@ def _built_in() -> Iterator[ModelReport]:
 
 
 def _in_hub_cache() -> Iterator[ModelReport]:
-    """Report on huggingface_hub's cache."""
+    """Search huggingface_hub's cache."""
     try:
         from huggingface_hub import scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
@@ -169,7 +169,7 @@ def _find(directory: Path, name: str) -> list[Path]:
 
 
 def show_size(num_bytes: int) -> str:
-    """Format a number of bytes."""
+    """Format bytes."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

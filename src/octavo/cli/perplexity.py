@@ -1,4 +1,4 @@
-"""Measures perplexity, to show the cost of rounding weights."""
+"""Measures perplexity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m octavo.cli.replica serve ...`: a child of `octavo serve --replicas N` that exits with its parent."""
+"""A child of `octavo serve --replicas N` that exits with its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EXIT_S = 10.0
 
 
 def _end_with_parent() -> None:
-    """Exit when standard input ends: then the parent is gone."""
+    """Exit with the parent."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

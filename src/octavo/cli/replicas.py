@@ -1,4 +1,4 @@
-"""`octavo serve --replicas N`: runs a router and its engines."""
+"""Serves with replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.cli.listen_options import ListenOptions
     from octavo.config import ServerConfig
 
-# Of the router, or different for each replica.
+# The router's own, or different for each replica.
 _NOT_PASSED = {
     *("config", "host", "port", "replicas", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
     *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
@@ -58,7 +58,7 @@ def serve_replicas(
         "max_open_requests": None,
         "request_timeout_s": config.request_timeout_s + REQUEST_TIMEOUT_MARGIN_S,
     }
-    # the router reads the replicas' metrics, which clients' keys may not read
+    # clients' keys may not read the replicas' metrics
     operator_key = None if config.api_keys_file is None else secrets.token_urlsafe(32)
     router = RouterConfig(**access_fields, engines=tuple(commands), engine_api_key=operator_key or config.api_key)
     say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(commands)}")

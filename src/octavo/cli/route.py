@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class RouterOptions:
     """Options of `RouterConfig`."""
 
-    # Options that this class reads:
+    # Read by this class:
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
@@ -72,7 +72,7 @@ def run_router(
 
     check_binding(listen.host, config, insecure=listen.insecure)
     check_files(config)
-    max_connections = allow_open_files(files_each=3)  # the client's connection, and one to each engine of a pair
+    max_connections = allow_open_files(files_each=3)  # the client's, and one to each engine of a pair
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         from octavo.router.app import make_router
         from octavo.router.launcher import Launcher

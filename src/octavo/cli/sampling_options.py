@@ -1,4 +1,4 @@
-"""A request's sampling options."""
+"""Sampling options."""
 
 from __future__ import annotations
 
@@ -125,7 +125,6 @@ class SamplingOptions:
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value not in (None, [])}
-        # By default only the context limits an answer.
         named = processor.model_info.generation_defaults
         own_defaults = unnamed if unnamed is not None and not unnamed.keys() & named.keys() else {}
         return processor.default_sampling_params(

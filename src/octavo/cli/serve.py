@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-# Not Python's 5 ms, which a waiting request would lose several times to a thread that reads a large one.
+# A waiting request would lose Python's 5 ms several times to a thread that reads a large one.
 SWITCH_INTERVAL_S = 0.0005
-_SEED_BITS = 53  # that JavaScript and JSON readers keep
+_SEED_BITS = 53  # readable by JavaScript
 
 
 @with_options_of({ServerConfig: _PANEL})
@@ -52,7 +52,7 @@ class ServerOptions:
             help="Number of engines with one router in front; each runs in its own processes.",
         ),
     ] = 1
-    # Options that this class and the command read:
+    # Read by this class and the command:
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
@@ -86,19 +86,19 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     check_installed("octavo serve")
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
-    if is_drawn:  # so that servers differ; the log has the seed, for a replay
+    if is_drawn:  # servers differ; the log has the seed, for a replay
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
-    # Without max_num_seqs the limit of open requests follows from the device, which the engine finds.
+    # Without max_num_seqs, the engine's device decides the limit of open requests.
     max_open_requests = None if engine.max_num_seqs is None else engine.max_num_seqs + waiting
     config = server.server_config(listen, max_open_requests, tokens)
-    # The server refuses excess requests immediately, so the engine need not.
+    # The server refuses excess requests itself.
     engine = replace(engine, max_num_waiting=None, max_num_waiting_tokens=None)
     if server.api_keys is not None and engine.scheduling_policy is None:
         engine = replace(engine, scheduling_policy=SchedulingPolicy.FAIR)
     if not config.served_model_names:
         config = replace(config, served_model_names=(engine.served_name,))
-    # Errors that do not depend on the model are found before it is loaded.
+    # Find errors before the model is loaded.
     say = listen.begin_logging(config.log_level)
     for line in (describe_model(engine.config(), config.served_model_names), *describe_settings(context)):
         say(line)

@@ -1,4 +1,4 @@
-"""Streams one answer to the terminal."""
+"""Streams to terminals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small frozen configurations, one for each part of octavo."""
+"""Small frozen configurations."""
 
 from octavo.config.access import DEFAULT_MAX_BODY_BYTES, LOG_FORMATS, LOG_LEVELS, AccessConfig
 from octavo.config.engine import (

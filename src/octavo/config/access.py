@@ -1,4 +1,4 @@
-"""The configuration that server and router share."""
+"""Configuration common to server and router."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 class AccessConfig:
     """Access, limits and timeouts. None: no limit. The options' texts describe the other fields.
 
-    operator_key: an additional key, with which a replica's router reads its metrics.
-    max_open_requests: open output streams; further requests are refused with 429.
+    operator_key: an additional key, with which a replica's router reads its metrics. max_open_requests: open output
+    streams; further requests are refused with 429.
     """
 
     grace_s: float = option(
@@ -121,7 +121,7 @@ class AccessConfig:
 
     @property
     def requires_key(self) -> bool:
-        """True if every client must send a key."""
+        """Whether clients need keys."""
         return self.api_key is not None or self.api_keys_file is not None
 
 

@@ -1,7 +1,4 @@
-"""The configurations of an engine.
-
-None or "auto" is a value that the user does not choose. `build.py` resolves it before it builds the engine.
-"""
+"""Configurations of an engine. `build.py` resolves None and "auto", which the user did not choose, before it builds."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "half", "float")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3")
 INSTRUCTION_SETS = ("auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable")
 DEFAULT_PACKED_CACHE_BYTES = 16 << 30
-_GROUP_MULTIPLE = 32  # as in `octavo.kernels.quantization`
-DEFAULT_GROUP_SIZE = 32  # for weights that are rounded to int4 at load
+_GROUP_MULTIPLE = 32
+DEFAULT_GROUP_SIZE = 32
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MIXED_STEP_MS = 100.0  # for users who read answers as they are generated
-DEFAULT_MAX_NUM_WAITING = 1024  # for a server
+DEFAULT_MIXED_STEP_MS = 100.0
+DEFAULT_MAX_NUM_WAITING = 1024
 DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
 
 
@@ -43,14 +40,14 @@ class SchedulingPolicy(StrEnum):
 
 
 class AdmissionRule(StrEnum):
-    """A waiting request starts if its known tokens fit, or if all blocks it may need are reserved."""
+    """A waiting request starts when its known tokens fit, or when all blocks it may need are reserved."""
 
     OPTIMISTIC = "optimistic"
     RESERVATION = "reservation"
 
 
 class BatchingMode(StrEnum):
-    """A step mixes prompts and answers, or has only prompts first."""
+    """A step mixes prompts and answers, or computes prompts first."""
 
     MIXED = "mixed"
     PREFILL_FIRST = "prefill_first"
@@ -69,19 +66,13 @@ class ModelConfig:
     """The checkpoint and how to read it. The options' texts describe the other fields.
 
     model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in demo model.
-    quantization: how weights are rounded at load.
-
-    - "int8" (W8A8): rotated, with one scale per output feature. Activations are rotated and rounded to int8, with one
-      scale per token.
-    - "int4" (W4A8): layers to four bits, with one scale per group_size input features; embeddings and lm_head to int8.
-    - "int4_all": embeddings and lm_head to four bits, too.
-    - "fp8" (W8A16): layers to E4M3, with one scale per output feature. Activations, embeddings and lm_head are not
-      rounded. For GPUs and plain torch.
-    - None: not rounded. Kernels in Triton multiply FP8 weights of a checkpoint directly; the other kernels expand them.
-
-    Integer weights of a checkpoint stay integers: four bits unchanged, eight bits rotated and rounded again.
+    quantization: how weights are rounded at load. "int8" is W8A8: weights have one scale per output feature,
+    activations one per token; both are rotated first. "int4" is W4A8. "fp8" is W8A16: E4M3 with one scale per output
+    feature; embeddings and lm_head are not rounded.
+    With None, kernels in Triton multiply FP8 weights of a checkpoint directly; other kernels expand them. Integer
+    weights of a checkpoint stay integers: four bits unchanged, eight bits rotated and rounded again.
     group_size: larger groups need less memory and are less exact.
-    packed_cache_bytes: cached packed weights are valid as long as the checkpoint's files have the same bytes.
+    packed_cache_bytes: cached weights are valid while the checkpoint's files have the same bytes.
     seed: a request without a seed gets one from this seed and its arrival number.
     """
 
@@ -161,10 +152,8 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache. The options' texts describe the fields.
 
-    If its size is given (`num_gpu_blocks` or `kv_cache_memory_bytes`), the memory is allocated at start, in the
-    background; otherwise as blocks are used.
-
-    kv_cache_dtype: "int8" and "fp8" round keys and values, with one scale per token and head.
+    With `num_gpu_blocks` or `kv_cache_memory_bytes`, memory is allocated at start, in the background; otherwise as
+    blocks are used. kv_cache_dtype: "int8" and "fp8" have one scale per token and head.
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
@@ -216,8 +205,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
-    The options' texts describe the other fields. max_num_seqs, max_num_batched_tokens, async_scheduling: None is the
-    default of the device, see `resolved`.
+    The options' texts describe the other fields. max_num_seqs, max_num_batched_tokens, async_scheduling: for None see
+    `resolved`.
 
     is_offline: no user waits for the end of a step, so a CPU's steps have more tokens by default.
     mixed_step_ms: None: 100 for an engine, 0 for `LLM`.
@@ -226,13 +215,11 @@ class SchedulerConfig:
     enable_chunked_prefill: False cuts only a prompt above the whole budget; any other waits until all of it fits.
     ageing_s: None means strict classes under `priority`, and only deadlines under `deadline`.
     async_scheduling: a step is not decided ahead if drafts are verified or a grammar is followed.
-    swap_block_cost_tokens: `auto` swaps a victim if that costs less than computing its tokens again.
-    max_num_preemptions: afterwards a request is protected: it restarts only with all blocks that it may need, and is
-    never preempted again.
+    max_num_preemptions: a protected request restarts only with all blocks that it may need, and is never preempted
+    again.
     max_batch_prefill_tokens: a longer prompt is cut, even without enable_chunked_prefill.
 
-    Reservation is the rule of Hugging Face TGI. waiting_served_ratio and max_waiting_tokens count only while requests
-    run.
+    Reservation is TGI's rule. waiting_served_ratio and max_waiting_tokens count only while requests run.
     """
 
     max_num_seqs: int | None = option(
@@ -401,9 +388,9 @@ class SchedulerConfig:
                 )
 
     def resolved(self, device_type: str = "cpu", *, has_drafts: bool = False) -> ResolvedSchedulerConfig:
-        """Replace limits that are None by the defaults of a device.
+        """Replace limits that are None by a device's defaults.
 
-        device_type: "cpu" or "cuda". has_drafts: the user asked for drafts, which exclude async_scheduling.
+        device_type: "cpu" or "cuda". has_drafts: drafts exclude async_scheduling.
         """
         defaults, values = STEP_DEFAULTS[device_type], {each.name: getattr(self, each.name) for each in fields(self)}
         num_seqs, num_tokens, is_async = self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling
@@ -420,7 +407,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSchedulerConfig(SchedulerConfig):
-    """A `SchedulerConfig` for a known device: it has all limits of a step."""
+    """A `SchedulerConfig` with all limits of a step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -444,7 +431,7 @@ _CHOICES: dict[str, type[StrEnum]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """The device of tensors, the kernels and their threads."""
+    """Device, kernels, threads."""
 
     device: str | None = option(
         None, "Where the model runs. Default: CUDA if there is a CUDA device, else the CPU.", unit="cpu|cuda"
@@ -485,7 +472,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All configurations of an engine."""
+    """All configurations."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -518,8 +505,7 @@ class ModelInfo:
 
     generation_defaults: from generation_config.json, by SamplingParams' names.
     pooling: how the checkpoint makes an embedding, "last" or "mean". pooling_problem: why octavo cannot do so.
-    hidden_size: length of an embedding.
-    has_head: False without lm_head: the model returns embeddings but no tokens.
+    hidden_size: length of an embedding. has_head: False without lm_head: no tokens, only embeddings.
     weight_bytes: in the checkpoint's dtype, or rounded if quantization is requested.
     quantization_level, file_type: of a GGUF file, the name and number of its mix of types.
     """
@@ -541,15 +527,12 @@ class ModelInfo:
     file_type: int | None = None
 
     def choose_pooling(self, requested: str | None = None) -> str:
-        """Return the pooling, by default the checkpoint's.
-
-        Raises `RequestError` if octavo cannot pool as the checkpoint asks.
-        """
+        """Return the pooling, by default the checkpoint's. Raises `RequestError` if octavo does not support that."""
         if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if requested is None else requested
 
 
 def scheduling_policy(name: str) -> SchedulingPolicy:
-    """Return the policy with a name. Raises `ConfigError`."""
+    """Parse a name. Raises `ConfigError`."""
     return SchedulingPolicy(choice("scheduling policy", SchedulingPolicy, name))

@@ -9,7 +9,6 @@ from pathlib import Path
 API_KEY_VARIABLE = "OCTAVO_API_KEY"
 PORT_VARIABLE = "OCTAVO_SERVE_PORT"
 _OPERATOR_KEY_VARIABLE = "OCTAVO_OPERATOR_KEY"
-# The engine process needs none of these.
 SECRET_VARIABLES = (API_KEY_VARIABLE, "OCTAVO_SERVE_API_KEY", _OPERATOR_KEY_VARIABLE)
 
 
@@ -36,10 +35,7 @@ def kernels_required() -> bool:
 
 
 def isa_from_environment() -> str | None:
-    """Return what `auto` means (OCTAVO_ISA). None: the best one.
-
-    Child processes inherit it, so tests can choose one.
-    """
+    """Return what `auto` means (OCTAVO_ISA), if set."""
     return os.environ.get("OCTAVO_ISA") or None
 
 
@@ -50,34 +46,30 @@ def threads_from_environment() -> int | None:
 
 
 def api_key_from_environment() -> str | None:
-    """Return OCTAVO_API_KEY, or None."""
+    """Return OCTAVO_API_KEY, if any."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def kv_secret_from_environment() -> str:
     """Return the secret in the keys of stored KV (OCTAVO_KV_SECRET), by default "".
 
-    Without the secret, a reader of the keys cannot test guesses of prompts. Engines share stored KV if they have the
-    same secret; prefill and decode engines prove to each other that they know it.
+    A reader of the keys needs it to test guesses of prompts, and engines need the same one to exchange KV.
     """
     return os.environ.get("OCTAVO_KV_SECRET", "")
 
 
 def environment_of_replicas(api_key: str | None, operator_key: str | None) -> dict[str, str]:
-    """Return the environment of replicas, with their keys."""
+    """Return replicas' environment, with their keys."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_SERVE_")}
     return {**kept, API_KEY_VARIABLE: api_key or "", _OPERATOR_KEY_VARIABLE: operator_key or ""}
 
 
 def operator_key_from_environment() -> str | None:
-    """Return the additional key of a replica's router, or None."""
+    """Return the replica router's additional key."""
     return os.environ.get(_OPERATOR_KEY_VARIABLE) or None
 
 
 def forget_service_link() -> str | None:
-    """Remove OCTAVO_SERVE_PORT if it is a URL such as tcp://10.0.0.1:8000; return it, else None.
-
-    Kubernetes sets it for a Service called octavo-serve.
-    """
+    """Remove and return OCTAVO_SERVE_PORT if it is a URL such as tcp://10.0.0.1:8000, which Kubernetes sets."""
     port = os.environ.get(PORT_VARIABLE, "")
     return os.environ.pop(PORT_VARIABLE) if port.startswith(("tcp://", "udp://")) else None

@@ -1,4 +1,4 @@
-"""Declares fields that are options of commands, and checks values."""
+"""Options and checks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Option:
     """How a field is offered as an option.
 
     unit: form of a value. choices: () allows any value. name: if it differs from the field's. short: one-letter name.
-    panel: heading, if it differs from the configuration's. low: smallest value.
-    is_open: the default is None, and the value is then derived from other options.
+    panel: heading, if it differs from the configuration's. low: smallest value. is_open: the default is None, and other
+    options decide the value.
     """
 
     help: str
@@ -37,13 +37,13 @@ class Option:
 def option(default: Any, text: str, *, shows_value: bool = True, **more: Any) -> Any:
     """Return a field that is also an option.
 
-    text: its help. shows_value: False hides the value in the repr. more: see `Option`.
+    shows_value: False hides the value in the repr.
     """
     return field(default=default, repr=shows_value, metadata={"option": Option(text, **more)})
 
 
 def options_of(part: type) -> dict[str, Option]:
-    """Return field name -> option."""
+    """Return options by field."""
     return {each.name: each.metadata["option"] for each in fields(part) if "option" in each.metadata}
 
 
@@ -62,7 +62,7 @@ def not_negative(name: str, value: object) -> None:
 
 
 def choice(name: str, kind: type[StrEnum], value: str) -> StrEnum:
-    """Return the member with a value. Raises `ConfigError`."""
+    """Parse a value. Raises `ConfigError`."""
     try:
         return kind(value)
     except ValueError:
@@ -84,6 +84,6 @@ def within(name: str, value: object, low: int, high: int) -> None:
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise `ConfigError` unless the value is allowed."""
+    """Raise `ConfigError` unless allowed."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -1,4 +1,4 @@
-"""The configuration of external stores of KV, and of KV transfers between engines."""
+"""External stores of KV, and KV transfers between engines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,8 @@ _DEFAULT_SEGMENT_BYTES = 1 << 30
 class KVTransferConfig:
     """External stores of KV, and the engine's role. There are none by default; of several the fastest is asked first.
 
-    disk_dir: a directory for blocks on disk. disk_bytes: its maximum size; None: 16 GiB, at most half of free space.
-    num_threads: number of concurrent loads; saves have a separate thread.
-    mooncake: HOST:PORT of the `mooncake_master` of a pool. mooncake_segment_bytes: memory that this engine lends to the
-    pool, in addition to its own KV cache; 0 only uses memory of other engines. mooncake_protocol: transport of bytes,
-    also for direct transfers between engines.
-    role: a prefill engine computes prompts and passes their KV on; a decode engine receives it and answers. direct:
-    transfer KV from one engine to the other while the prompt is still computed. direct_bytes: a prefill engine's memory
-    for such KV.
+    The options' texts describe the other fields. disk_bytes: None: 16 GiB, at most half of free space.
+    mooncake_segment_bytes: 0 only uses memory of other engines.
     """
 
     disk_dir: Path | None = option(
@@ -89,10 +83,10 @@ class KVTransferConfig:
 
     @classmethod
     def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **given_fields: Any) -> KVTransferConfig:
-        """Return a configuration from an instance, a mapping of its fields, or None for the defaults.
+        """Accept an instance, a mapping of its fields, or None for the defaults.
 
-        given_fields: fields that were given separately, None for those that were not. Raises `ConfigError` if both are
-        given, and for an unknown field.
+        given_fields: fields that were given separately, else None. Raises `ConfigError` if both are given, and for an
+        unknown field.
         """
         given_fields = {name: value for name, value in given_fields.items() if value is not None}
         if given is None:
@@ -113,7 +107,7 @@ class KVTransferConfig:
 
     @property
     def names_store(self) -> bool:
-        """Return True if KV is stored outside this engine or passed to another one."""
+        """True if KV is stored outside this engine or passed to another one."""
         return self.disk_dir is not None or self.mooncake is not None or self.direct
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of a router."""
+"""A router's configuration."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from octavo.config.fields import at_least, option
 from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
-ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # for an engine that does not publish its limit: octavo's default
-REQUEST_TIMEOUT_MARGIN_S = 30.0  # so that the engine's answer or error arrives before the router's limit
+ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # of an engine that publishes none: octavo's default
+REQUEST_TIMEOUT_MARGIN_S = 30.0  # for the engine's answer or error to arrive first
 _MAX_PORT = 65535
 _TIMEOUTS = (
-    "request_timeout_s",  # the default of the next one
+    "request_timeout_s",  # also the next one's default
     "engine_first_byte_timeout_s",
     "engine_connect_timeout_s",
     "engine_idle_timeout_s",
@@ -159,7 +159,7 @@ def _is_name_and_port(text: str) -> bool:
 
 
 def engine_url(text: str) -> str:
-    """Normalize the address of an engine. Raises `ConfigError`."""
+    """Normalize an engine's address. Raises `ConfigError`."""
     try:
         parts = urlsplit(text)
         is_right = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0

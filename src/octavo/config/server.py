@@ -1,4 +1,4 @@
-"""The configuration of a server."""
+"""A server's configuration."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ServerConfig(AccessConfig):
 
     max_num_waiting_tokens: tokens of prompts without output yet; None: no limit. An answer that is not streamed has
     output only at its end. Further requests are refused with 429.
-    tool_call_parser, reasoning_parser: names of `octavo.server.answers.known_formats` and `reasoning_forms`.
+    tool_call_parser, reasoning_parser: see `octavo.server.answers`.
     """
 
     served_model_names: tuple[str, ...] = option(

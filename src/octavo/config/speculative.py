@@ -1,4 +1,4 @@
-"""The configuration of speculative decoding."""
+"""Configuration of drafts."""
 
 from __future__ import annotations
 
@@ -24,29 +24,14 @@ _CACHED_BYTES = (1 << 16, 1 << 34)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted, so that one step verifies several. Fields have vLLM's names.
+    """How tokens are drafted, so that one step verifies several: docs/speculation.md describes the fields.
 
-    No token depends on drafts, except with verification = "rejection".
+    Only with verification = "rejection" do tokens depend on drafts.
 
     method: "auto" is "suffix" if the kernels compute the same row in any batch, otherwise "none".
-
-    - "ngram": drafts the tokens that followed the last occurrence of the newest tokens in the request.
-    - "suffix": drafts their most frequent continuation in the request, or in earlier answers with the same cache salt.
-    - "draft_model": a smaller model with the same vocabulary drafts.
-    - "quantized": the model itself drafts, with rounded weights.
-
-    num_speculative_tokens: maximum number of drafts after the newest token.
-    model: a directory in Hugging Face layout, a hub id, or "octavo-demo-draft" for the built-in model. With "suffix" it
-    drafts if suffix decoding finds nothing.
     quantization: of the drafting model, as in `ModelConfig`. None: not rounded, or int4 for "quantized".
-    verification (octavo's own): "exact" accepts a draft that equals the token chosen without drafts. "rejection"
-    accepts it with probability min(1, p / q): answers keep their distribution, but sampled tokens depend on the drafts.
-    prompt_lookup_min, prompt_lookup_max: number of newest tokens that "ngram" must find again, the most first. None: 2
-    and 4, adjusted to the other value.
-    suffix_decoding_max_cached_requests: answers kept for drafts.
-    suffix_decoding_max_cached_bytes (octavo's own): memory of their tokens. The oldest answers are dropped.
-    suffix_decoding_max_spec_factor: maximum number of drafts per matching token.
-    suffix_decoding_min_token_prob: minimum estimated probability of a draft.
+    prompt_lookup_min, prompt_lookup_max: None: 2 and 4, adjusted to the other value.
+    suffix_decoding_max_cached_requests: the oldest answers are dropped first.
     """
 
     method: str = option(
@@ -131,12 +116,12 @@ class SpeculativeConfig:
 
     @property
     def is_requested(self) -> bool:
-        """Return True if the user asked for drafts."""
+        """True if the user asked for drafts."""
         return self.method not in {"auto", "none"} or self.model is not None
 
     @property
     def drafts_by_model(self) -> bool:
-        """Return True if a model is loaded to draft."""
+        """True if a model is loaded to draft."""
         return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
@@ -146,7 +131,7 @@ class SpeculativeConfig:
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
-        """Numbers of tokens that "ngram" looks up."""
+        """(minimum, maximum) for "ngram"."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if least is None:
             least = _DEFAULT_LOOKUP[0] if most is None else min(_DEFAULT_LOOKUP[0], most)
@@ -154,10 +139,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig:
-        """Return a configuration from an instance, a mapping, or None for the defaults.
-
-        Raises `ConfigError`.
-        """
+        """Accept an instance, a mapping, or None for the defaults. Raises `ConfigError`."""
         if given is None:
             return cls()
         if isinstance(given, SpeculativeConfig):

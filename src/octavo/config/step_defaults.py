@@ -1,4 +1,4 @@
-"""The limits of a step that a user does not choose."""
+"""Defaults by device."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ CPU_DEFAULTS = StepDefaults(
 GPU_DEFAULTS = StepDefaults(
     max_num_seqs=256, max_num_batched_tokens=8192, num_offline_tokens=8192, async_scheduling=True
 )
-STEP_DEFAULTS = {"cpu": CPU_DEFAULTS, "cuda": GPU_DEFAULTS}  # by torch's type of device
+STEP_DEFAULTS = {"cpu": CPU_DEFAULTS, "cuda": GPU_DEFAULTS}

@@ -24,18 +24,15 @@ class _LastToken(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Api:
-    """One API.
+    """One client API.
 
-    name: its tag in the OpenAPI document. below: path prefix at which errors are spelled as this API does.
-    error, event: return an error's JSON object, and the last event of a failing stream.
-    last_event: matches the start of a complete stream's last event. None: that event has a field of `_LastToken` set.
-    statuses: maps HTTP statuses to this API's, where they differ. any_type: programs may send any Content-Type.
-    lines: events are lines of JSON.
+    name: its tag in the OpenAPI document. below: path prefix of errors in this API's form. error, event: return an
+    error's JSON object, and the last event of a failing stream. last_event: matches the start of a complete stream's
+    last event; None if that event has a field of `_LastToken`. statuses: HTTP status -> this API's, if it differs.
+    any_type: accepts any Content-Type. lines: events are lines of JSON.
 
-    For the router, which does not parse completely:
-
-    prompt: fields of the prompt, in order. limits: fields that limit the answer's tokens; `a.b` is field b of object a.
-    counted: the field at which the token counts begin; prompt_counts, answer_counts: their names.
+    For the router: prompt: the prompt's fields, in order. limits: fields that limit the answer's tokens; `a.b` is field
+    b of object a. counted: the field that begins the token counts. prompt_counts, answer_counts: names of the counts.
     """
 
     name: str
@@ -157,7 +154,7 @@ OLLAMA = Api(
     below="/api/",
     error=_ollama_error,
     event=lambda error: msgspec.json.encode(_ollama_error(error)) + b"\n",
-    any_type=True,  # `curl -d` sends another type
+    any_type=True,  # `curl -d` does not
     lines=True,
     prompt=("tools", "system", "messages", "prompt"),
     limits=("num_predict", "options.num_predict"),
@@ -168,16 +165,16 @@ OLLAMA = Api(
 SGLANG, OPERATOR = replace(OPENAI, name="SGLang"), replace(OPENAI, name="operator")
 # Joined in this order, the prompt fields keep each API's own order.
 APIS = (RESPONSES, ANTHROPIC, OPENAI, OLLAMA, TGI)
-OLLAMA_TAG = ":latest"  # Ollama's clients append it to a name
+OLLAMA_TAG = ":latest"  # Ollama's clients append it
 
 
 def api_below(path: str) -> Api:
-    """Return the API that has the path's prefix, by default OpenAI's."""
+    """Return the API with the path's prefix, by default OpenAI's."""
     return next((api for api in APIS if api.below and path.startswith(api.below)), OPENAI)
 
 
 def error_response(error: HttpError, path: str) -> ErrorResponse:
-    """Return the response for an error outside of a route."""
+    """Make a response outside of a route."""
     response = api_below(path).response(error)
     if error.status == 401 and path.startswith(PAGES):
         response.headers["WWW-Authenticate"] = (

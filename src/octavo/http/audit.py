@@ -1,4 +1,4 @@
-"""The audit log, and the request's id."""
+"""The audit log."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Spans(Protocol):
     def record_span(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
-        """Make a span of a finished request."""
+        """Make a span."""
         ...
 
     def close(self) -> None:
-        """Send the last spans."""
+        """Send last spans."""
         ...
 
 
 class AuditMiddleware:
     """The outermost middleware: counts and logs every request, without its content.
 
-    Keeps the client's X-Request-Id if it matches `_ID`. Routes add fields to `request.state.audit`. A refusal or
-    cut-off is counted only here.
+    Keeps the client's X-Request-Id if it matches `_ID`. Routes add fields to `request.state.audit`. Refusals and
+    cut-offs are counted only here.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Spans | None = None) -> None:
@@ -72,7 +72,7 @@ class AuditMiddleware:
 
         try:
             await self.app(scope, receive, record_status)
-        except Exception as error:  # a middleware's bug is counted, too
+        except Exception as error:  # a middleware's bug
             if status:
                 raise
             _faults.exception("a request failed")

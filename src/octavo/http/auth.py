@@ -1,4 +1,4 @@
-"""API keys, which all routes except the health checks require."""
+"""Checks API keys."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class ApiKeyMiddleware:
-    """Requires a valid API key, even at an unknown path. Sets `request.state.tenant`.
+    """Requires a valid API key, except for health checks. Sets `request.state.tenant`.
 
-    keyring: returns the keys that are valid now; None: no key is required.
+    keyring: returns None if no key is required.
     """
 
     def __init__(self, app: ASGIApp, keyring: Callable[[], Keyring | None]) -> None:
@@ -99,7 +99,7 @@ def _read_key(name: bytes, value: bytes) -> bytes | None:
     match _scheme(value):
         case b"bearer":
             return rest
-        case b"basic":  # any user name, with the key as password
+        case b"basic":  # the key is the password
             with contextlib.suppress(binascii.Error):
                 return base64.b64decode(rest, validate=True).partition(b":")[2] or None
     return None

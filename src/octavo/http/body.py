@@ -1,4 +1,4 @@
-"""Reads a request's body within limits."""
+"""Reads bodies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def received(
 
 
 def read_timeout(request: Request, limit_s: float) -> float:
-    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError`."""
+    """Return the limited seconds of X-Request-Timeout. Raises `RequestError`."""
     given = request.headers.get("x-request-timeout")
     if given is None:
         return limit_s
@@ -53,7 +53,7 @@ def read_timeout(request: Request, limit_s: float) -> float:
 
 
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read a body. taken: gets a callback that gives its room back.
+    """Read a body. taken: gets a callback that releases its room.
 
     The first `FREE_BYTES` take no room: the connection buffers as many anyway.
     """

@@ -41,16 +41,13 @@ _HEADERS_TOO_LARGE = HttpError(431, f"the request's headers exceed the limit of 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """Closes connections that exceed a time limit; answers 431 above `MAX_HEADER_BYTES`.
 
-    header_timeout_s: from the first byte of headers on; for the first request, from connecting on.
-    keep_alive_timeout_s: between two requests.
-    idle_timeout_s: the client must take all waiting bytes, or `MAX_UNSENT_BYTES`, in each such period. Otherwise a
-    finished stream would keep its place.
-    max_connections: more are accepted only for health checks, so that a full server does not look dead.
-    on_refused: called for each answer to input that was no request.
+    header_timeout_s: from the first byte of headers on; for the first request, from connecting on. idle_timeout_s: the
+    client must take all waiting bytes, or `MAX_UNSENT_BYTES`, in each such period. Otherwise a finished stream would
+    keep its place. max_connections: more are accepted only for health checks. on_refused: called for each answer to
+    input that was no request.
 
     Pipelined requests are answered in order. During an answer one more request is read, to notice a disconnect. A
-    request to upgrade (h2c, as Java's client sends; WebSocket) is answered in HTTP/1.1, as RFC 9110, section 7.8,
-    allows.
+    request to upgrade (h2c from Java's client; WebSocket) is answered in HTTP/1.1 (RFC 9110, section 7.8).
     """
 
     def __init__(
@@ -72,16 +69,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._timer: Timeout | None = None
         self._reader_timer: Timeout | asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None  # now, or last; `cycle` is the newest one
+        self._answered: RequestResponseCycle | None = None  # now, or last; `cycle` is the newest
         self._num_header_bytes = 0
         self._is_in_body = self._made_progress = False
         self._is_for_probes = False
-        self._refusal: HttpError | None = None  # why headers are refused that can be parsed
+        self._refusal: HttpError | None = None  # why valid headers are refused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for headers. Refuse one of too many connections."""
+        """Start the timer for headers."""
         super().connection_made(transport)
-        if self.client is not None:  # IPv4 on a dual-stack socket
+        if self.client is not None:  # on a dual-stack socket
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._is_for_probes = len(self.connections) > self._max_connections
@@ -95,7 +92,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_silent_probe(self) -> bool:
-        """Return True for a health check's connection that has sent nothing."""
+        """A health check's connection that has sent nothing."""
         is_silent = self._answered is None and not self._num_header_bytes
         return self._is_for_probes and is_silent and not self.transport.is_closing()
 
@@ -105,7 +102,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers and end the answered request."""
+        """Stop timers and request."""
         self._stop_waiting()
         if self._reader_timer is not None:
             self._reader_timer.cancel()
@@ -116,17 +113,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def pause_writing(self) -> None:
-        """Limit the wait for the reader."""
+        """Watch the reader."""
         super().pause_writing()
         self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and refuse too large headers."""
+        """Parse bytes; limit headers."""
         self._made_progress = False
         self._parse(data)
         if not (self._is_in_body or self._made_progress or self.transport.is_closing()):
             if not self._num_header_bytes and self._timer is not None and self.cycle is not None:
-                self._wait(self._header_timeout_s)  # these are the first bytes of the headers
+                self._wait(self._header_timeout_s)  # the first bytes of headers
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._refusal = _HEADERS_TOO_LARGE
@@ -167,7 +164,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the request, or refuse it."""
+        """Start the request."""
         if self._wants_upgrade:
             return
         self._stop_waiting()
@@ -177,7 +174,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._is_for_probes and self.url.partition(b"?")[0] not in _PROBES:
             self._refusal = _TOO_MANY_CONNECTIONS
         if self._refusal is not None:
-            raise ValueError("refused")  # makes the parser fail: `_parse` answers
+            raise ValueError("refused")  # lets the parser fail: `_parse` answers
         super().on_headers_complete()
         self.scope["state"]["write_body"] = self.write_body
         if self._is_for_probes:
@@ -191,7 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def write_body(self, piece: bytes) -> bool:
         """Write a piece of a chunked answer; return False if its client must catch up.
 
-        Then send an empty piece by ASGI, which waits for the client. ASGI's `send` costs a task and a call in each
+        Then send an empty piece by ASGI, which waits for the client. ASGI's `send` is slower: a task and a call in each
         middleware.
         """
         if self.transport.is_closing():  # `receive` notifies the route
@@ -200,7 +197,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return not self.flow.write_paused
 
     def on_message_complete(self) -> None:
-        """Expect the next request."""
+        """Expect another request."""
         if self._wants_upgrade:
             return
         super().on_message_complete()
@@ -210,7 +207,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(self._keep_alive_timeout_s)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or the rest of one."""
+        """Wait for another request."""
         if self.pipeline:
             self._answered, _ = self.pipeline[-1]
         super().on_response_complete()
@@ -229,7 +226,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
-        """Answer with an error. state: of the request that it ends, which is counted later."""
+        """state: of the request that the error ends."""
         if state is None:
             self._on_refused(self.client, error)
         else:
@@ -253,7 +250,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_reader(self) -> None:
-        """Check regularly, while an answer or bytes remain, that the client takes them."""
+        """Check regularly that the client takes the bytes of an answer."""
         if self._reader_timer is not None:
             return
         sock = self.transport.get_extra_info("socket")
@@ -266,7 +263,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # gVisor always reports 0. The system ends a connection if its client takes no byte.
+        # gVisor always reports 0. The system ends a connection whose client takes no byte.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return
@@ -290,8 +287,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 class PacedAnswers:
     """Sends a complete answer's body in pieces, each after the client took the previous ones.
 
-    So a connection is idle, and closable, only when almost all of its answer has arrived. TLS would accept one large
-    body and hide that its bytes wait. Comments are sent between events of a stream, so these are not split.
+    So a connection is idle, and closable, only when almost all of its answer has arrived. TLS would hide the waiting
+    bytes of one large body. Streams are not split: comments are sent between events.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""HTTP errors, made from octavo's errors."""
+"""HTTP errors."""
 
 from __future__ import annotations
 
@@ -29,48 +29,48 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-CLIENT_DISCONNECTED = 499  # nginx's number for a disconnected client
+CLIENT_DISCONNECTED = 499  # nginx's number
 PAGES = ("/dashboard", "/router")  # of browsers
 
 
 class RateLimitError(QueueFullError):
-    """An API key's own limit is reached."""
+    """Key limit reached."""
 
 
 class SlowBodyError(RequestError):
-    """The body did not arrive in time."""
+    """Body timed out."""
 
 
 class AuthenticationError(RequestError):
-    """There is no valid API key."""
+    """No valid key."""
 
 
 class NotAllowedError(RequestError):
-    """The key does not permit this action."""
+    """Action not permitted."""
 
 
 class ModelNotFoundError(RequestError):
-    """No model has that name."""
+    """No such model."""
 
 
 class NotFoundError(RequestError):
-    """The requested object does not exist."""
+    """No such object."""
 
 
 class BodyTooLargeError(RequestError):
-    """The body exceeds the limit."""
+    """Body too large."""
 
 
 class MediaTypeError(RequestError):
-    """The Content-Type is not JSON."""
+    """Content-Type not JSON."""
 
 
 class ServerClosingError(EngineError):
-    """The server is shutting down."""
+    """Server shutting down."""
 
 
 class NoEngineError(EngineError):
-    """No engine takes a request now."""
+    """No engine available."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("no engine is ready")
@@ -78,7 +78,7 @@ class NoEngineError(EngineError):
 
 
 class EngineLostError(EngineError):
-    """The engine that served a router's request is gone."""
+    """The engine that served a request is gone."""
 
     def __init__(self) -> None:
         super().__init__("the engine is lost")
@@ -94,7 +94,7 @@ class EngineAnswerError(EngineLostError):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """A status and an OpenAI error object. details: for Anthropic's clients."""
+    """An OpenAI error with a status. details: for Anthropic's clients."""
 
     status: int
     message: str
@@ -106,23 +106,23 @@ class HttpError:
 
     @property
     def reason(self) -> str:
-        """Its label in metrics and audit log."""
+        """Label in metrics."""
         return self.code or reason_of(self.status)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the status."""
+        """The status's headers."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         if self.status in {408, 413}:
-            return {"Connection": "close"}  # the rest of the body is not read
+            return {"Connection": "close"}  # the body is not read
         if self.status == 504:
             return {"x-should-retry": "false"}  # OpenAI's clients would retry immediately
         return {"Retry-After": str(math.ceil(self.retry_after_s))} if self.status in {429, 503} else {}
 
 
 class ErrorResponse(Response):
-    """A response; sending it notes the error."""
+    """Sending it notes the error."""
 
     media_type = "application/json"
 
@@ -137,10 +137,7 @@ class ErrorResponse(Response):
 
 
 def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
-    """Keep a request's first error, and return it.
-
-    state: `scope["state"]`; mutated.
-    """
+    """Keep a request's first error, and return it. Mutated: `state` of the scope."""
     noted: HttpError = state.setdefault("error", error)
     return noted
 
@@ -149,12 +146,12 @@ def reason_of(status: int) -> str:
     """Return a name like bad_request or status_520."""
     try:
         return HTTPStatus(status).phrase.lower().replace(" ", "_")
-    except ValueError:  # an engine may answer with any status
+    except ValueError:  # engines may answer with any status
         return f"status_{status}"
 
 
-# The first matching row counts. A client sees the error's own text only if its request caused the error: the text of a
-# server's failure may name paths or addresses.
+# The first matching row counts. A client sees the error's own text only if its request caused the error: other texts
+# may name paths or addresses.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
@@ -182,7 +179,7 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
 
 
 def to_http(error: Exception) -> HttpError:
-    """Translate any error; an unknown one becomes status 500."""
+    """Translate any error."""
     for kind, status, type_, code, message in _TABLE:
         if isinstance(error, kind):
             parameter, retry = getattr(error, "parameter", None), getattr(error, "retry_after_s", 1.0)
@@ -195,7 +192,7 @@ def to_http(error: Exception) -> HttpError:
 def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
-    names: from octavo's to the client's. in_text: also in the message, except other single words: they may be plain
+    names: from octavo's to the client's. in_text: also in the message, except other single words, which may be plain
     text.
     """
     try:

@@ -1,4 +1,4 @@
-"""A server that drains its requests before it exits."""
+"""A draining server."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ _LOOK_S = 0.1  # between checks for a second signal
 class GracefulServer(uvicorn.Server):
     """Ends each open request with a last event before it exits.
 
-    A second signal exits immediately; SIGHUP reads keys and certificate again. The server also exits if only a restart
-    helps (`HttpService.is_dead`).
+    A second signal exits immediately; SIGHUP reads keys and certificate again. Also exits if `HttpService.is_dead`.
     """
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
@@ -45,7 +44,7 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the service, then listen."""
+        """Start and listen."""
         if handles_sighup():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
             self.reload()  # an earlier SIGHUP was ignored
@@ -53,7 +52,7 @@ class GracefulServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True if the server must exit."""
+        """Whether to exit."""
         return await super().on_tick(counter) or self._service.is_dead
 
     def reload(self) -> None:
@@ -64,7 +63,7 @@ class GracefulServer(uvicorn.Server):
         if config.ssl_certfile is None:
             return
         try:
-            check_certificate(config)  # a pair that does not match would damage the context in use
+            check_certificate(config)  # another pair would damage the context in use
         except ConfigError as error:
             logger.error("the certificate was not reloaded: %s", error)  # noqa: TRY400 - the error says all
         else:
@@ -72,7 +71,7 @@ class GracefulServer(uvicorn.Server):
             logger.info("the certificate was reloaded")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain open requests, then close."""
+        """Drain, then close."""
         self.server_state.default_headers.append((b"connection", b"close"))
         drain = asyncio.create_task(self._service.drain(self._service.config.grace_s))
         while not (drain.done() or self.force_exit):

@@ -1,6 +1,6 @@
-"""Headers for a request of which one engine computes the prompt, another the answer.
+"""Headers for requests with different engines for prefill and decode.
 
-Both get the same body, whatever its API.
+Both engines get the same body.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ _CLIENT_NAMES = {"transfer_id": _ID, "source": _SOURCE}
 
 
 def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams | None:
-    """Parse the transfer headers, if any. Raises `RequestError`.
-
-    headers: ignores the case of names.
-    """
+    """Parse transfer headers. Raises `RequestError`. headers: ignores the case of names."""
     given = {name: value for name in KV_TRANSFER_HEADERS if (value := headers.get(name)) is not None}
     if not given:
         return None

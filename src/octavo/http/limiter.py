@@ -1,4 +1,4 @@
-"""Admits each request, makes it wait, or refuses it."""
+"""Admits, delays or refuses requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_ENDINGS = 64
 class Bucket:
     """A token bucket that fills by `per_minute` units a minute, and holds as many.
 
-    Its level may be negative: some units are counted after their use.
+    Its level may be negative: some units are counted after use.
     """
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -38,7 +38,7 @@ class Bucket:
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
     def take(self, amount: float, now: float) -> None:
-        """Take `amount` units, even if fewer are available."""
+        """Take units, available or not."""
         self._level = self._fill(now) - amount
 
     def _fill(self, now: float) -> float:
@@ -50,9 +50,9 @@ class Bucket:
 class Pool:
     """Counts the units of a resource that each tenant holds.
 
-    If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units, so one tenant's
-    flood keeps room free. After Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch"
-    (1998).
+    If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units. So one tenant's
+    flood keeps room free (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch",
+    1998).
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -64,11 +64,11 @@ class Pool:
 
     @property
     def num_free(self) -> float:
-        """Units that no tenant holds."""
+        """Free units."""
         return math.inf if self.limit is None else self.limit - self.num_held
 
     def held_by(self, tenant: Tenant) -> int:
-        """Return a tenant's units."""
+        """A tenant's units."""
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
@@ -85,7 +85,7 @@ class Pool:
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
     def take(self, tenant: Tenant, amount: int) -> None:
-        """Take units without checking the room."""
+        """Take without checks."""
         self._held[tenant.name] += amount
         self.num_held += amount
 
@@ -101,7 +101,7 @@ class Pool:
         self._change = asyncio.Event()
 
     async def change(self) -> None:
-        """Wait for a release."""
+        """Await a release."""
         await self._change.wait()
 
 
@@ -109,7 +109,7 @@ class Pool:
 class _Waiter:
     """A request for units.
 
-    passed: units that later requests took while it was its tenant's first, times its tenant's weight over theirs.
+    passed: units that later requests took while this one was its tenant's first, times its tenant's weight over theirs.
     """
 
     tenant: Tenant
@@ -120,7 +120,6 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """Return True if room is reserved for it."""
         return self.passed >= self.amount
 
 
@@ -129,17 +128,17 @@ class WaitingLine:
 
     A new request, or the first of another tenant, may overtake until the overtaken one has been passed by as many units
     as it requested. So small requests do not starve a large one, and a large one does not block small ones for long.
-    Then its own tenant's requests do not overtake it; other tenants must keep room for it once its tenant holds
-    nothing, so that it waits only for them.
+    Then its own tenant's requests do not overtake it, and other tenants must keep room for it once its tenant holds
+    nothing.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._waiters: dict[str, deque[_Waiter]] = {}  # by the tenant's name
+        self._waiters: dict[str, deque[_Waiter]] = {}
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
-        """Take room without waiting; return False if that is not allowed."""
+        """Take room without waiting. Returns False if that is not allowed."""
         of_tenant = self._waiters.get(tenant.name)
         if (of_tenant and of_tenant[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
@@ -163,12 +162,12 @@ class WaitingLine:
             raise
 
     def give_back(self, tenant: Tenant, amount: int) -> None:
-        """Give room back to waiting requests."""
+        """Release room."""
         self._pool.give_back(tenant, amount)
         self.serve()
 
     def serve(self) -> None:
-        """Grant room, the oldest waiter first."""
+        """Grant room, oldest first."""
         while (waiter := next(filter(self._is_served, self._first_waiters()), None)) is not None:
             self._remove(waiter)
             self._take(waiter.tenant, waiter.amount, waiter.number)
@@ -181,7 +180,7 @@ class WaitingLine:
         return not waiter.granted.done() and self._may_take(waiter.tenant, waiter.amount, waiter.number)
 
     def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
-        """Return True if enough room is not reserved for another tenant's earlier waiter."""
+        """Whether enough room is not reserved for another tenant's earlier waiter."""
         if amount > self._pool.available(tenant):
             return False
         num_remaining = self._pool.num_free - amount
@@ -208,7 +207,7 @@ class WaitingLine:
 
 @dataclass(slots=True)
 class _Account:
-    """Rate limits; None: unlimited."""
+    """None: unlimited."""
 
     requests: Bucket | None = None
     tokens: Bucket | None = None
@@ -218,8 +217,8 @@ class _Account:
 class Permit:
     """The place of one HTTP request: `num_streams` output streams.
 
-    is_kept: a stream gives the place back, not the `with` block.
-    is_in: one prompt got room, so further prompts wait instead of being refused.
+    is_kept: a stream releases it, not the `with` block. is_in: one prompt got room, so further prompts wait and are not
+    refused.
     """
 
     tenant: Tenant
@@ -244,16 +243,16 @@ class Permit:
             self.is_in = True
 
     def release_tokens(self, num_tokens: int) -> None:
-        """Give back a prompt's room."""
+        """Release the room."""
         if num_tokens:
             self._limiter.line.give_back(self.tenant, num_tokens)
 
     def charge(self, num_tokens: int) -> None:
-        """Count tokens against the tenant's rate."""
+        """Charge the tenant."""
         self._limiter.charge(self.tenant, num_tokens)
 
     def release(self) -> None:
-        """Give the place back; later calls do nothing."""
+        """Release the place; later calls do nothing."""
         if not self._is_released:
             self._is_released = True
             self._limiter.release(self)
@@ -262,8 +261,8 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: of prompts without output yet; `line` waits for room there.
-    Raises `RequestError` for a demand that can never be met, else `QueueFullError` with the seconds to wait.
+    waiting_tokens: of prompts without output. Raises `RequestError` for a demand that can never be met, else
+    `QueueFullError` with the seconds to wait.
     """
 
     def __init__(
@@ -284,8 +283,8 @@ class RequestLimiter:
         self._has_ended = False
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request at its headers, or raise."""
-        account = self._account(tenant)  # before `now`: a new account's times begin here
+        """Count a request's headers."""
+        account = self._account(tenant)  # a new account's times begin here
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
         self._check(tenant, 1, now)
@@ -295,8 +294,8 @@ class RequestLimiter:
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take places for a request that has begun, or raise.
 
-        at_least: number of streams that suffices to serve the request in parts. It then takes a multiple, within its
-        tenant's limit and share. None: all or none.
+        at_least: streams that suffice to serve the request in parts. It then takes a multiple, within its tenant's
+        limit and share. None: all or none.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
@@ -309,7 +308,7 @@ class RequestLimiter:
         return Permit(tenant, num_streams, self)
 
     def release(self, place: Permit) -> None:
-        """Give places back."""
+        """Release a place."""
         self.streams.give_back(place.tenant, place.num_streams)
         if place.is_in:  # else no measure of how fast answers end
             self._endings.append((self._clock(), place.num_streams))
@@ -334,13 +333,13 @@ class RequestLimiter:
             )
 
     def charge(self, tenant: Tenant, num_tokens: int) -> None:
-        """Count tokens against the tenant's rate."""
+        """Charge the tenant."""
         tokens = self._account(tenant).tokens
         if tokens is not None:
             tokens.take(num_tokens, self._clock())
 
     def change(self, tenants: tuple[Tenant, ...]) -> None:
-        """Use these tenants. Only changed rates start anew."""
+        """Only changed rates start anew."""
         for pool in (self.streams, self.waiting_tokens, self.body_bytes):
             pool.is_shared = len(tenants) > 1
         self.line.serve()
@@ -397,6 +396,6 @@ class RequestLimiter:
             self._endings.popleft()
         if len(self._endings) < 2 or now <= self._endings[0][0]:
             return _LONGEST_RETRY_S if self._has_ended else 1.0
-        (first, _), *later = self._endings  # the first one only starts the measured time
+        (first, _), *later = self._endings  # starts the measured time
         rate = sum(num_streams for _, num_streams in later) / (now - first)
         return min(max(math.ceil(num_ahead / rate), 1.0), _LONGEST_RETRY_S)

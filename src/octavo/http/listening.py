@@ -1,4 +1,4 @@
-"""Checks and sockets of a server before it has a model, so without a web framework."""
+"""Sockets of a server before it has a model, without a web framework."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from octavo.errors import ConfigError
 from octavo.http.tenants import Keyring
 
-if sys.platform != "win32":  # absent on Windows
+if sys.platform != "win32":
     import fcntl
     import resource
     import termios
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CONNECTIONS = 8192
-PROBE_CONNECTIONS = 32  # for health checks only
+PROBE_CONNECTIONS = 32  # for health checks
 # An answer waits for its reader once as many bytes are unsent in the system and again in this process.
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
-_INT_BYTES = 4  # of C
-_SOCKET_CLOSED = (OSError, ValueError)  # raised for a closed socket by asyncio and uvloop
+_INT_BYTES = 4
+_SOCKET_CLOSED = (OSError, ValueError)  # raised by asyncio and uvloop
 _BACKLOG = 2048
 _EXIT_S = 10.0  # for ending the engine
 _OWN_FILES = 256  # open files that are no connections
@@ -52,7 +52,7 @@ def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
 
 
 def check_files(config: AccessConfig) -> None:
-    """Raise `ConfigError` for invalid API keys or certificates."""
+    """Raise `ConfigError` for invalid files."""
     if config.api_keys_file is not None:
         Keyring.from_file(config.api_keys_file)
     check_certificate(config)
@@ -71,9 +71,9 @@ def check_certificate(config: AccessConfig) -> None:
 
 @contextlib.contextmanager
 def hearing_signals() -> Iterator[None]:
-    """Handle signals in the main thread until the server does so itself.
+    """Handle signals in the main thread until the server does so.
 
-    SIGHUP would kill the process, so it is ignored: keys and certificate are read later. The first process of a
+    SIGHUP is ignored, because it would kill the process: keys and certificate are read later. The first process of a
     container ignores SIGTERM without a handler.
     """
     handlers = {}
@@ -111,12 +111,11 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket that refuses connections until `open_door`. Raises `ConfigError`.
+    """Bind a socket that refuses connections until `open_door`. Raises `ConfigError`. host: "::" includes IPv4.
 
-    host: "::" includes IPv4.
     Refused connections make a proxy try another server while this one loads. TCP_NOTSENT_LOWAT keeps Linux from
-    buffering megabytes for a slow reader. TCP_USER_TIMEOUT is not set: it would also end connections of readers that
-    are only slower than the sender.
+    buffering megabytes for a slow reader. TCP_USER_TIMEOUT would also end connections of readers that are only slower
+    than the sender.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -135,8 +134,8 @@ def bind(host: str, port: int) -> socket.socket:
 def _bind(sock: socket.socket, host: str, port: int) -> None:
     """Bind so that no second server can bind the address before this one listens.
 
-    Linux lets several sockets with SO_REUSEADDR bind one address while none listens. So the option is set only for a
-    moment, if an earlier server's lingering connections block the address.
+    Linux lets several sockets with SO_REUSEADDR bind one address while none listens. So the option is set only briefly,
+    if an earlier server's lingering connections block the address.
     """
     try:
         sock.bind((host, port))
@@ -150,7 +149,7 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 def open_door(sock: socket.socket) -> None:
     """Listen on a socket from `bind`. Raises `ConfigError` if another server was faster."""
-    if sys.platform != "win32":  # inherited by lingering connections, so that the next server can bind
+    if sys.platform != "win32":  # lingering connections inherit it
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -162,8 +161,7 @@ def open_door(sock: socket.socket) -> None:
 def bytes_taken(sock: socket.socket | None) -> int | None:
     """Return the number of sent bytes that have arrived, with TLS overhead; None if unknown.
 
-    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h): TLS has buffers, so the bytes that wait here show
-    nothing.
+    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h). TLS buffers hide the bytes that wait here.
     """
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
@@ -173,7 +171,7 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
 
 
 def bytes_under_way(sock: socket.socket | None) -> int:
-    """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7)); 0 if unknown."""
+    """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7))."""
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
             queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))
@@ -182,17 +180,14 @@ def bytes_under_way(sock: socket.socket | None) -> int:
 
 
 def reset_when_closed(sock: socket.socket | None) -> None:
-    """Drop unsent bytes at closing."""
+    """Drop unsent bytes."""
     if sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int = 1) -> int:
-    """Raise the soft limit of open files; return how many connections fit.
-
-    files_each: for each connection. Logs a warning if fewer fit.
-    """
+    """Raise the soft limit of open files; return how many connections fit."""
     if sys.platform == "win32":
         return num_connections
     needed = num_connections * files_each + _OWN_FILES

@@ -1,4 +1,4 @@
-"""The figures of GET /metrics."""
+"""Figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """All figures of one server or router."""
+    """A server's figures."""
 
     def __init__(self, collector: Collector) -> None:
         self._registry = CollectorRegistry()
@@ -34,11 +34,11 @@ class Metrics:
         )
 
     def count_answer(self, method: str, handler: str, status: int) -> None:
-        """Count a request. handler: a route's path, because clients must not create labels."""
+        """Count a request. handler: a route's path: clients must not create labels."""
         self._requests.labels(method, handler, str(status)).inc()
 
     def count_refusal(self, reason: str) -> None:
-        """Count a refusal or cut-off."""
+        """Count a refusal."""
         self._refused.labels(reason).inc()
 
     def text(self, accept: str) -> tuple[bytes, str]:
@@ -48,12 +48,12 @@ class Metrics:
 
 
 def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Make a family of gauges. values: label values and number of each."""
+    """Make gauges. values: label values and number of each."""
     return _filled(GaugeMetricFamily(f"octavo:{name}", text, labels=labels), values)
 
 
 def counter(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Make a family of counters."""
+    """Make counters."""
     return _filled(CounterMetricFamily(f"octavo:{name}", text, labels=labels), values)
 
 

@@ -1,4 +1,4 @@
-"""Refuses requests to a full server early."""
+"""Refuses requests early."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 class OverloadMiddleware:
     """Counts requests by their headers; refuses those that would not get one place.
 
-    This is much cheaper than a route. begin: counts a tenant's request, or raises. routes: only those with `work` take
-    a place.
+    This is much cheaper than a route. begin: counts a tenant's request, or raises.
     """
 
     def __init__(self, app: ASGIApp, begin: Callable[[Tenant], None], routes: Routes) -> None:

@@ -1,4 +1,4 @@
-"""Headers of the server's own pages."""
+"""Headers of pages."""
 
 # Only the server's own files may run, even if a model's text contains code.
 PAGE_HEADERS = {

@@ -1,4 +1,4 @@
-"""The table of all routes."""
+"""All routes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ if TYPE_CHECKING:
 _GET, _PROBE = ("GET",), ("GET", "HEAD")
 _CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # of Ollama's models
 _OLDER = ("/get_server_info",)
-# Actions that need `read_metrics`.
+# These need `read_metrics`.
 _SETTINGS = "read the server's settings; it needs read_metrics"
 METRICS, DASHBOARD = "read the metrics; it needs read_metrics", "see the dashboard; it needs read_metrics"
-_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # of the dashboard, which shows requests of all keys
+_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # which show all keys' requests
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One route.
 
-    endpoint: `module:name` of an `octavo.server.endpoints.Endpoint`, below `octavo.server.api`. aliases: older paths.
-    work: "answer": a model writes text; "vectors": it embeds texts; "count": texts are only read. Such requests take a
-    place, count for their tenant, and are balanced by the router.
-    methods: the first one is described. operators: an action like "read the metrics", which needs `read_metrics`.
-    is_described: in the OpenAPI document.
+    endpoint: `module:name` below `octavo.server.api`. aliases: older paths. work: "answer": a model writes text;
+    "vectors": it embeds texts; "count": texts are only read. Such requests take a place, count for their tenant, and
+    are balanced by the router. methods: the document shows the first. operators: an action that needs `read_metrics`.
     """
 
     path: str
@@ -41,12 +39,12 @@ class Route:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The path and its aliases."""
+        """Path and aliases."""
         return (self.path, *self.aliases)
 
 
 class Routes:
-    """A table of routes. Starlette tries them in this order; the router finds exact paths."""
+    """Starlette tries them in this order; the router finds exact paths."""
 
     def __init__(self, *routes: Route) -> None:
         self._routes = routes
@@ -66,7 +64,7 @@ class Routes:
         return api_below(path) if route is None else route.api
 
     def is_for_operators(self, path: str) -> bool:
-        """Return True if a path needs `read_metrics`."""
+        """Needs `read_metrics`."""
         return path in self._operators or path == _FEED or path.startswith(_REQUESTS)
 
 
@@ -96,7 +94,7 @@ ROUTES = Routes(
     Route("/api/version", "ollama.models:version", OLLAMA, methods=_PROBE),
     Route("/api/pull", "ollama.models:refuse", OLLAMA, aliases=_CHANGES, is_described=False),
     Route("/api/delete", "ollama.models:refuse", OLLAMA, methods=("DELETE",), is_described=False),
-    Route("/", "describing:front_page", methods=_PROBE, is_described=False),  # Ollama's clients look here
+    Route("/", "describing:front_page", methods=_PROBE, is_described=False),  # for Ollama's clients
     Route("/model_info", "describing:model_info", SGLANG, methods=_GET, aliases=("/get_model_info",)),
     Route("/server_info", "describing:server_info", OPERATOR, methods=_GET, aliases=_OLDER, operators=_SETTINGS),
     Route("/metrics", "operating:metrics", OPERATOR, methods=_GET, operators=METRICS),

@@ -1,4 +1,4 @@
-"""State that an application's routes share."""
+"""State of an application."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 class HttpService(ABC):
     """Base of the server's and the router's services. Used on one event loop only.
 
-    num_bodies: bodies of the largest size that may be held simultaneously. Raises `ConfigError` for an invalid file of
-    keys.
+    num_bodies: bodies of the largest size that may be held. Raises `ConfigError` for an invalid file of keys.
     """
 
     config: AccessConfig
@@ -52,7 +51,7 @@ class HttpService(ABC):
     @property
     @abstractmethod
     def is_dead(self) -> bool:
-        """True if only a restart helps."""
+        """Needs a restart."""
 
     @abstractmethod
     def check_engine(self) -> None:
@@ -60,7 +59,7 @@ class HttpService(ABC):
 
     @abstractmethod
     def _keys_changed(self) -> None:
-        """End open requests of removed tenants."""
+        """Abort removed tenants' requests."""
 
     @abstractmethod
     async def _idle(self) -> None:
@@ -68,13 +67,13 @@ class HttpService(ABC):
 
     @abstractmethod
     async def _end_open(self, why: Callable[[], OctavoError]) -> None:
-        """End all open requests."""
+        """Abort all requests."""
 
-    async def start(self) -> None:  # noqa: B027 - a server's engine runs already
+    async def start(self) -> None:  # noqa: B027 - optional
         """Start background tasks."""
 
     def close(self) -> None:
-        """Send the last spans."""
+        """Send last spans."""
         if self.tracing is not None:
             self.tracing.close()
 
@@ -85,7 +84,7 @@ class HttpService(ABC):
         self.check_engine()
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request at its headers, or raise."""
+        """Count a request's headers."""
         self.check_ready()
         self.limiter.begin(tenant)
 
@@ -109,7 +108,7 @@ class HttpService(ABC):
             self.limiter.change(self.keyring.tenants)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests; end open ones after `grace_s`."""
+        """Refuse new requests; abort open ones after `grace_s`."""
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -118,7 +117,7 @@ class HttpService(ABC):
 
 
 def server_closing() -> ServerClosingError:
-    """Make the error of requests that the shutdown ends."""
+    """Make the error of requests that the shutdown aborts."""
     return ServerClosingError("closing")
 
 

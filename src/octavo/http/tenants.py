@@ -42,7 +42,7 @@ KEY_PREFIX = "octavo-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """An owner of requests; None: no own limit. name "": all clients, if none is identified."""
+    """An owner of requests. None: no own limit. name "": all clients, if none is identified."""
 
     name: str = ""
     weight: float = 1.0
@@ -53,27 +53,27 @@ class Tenant:
     read_metrics: bool = False
 
     def cache_salt(self, requested: str | None) -> str | None:
-        """Return the salt of its prompts' blocks, from the salt that a client asks for.
+        """Return the salt of a tenant's prompts, from the one that a client asks for. Raises `RequestError`.
 
-        It begins with the tenant's name, or "shared" if it shares the prefix cache, so no client can ask for another
-        tenant's salt. Raises `RequestError`.
+        It begins with the tenant's name, or "shared" if the tenant shares the prefix cache. So no client can ask for
+        another tenant's salt.
         """
         check_salt(requested)
         if not self.name:
             return requested
-        hashed = "" if requested is None else hashlib.sha256(requested.encode()).hexdigest()  # all of one length
+        hashed = "" if requested is None else hashlib.sha256(requested.encode()).hexdigest()  # of one length
         if self.share_prefix_cache:
             return f"shared\0{hashed}" if hashed else None
         return f"key\0{self.name}\0{hashed}"
 
 
 EVERYBODY = Tenant(share_prefix_cache=True, read_metrics=True)
-_OPERATOR = Tenant(name="(operator)", read_metrics=True)  # no file can have this name
+_OPERATOR = Tenant(name="(operator)", read_metrics=True)  # impossible in a file
 _DEFAULTS = Tenant()
 
 
 class Keyring:
-    """The valid keys. The time of a lookup reveals nothing about any of them.
+    """The valid keys. The time of a lookup reveals nothing about them.
 
     The index of a key is a keyed hash, so clients cannot know which keys are close to each other.
     """
@@ -86,7 +86,7 @@ class Keyring:
 
     @classmethod
     def of(cls, config: AccessConfig) -> Keyring | None:
-        """Return the required keys, if any. Raises `ConfigError`."""
+        """Return the required keys. Raises `ConfigError`."""
         if config.api_keys_file is not None:
             return cls.from_file(config.api_keys_file, config.operator_key)
         return None if config.api_key is None else cls([(_digest(config.api_key.encode()), EVERYBODY)])
@@ -98,13 +98,13 @@ class Keyring:
         return cls([*_read(path), *operator])
 
     def find(self, key: bytes) -> Tenant | None:
-        """Return the tenant of a key."""
+        """Return a key's tenant."""
         digest = _digest(key)
         stored, tenant = self._tenants.get(self._index(digest), (bytes(32), None))
         return tenant if hmac.compare_digest(stored, digest) else None
 
     def named(self, name: str) -> Tenant | None:
-        """Return the tenant of a name."""
+        """Return a tenant."""
         return self._named.get(name)
 
     def _index(self, digest: bytes) -> bytes:
@@ -198,7 +198,7 @@ def rotate_key(path: Path, name: str) -> str:
 
 
 def retire_key(path: Path, name: str) -> None:
-    """Remove a tenant's previous key. Raises `ConfigError` if there is none."""
+    """Remove a tenant's previous key. Raises `ConfigError`."""
     with _changed(path, name) as tables:
         if tables[name].pop("previous_sha256", None) is None:
             raise ConfigError(f"{name!r} has no previous key in {path}")
@@ -211,10 +211,10 @@ def _new_key() -> tuple[str, str]:
 
 @contextmanager
 def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the tables of a file, then write them back with comments and formatting.
+    """Yield the tables of a file, then write them with comments and formatting. Raises `ConfigError`.
 
     name: must be in the file. Nothing is written if the block raises. The file is replaced atomically, and keeps owner
-    and mode. Raises `ConfigError`.
+    and mode.
     """
     try:
         import tomlkit  # noqa: PLC0415  a server only reads keys
@@ -239,7 +239,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
         if not is_new:
             before = path.stat()
             run_text_work.chmod(stat.S_IMODE(before.st_mode))
-            if hasattr(os, "chown"):  # the server can read it even if root changed it
+            if hasattr(os, "chown"):  # for the server, even if root changed it
                 os.chown(run_text_work, before.st_uid, before.st_gid)
         run_text_work.replace(path)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Timeouts of many connections."""
+"""Connections' timeouts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-SPACING_S = 0.002  # several times the cost of one timeout and its client's next connection
+SPACING_S = 0.002  # several times the cost of a timeout
 
 
 class Timeout:
-    """A call at a later time."""
+    """A later call."""
 
     __slots__ = ("_queue", "_timer", "act")
 
@@ -23,7 +23,7 @@ class Timeout:
         self._timer = asyncio.get_running_loop().call_later(seconds, timeouts.take_in, self)
 
     def cancel(self) -> None:
-        """Prevent the call, even if it already waits for its turn."""
+        """Prevent the call, even if it waits for its turn."""
         self._timer.cancel()
         self._queue.leave_out(self)
 
@@ -31,12 +31,12 @@ class Timeout:
 class TimeoutQueue:
     """Runs expired timeouts in order, one in a turn of the event loop, `SPACING_S` apart.
 
-    So open connections are served in between, and a timeout may be late by `SPACING_S`, or a longer turn, for each one
-    before it. Used on one event loop only.
+    So open connections are served in between, and a timeout may be late by `SPACING_S`, or a longer turn, for each
+    earlier one. Used on one event loop only.
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Timeout, None] = OrderedDict()  # by time of expiry
+        self._waiting: OrderedDict[Timeout, None] = OrderedDict()
         self._is_pausing = False
 
     def call_later(self, seconds: float, act: Callable[[], object]) -> Timeout:
@@ -45,7 +45,7 @@ class TimeoutQueue:
 
     @contextlib.asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Limit the block's time. Raises `TimeoutError`."""
+        """Limit the block. Raises `TimeoutError`."""
         async with asyncio.timeout(None) as limit:
             cut = self.call_later(seconds, lambda: limit.reschedule(0.0))
             try:
@@ -60,7 +60,7 @@ class TimeoutQueue:
             self._act_on_first()
 
     def leave_out(self, cut: Timeout) -> None:
-        """Remove a queued timeout."""
+        """Remove from queue."""
         self._waiting.pop(cut, None)
 
     def _act_on_first(self) -> None:

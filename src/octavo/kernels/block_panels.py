@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.cpu import CpuKernels
 
-_BYTES_AT_ONCE = 32 << 20  # of rows, then they are forgotten
+_BYTES_AT_ONCE = 32 << 20  # of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class BlockPanels:
 
     @classmethod
     def pack(cls, kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> BlockPanels:
-        """Pack weights as one, concatenated along out_features."""
+        """Pack and concatenate weights."""
         panels, first = [], 0
         for group in group_by_kind(weights):
             last = first + sum(weight.shape[0] for weight in group)
@@ -38,7 +38,7 @@ class BlockPanels:
         return cls(tuple(panels))
 
     def parts(self) -> Iterator[tuple[PanelWeight, slice]]:
-        """Yield each part and its columns."""
+        """Yield (part, columns)."""
         first = 0
         for part in self.panels:
             yield part, slice(first, first + part.out_features)
@@ -50,7 +50,7 @@ class BlockPanels:
         return part
 
     def as_linear(self) -> PackedLinear:
-        """Return it for callers of the kernels."""
+        """Wrap for callers."""
         linears = [part.as_linear() for part in self.panels]
         out_features = sum(linear.out_features for linear in linears)
         num_bytes = sum(linear.num_bytes for linear in linears)

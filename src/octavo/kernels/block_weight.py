@@ -23,10 +23,7 @@ _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class BlockKind(Enum):
-    """GGUF's layouts of blocks: (values, bytes, bytes in panels).
-
-    In panels, scales and minima of six bits take eight bits.
-    """
+    """GGUF's layouts of blocks: (values, bytes, bytes in panels, where six bits of scales and minima take eight)."""
 
     Q8_0 = "Q8_0", 32, 34, 34
     Q4_0 = "Q4_0", 32, 18, 18
@@ -40,20 +37,20 @@ class BlockKind(Enum):
 
     @property
     def block_values(self) -> int:
-        """Values of a block."""
+        """Values per block."""
         return self.value[1]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return self.value[2]
 
     def packed_bytes(self, out_features: int, in_features: int) -> int:
-        """Return a weight's bytes in panels."""
+        """Return bytes in panels."""
         return out_features * in_features // self.block_values * self.value[3]
 
     def row_bytes(self, in_features: int) -> int:
-        """Return the bytes of a row. Raises `ValueError` if in_features is not a multiple of a block."""
+        """Return a row's bytes. Raises `ValueError` if in_features is not a multiple of a block."""
         if in_features % self.block_values != 0:
             raise ValueError(
                 f"{self.name} has blocks of {self.block_values} values, which do not divide rows of {in_features}"
@@ -90,16 +87,13 @@ class StoredScales(NamedTuple):
     minima_of_blocks: Tensor | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> StoredScales:
-        """Apply a function to each tensor; None stays None."""
+        """Apply to each tensor."""
         return StoredScales(*(None if part is None else function(part) for part in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks of one kind; the uint8 rows may alias a file.
-
-    forget(rows) drops the file's pages from memory.
-    """
+    """A weight in blocks of one kind; the uint8 rows may alias a file, whose pages forget(rows) drops from memory."""
 
     kind: BlockKind
     rows: Tensor
@@ -107,7 +101,7 @@ class BlockWeight:
     forget: Callable[[Tensor], None] = field(default=lambda _: None, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the rows' shape and dtype."""
+        """Check the rows."""
         expected = self.kind.row_bytes(self.in_features)
         if self.rows.dtype != torch.uint8 or self.rows.dim() != 2 or self.rows.shape[1] != expected:
             raise ValueError(
@@ -126,7 +120,7 @@ class BlockWeight:
         return self.kind.packed_bytes(*self.shape)
 
     def numbers(self) -> BlockValues:
-        """Return the blocks' values, scales and minima."""
+        """Decode the blocks."""
         blocks = self.rows.reshape(self.rows.numel() // self.kind.block_bytes, self.kind.block_bytes)
         values, scales, minima = _READERS[self.kind](blocks)
         out_features, groups = self.shape[0], self.in_features // self.kind.block_values * scales.shape[1]
@@ -137,7 +131,7 @@ class BlockWeight:
         )
 
     def stored_scales(self) -> StoredScales:
-        """Return the blocks' scales and minima."""
+        """Return stored scales."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
             found = StoredScales(blocks[:, :1], None, None, None)
@@ -152,7 +146,7 @@ class BlockWeight:
         return found.map(lambda part: part.reshape(self.rows.shape[0], -1))
 
     def dequantize(self) -> Tensor:
-        """Return exactly llama.cpp's float32 numbers."""
+        """Return exactly llama.cpp's numbers."""
         return self.numbers().dequantize()
 
     def has_broken_scale(self) -> bool:
@@ -164,11 +158,11 @@ class BlockWeight:
         return any(bool(((each & _FLOAT16_EXPONENT) == _FLOAT16_EXPONENT).any()) for each in upper_bytes)
 
     def select_rows(self, index: slice | Tensor) -> BlockWeight:
-        """Return the given rows."""
+        """Select rows."""
         return BlockWeight(self.kind, self.rows[index], self.in_features)
 
     def to(self, device: torch.device) -> BlockWeight:
-        """Return it on a device; a copy calls `forget`."""
+        """Move to a device; a copy calls `forget`."""
         if self.rows.device == device:
             return self
         moved = BlockWeight(self.kind, self.rows.to(device), self.in_features)
@@ -196,7 +190,7 @@ def exponent_scales(exponents: Tensor) -> Tensor:
 
 
 def mxfp4_codes(weight: BlockWeight) -> Tensor:
-    """Return MXFP4 values' four bits: uint8 [out_features, in_features]."""
+    """Return MXFP4's four bits per value: uint8 [out_features, in_features]."""
     blocks = weight.rows.reshape(-1, weight.kind.block_bytes)
     return _nibbles(blocks[:, 1:].contiguous()).view(weight.shape)
 
@@ -216,12 +210,12 @@ _Numbers = tuple["Tensor", "Tensor", "Tensor | None"]
 
 
 def _half(data: Tensor) -> Tensor:
-    """Reinterpret two bytes of each block as float16."""
+    """Reinterpret as float16."""
     return data.contiguous().view(torch.float16)
 
 
 def _float16(data: Tensor) -> Tensor:
-    """Widen the result of `_half`."""
+    """Widen `_half`."""
     return _half(data).float()
 
 
@@ -260,14 +254,14 @@ def _read_q5_1(blocks: Tensor) -> _Numbers:
 
 
 def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return stored scales and minima of Q4_K and Q5_K."""
+    """Return stored (scales, minima)."""
     scales, minima, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     whole_scales = torch.cat([scales & 63, (rest & 15) | ((scales >> 2) & 48)], dim=1)
     return whole_scales, torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], dim=1)
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minima of Q4_K and Q5_K."""
+    """Return (scales, minima)."""
     scales, minima = _six_bits(blocks)
     return _float16(blocks[:, :2]) * scales.float(), _float16(blocks[:, 2:4]) * (-minima.to(torch.int8)).float()
 

@@ -1,4 +1,4 @@
-"""Checksums of memory: they detect accidental damage, not deliberate changes."""
+"""Checksums against accidental damage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PIECE_BYTES = 4 << 20  # of one task
 def xxh64(data: Tensor, seed: int = 0) -> int:
     """Return XXH64 of contiguous data on the CPU, without Python's lock.
 
-    Raises `ImportError` if octavo was installed without compiled kernels.
+    Raises `ImportError` without compiled kernels.
     """
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
 

@@ -1,4 +1,4 @@
-"""The interface's backend of compiled CPU kernels (csrc/), for activations with contiguous rows."""
+"""Compiled CPU kernels (csrc/)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # fewer chunks per thread are cut i
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    If there is a thread for each usable core, all except the caller's are pinned. Otherwise none is, because other
-    processes may compute here.
+    With a thread for each usable core, all except the caller's are pinned; otherwise none, because other processes may
+    compute here.
     """
 
     name = "cpu"
@@ -74,16 +74,16 @@ class CpuKernels:
 
     @property
     def identity(self) -> str:
-        """The backend's name and its instruction set."""
+        """Backend, instruction set."""
         return f"{self.name}:{self.isa}"
 
     def take_compilations(self) -> list[str]:
-        """Return nothing: all kernels are compiled at installation."""
+        """Return nothing."""
         return []
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """This processor's instruction sets, the best first."""
+        """This processor's, best first."""
         return tuple(self._module.instruction_sets())
 
     @property
@@ -119,7 +119,7 @@ class CpuKernels:
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure this instruction set's limits in about a second.
 
-        Each round measures every rate, so that a short loss of a core spoils one sample of each.
+        Each round measures every rate, so a short loss of a core spoils one sample of each.
         """
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
@@ -169,7 +169,7 @@ class CpuKernels:
         return self.round_to_int4(weight, group_size, minima=minima)
 
     def round_to_int4(self, weight: Tensor, group_size: int, *, minima: bool) -> Int4Weight:
-        """Round a weight as `quantize_int4` does."""
+        """See `quantize_int4`."""
         rows, columns = weight.shape
         scales = torch.empty(rows, -(-columns // group_size), dtype=torch.bfloat16)
         zeros = torch.empty_like(scales, dtype=torch.float16) if minima else None
@@ -185,13 +185,13 @@ class CpuKernels:
         )  # fmt: skip
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Pack a weight into panels of 32 columns."""
+        """Pack into panels."""
         if isinstance(weight, Sequence) and isinstance(weight[0], BlockWeight):
             return BlockPanels.pack(self, cast("Sequence[BlockWeight]", weight), bias).as_linear()
         return PanelWeight.pack(self, cast("Tensor | Sequence[Tensor] | QuantizedWeight", weight), bias).as_linear()
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return one part for each `PanelWeight`."""
+        """Keep each `PanelWeight`."""
         storage: PanelWeight | BlockPanels = packed.storage
         return tuple(each.keep() for each in (storage.panels if isinstance(storage, BlockPanels) else (storage,)))
 
@@ -231,7 +231,7 @@ class CpuKernels:
         return self._multiply(x, packed.storage, out)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of the product, fused if possible."""
+        """See `Kernels`."""
         storage = packed.storage
         if isinstance(storage, BlockPanels) or not self.kernel_set.fuses_gate(
             DTYPE_NUMBERS[x.dtype], storage.dtype_number, packed.out_features
@@ -263,7 +263,7 @@ class CpuKernels:
         return out
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for rows that a matrix product will read in place.
+        """Return memory for rows that a matrix product will read.
 
         The row stride is a cache line longer if a column would evict itself from its few sets.
         """
@@ -285,7 +285,7 @@ class CpuKernels:
         return out
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return False: recorded steps need no graphs."""
+        """Return False."""
         del head_dims, dtype
         return False
 
@@ -471,5 +471,5 @@ class CpuKernels:
 
 
 def _described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """Return a tensor as csrc/arguments.h wants it."""
+    """See csrc/arguments.h."""
     return tensor.data_ptr(), _TENSOR_DTYPES[tensor.dtype], tensor.shape, tensor.stride()

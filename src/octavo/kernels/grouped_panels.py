@@ -1,4 +1,4 @@
-"""Packed weights of groups of rows, as csrc/linear_args.h reads them."""
+"""Packed weights of groups (csrc/linear_args.h)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GroupedPanels:
 
     @classmethod
     def pack(cls, weights: Sequence[PackedLinear]) -> PackedGroups | None:
-        """Return weights from `CpuKernels.pack_linear` as groups; None if their parts have different columns."""
+        """Return packed weights as groups; None if their parts have different columns."""
         of_groups = [
             list(each.storage.parts())
             if isinstance(each.storage, BlockPanels)

@@ -1,6 +1,6 @@
 """The interface of every backend.
 
-The law: a row's result depends on that row alone; its absolute positions fix the order of each reduction.
+Batch invariance: a row's result depends only on that row; its absolute positions fix the order of each reduction.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Activation = Literal["silu", "gelu_tanh"]  # GELU as tanh approximates it (Hendr
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight in the layout of one backend; only that backend reads `storage`."""
+    """A weight in a backend's own layout."""
 
     out_features: int
     in_features: int
@@ -38,7 +38,7 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class PackedGroups:
-    """Weights of equal shape, one for each group of rows."""
+    """Weights of equal shape, one per group of rows."""
 
     num_groups: int
     out_features: int
@@ -49,10 +49,7 @@ class PackedGroups:
 
 @dataclass(frozen=True, slots=True)
 class KeptLinear:
-    """A part of a packed weight as it is kept on disk.
-
-    data is uint8, bias float32; numbers are of types of JSON.
-    """
+    """A part of a packed weight on disk: data is uint8, bias float32, numbers are JSON values."""
 
     data: Tensor
     bias: Tensor | None
@@ -65,14 +62,14 @@ class AttentionBatch:
 
     query_start  int32 [num_seqs + 1]   first row of each sequence, then the number of rows
     seq_lens     int32 [num_seqs]       KV lengths, this step's tokens included
-    block_tables int32 [num_seqs, max_blocks]   of the first KV group; unread entries hold anything
+    block_tables int32 [num_seqs, max_blocks]   of the first KV group; unread entries are undefined
     positions    int64 [num_tokens]
-    slot_mapping int64 [num_tokens]     slots of K and V: block_id * block_size + offset
+    slot_mapping int64 [num_tokens]     block_id * block_size + offset
     outputs      None for all rows
     more_groups  the same rows in KV groups 1, 2, ...
     rotary_positions int64 [num_dims, num_tokens]   of M-RoPE
 
-    Padding comes last: sequences of length 0 with one row or none, then, if `has_padding_rows`, rows of no sequence.
+    Last come padding sequences, with length 0 and at most one row, then, if `has_padding_rows`, rows of no sequence.
     Padding rows have slot -1: they read and write nothing, and attention returns zeros.
     """
 
@@ -88,13 +85,13 @@ class AttentionBatch:
     rotary_positions: Tensor | None = None
 
     def of_group(self, index: int) -> AttentionBatch:
-        """Return the batch with a KV group's tables and slots."""
+        """Return a group's batch."""
         return self.more_groups[index - 1] if index and self.more_groups else self
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """Rows of a step with hidden states that are needed.
+    """Rows of a step whose hidden states are needed.
 
     rows       int64, ascending; the last rows of each sequence
     attention  the batch of these rows alone
@@ -106,10 +103,10 @@ class OutputRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Decodes, and steps that verify drafts, to be captured as graphs.
+    """Decode steps, and steps that verify drafts, to capture as graphs.
 
-    sizes: maps the largest mean number of rows of a sequence to numbers of sequences; both ascend. table_width: in
-    blocks. num_bytes: limit of all graphs.
+    sizes: maps the largest mean number of rows per sequence to numbers of sequences; both ascend. table_width: in
+    blocks. num_bytes: limit for all graphs.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
@@ -126,7 +123,7 @@ class SamplingRows:
     top_p        float32  1.0 means all
     min_p        float32  0.0 means all
     seed         int64    all 64 bits are used
-    sample_index int32    which of a request's `n` outputs
+    sample_index int32    index among a request's `n` outputs
     position     int32    of the sampled token
     """
 
@@ -139,19 +136,18 @@ class SamplingRows:
     position: Tensor
 
     def take(self, rows: Tensor | slice) -> SamplingRows:
-        """Return the given rows' parameters."""
+        """Select rows."""
         return SamplingRows(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
 class Kernels(Protocol):
     """Every operation of the hot path. Activations are float32 or bfloat16; sums are float32.
 
-    identity: names everything that decides the last bits of a result. KV of another identity is not used.
-    has_own_threads: the engine keeps torch's threads asleep, because woken OpenMP workers would spin on the kernels'
-    cores.
-    kv_cache_dtypes: as in `octavo.config.CacheConfig`.
-    multiplies_fp8: whether fp8 weights are better multiplied as they are than expanded once.
-    warm_up_rows: sizes of the first steps, which launch all kernels; none if no kernel is compiled at its first launch.
+    identity: names everything that decides the last bits of a result; KV of another identity is not used.
+    has_own_threads: torch's threads must sleep: woken OpenMP workers would spin on the kernels' cores.
+    kv_cache_dtypes: as in `octavo.config.CacheConfig`. multiplies_fp8: fp8 weights are better not expanded.
+    warm_up_rows: sizes of the first steps, which launch all kernels; empty if no kernel is compiled at its first
+    launch.
     """
 
     name: str
@@ -167,7 +163,7 @@ class Kernels(Protocol):
         ...
 
     def take_compilations(self) -> list[str]:
-        """Return the kernels that were compiled since the last call, each in the middle of a launch."""
+        """Return the kernels that launches compiled since the last call."""
         ...
 
     def scratch_bytes(
@@ -177,21 +173,18 @@ class Kernels(Protocol):
         ...
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation in place, by its plain version if there is no kernel."""
+        """Compute an operation in place; without a kernel, by its plain version."""
         ...
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
-        """Round a weight to 8 or 4 bits, as `octavo.kernels.quantization` does.
-
-        Raises `ValueError` for a weight of integers.
-        """
+        """Round a weight to 8 or 4 bits. Raises `ValueError` for integers."""
         ...
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack `weight` [out_features, in_features], or its parts in order, and a bias.
 
-        Activations may have another dtype. Products with quantized weights quantize activations, too, except for fp8.
-        Parts in blocks may be of several kinds.
+        Activations may have another dtype; products with quantized weights, except fp8, quantize them. Parts in blocks
+        may be of several kinds.
         """
         ...
 
@@ -205,20 +198,20 @@ class Kernels(Protocol):
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Return the packed weight of kept parts; their data is in memory from `allocate`.
+        """Return the packed weight of kept parts; their data must be from `allocate`.
 
-        With any bytes, kernels access no other memory. Raises `ValueError` or `KeyError` if they are no such weight.
+        Raises `ValueError` or `KeyError` for invalid parts. With any bytes, kernels access no other memory.
         """
         ...
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return bytes aligned for packed weights and KV."""
+        """Return aligned bytes."""
         ...
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Return contiguous undefined memory of `like`'s dtype and device for a result.
+        """Return contiguous undefined memory of `like`'s dtype and device.
 
-        Passes that allocate by torch cannot be recorded.
+        A pass that allocates its results with torch cannot be recorded.
         """
         ...
 
@@ -227,28 +220,29 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return x @ weight.T + bias [num_tokens, out_features], in x's dtype or float32.
 
-        out: contiguous memory for the result. Sum and bias are float32, rounded once; integers are summed as integers.
+        out: contiguous memory for the result. Float sums and the bias are float32, rounded once; integer sums are
+        exact.
         """
         ...
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
         """Return activation(gate) * up of x @ weight.T + bias; the first half of the out_features are the gates.
 
-        The bits are those of `gate` after `linear`. The row stride may be larger than the row.
+        The bits are those of `gate` after `linear`. The row stride may exceed the row.
         """
         ...
 
     def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
-        """Return weights of equal shape from `pack_linear`, one for each group of rows."""
+        """Group equally shaped weights of `pack_linear`."""
         ...
 
     def grouped_linear(
         self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
     ) -> Tensor:
-        """Return each row times the weight of its group, an expert or an adapter.
+        """Return each row times the weight of its group (an expert or an adapter), with the bits of `linear`.
 
-        x is sorted by group. group_start int32 [num_groups + 1]: each group's first row, then num_tokens. The weight of
-        an empty group is not read. A row has the bits of `linear`.
+        x is sorted by group. group_start int32 [num_groups + 1]: each group's first row, then num_tokens. Weights of
+        empty groups are not read.
         """
         ...
 
@@ -274,8 +268,8 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
         """Run a forward pass; return its result, and a faster function for any batch of up to `max_tokens` tokens.
 
-        The pass must take its output rows by `take_rows`; here it may run with all rows as outputs. The function, if
-        any, returns the same bits, in memory that its next call overwrites.
+        The pass must take its output rows by `take_rows`; here all rows may be outputs. The function, if any, returns
+        the same bits; its next call overwrites them.
         """
         ...
 
@@ -309,15 +303,13 @@ class Kernels(Protocol):
         """Rotate q in place, and write rotated k (Su et al. 2021) and v into their slots. k itself is not changed.
 
         q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
-        cos_sin float32 [max_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines, for the first
-        rotary_dim dimensions of a head. Dimension i is paired with i + rotary_dim / 2, as in GPT-NeoX, or if
-        interleaved 2 i with 2 i + 1, as in GPT-J.
+        cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. Dimension i of a head is paired with i +
+        rotary_dim / 2 (GPT-NeoX); if interleaved, 2 i with 2 i + 1 (GPT-J).
         query_scale float32 [max_positions]: multiplies queries after they are rotated and rounded.
-        k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim] have q's dtype, int8 or float8_e4m3fn, and
-        contiguous last two dimensions. For the last two dtypes, rows are rounded to q's dtype, then by
-        `octavo.kernels.quantization.round_kv_rows`.
-        If a head's row of v is not finite, zeros are written instead, and NaN as its row of k. So attention yields NaN
-        for the rows that see the position, and other rows may multiply its values by weights of zero.
+        k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions contiguous: in q's
+        dtype, or int8 or float8_e4m3fn, for which rows are rounded to q's dtype, then by `round_kv_rows`.
+        If a head's row of v is not finite, its v becomes zeros and its k NaN. So attention yields NaN for rows that see
+        the position, and other rows may multiply it by weights of zero.
         """
         ...
 
@@ -333,8 +325,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return causal attention of each row over its sequence's KV: [num_tokens, num_heads * head_dim].
 
-        The row stride may be larger than the row. A row at position p sees positions max(0, p - window + 1) .. p. Query
-        heads share KV heads in equal groups. softcap: of scaled scores (`octavo.kernels.operations.soft_cap`).
+        The row stride may exceed the row. A row at position p sees positions max(0, p - window + 1) .. p. Query heads
+        share KV heads in equal groups. softcap: of scaled scores.
         """
         ...
 
@@ -346,8 +338,8 @@ class Kernels(Protocol):
         """Return one token id, int64, per row of float32 logits.
 
         Greedy: the largest logit, ties to the lowest id. Otherwise argmax(logits / temperature + noise) over the ids
-        that min_p, then top_k, then top_p keep, with the noise of `octavo.kernels.noise`. A row with a NaN, or with
-        nothing above -inf, yields -1.
+        that min_p, then top_k, then top_p keep (`octavo.kernels.noise`). A row with a NaN, or only with -inf, yields
+        -1.
         """
         ...
 
@@ -360,9 +352,8 @@ class Kernels(Protocol):
         holds its newest token; a draft is one row after the choice that it guesses. cu_num_logits int32: each request's
         first row, then the number of rows.
 
-        Returns int64 [num_requests, num_speculative_steps + 1], filled up with -1, and int32 numbers of tokens. The
-        last token is the target's choice at the first draft that differs, or after all.
-        Raises `IndexError` if a request has no row or too many.
+        Returns int64 [num_requests, num_speculative_steps + 1], padded with -1, and int32 counts. Raises `IndexError`
+        if a request has no row or too many.
         """
         ...
 

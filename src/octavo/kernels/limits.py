@@ -1,4 +1,4 @@
-"""Upper limits of a processor."""
+"""Limits of processors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Limits:
     bytes_read: float
 
     def best(self, other: Limits) -> Limits:
-        """Return the higher rates: a lower one was disturbed."""
+        """Return the higher rates."""
         return Limits(*map(max, astuple(self), astuple(other)))
 
     def is_far_from(self, other: Limits) -> bool:
-        """Return True if any rate differs by over a quarter: a shared machine's load changed."""
+        """Return True if any rate differs by over a quarter, because a shared machine's load changed."""
         return any(max(a, b) > 1.25 * min(a, b) for a, b in zip(astuple(self), astuple(other), strict=True))

@@ -1,4 +1,4 @@
-"""This process's cores, their caches, and the limits of its cgroups."""
+"""Cores, caches, cgroups."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def usable_cores() -> list[int]:
 
 
 def processor_name() -> str:
-    """Return the maker's name of this processor."""
+    """Return the processor's name."""
     return _describe_processor().get("model name", "") or platform.processor() or platform.machine()
 
 
@@ -54,7 +54,7 @@ def processor_identity() -> list[str]:
 
 
 def _describe_processor() -> dict[str, str]:
-    """Return the fields of /proc/cpuinfo."""
+    """Read /proc/cpuinfo."""
     described: dict[str, str] = {}
     for line in read_lines(_CPU_INFO):
         name, colon, value = line.partition(":")
@@ -67,13 +67,13 @@ def _describe_processor() -> dict[str, str]:
 def cold_bytes() -> int:
     """Return how many bytes a benchmark must cycle through so that caches are cold.
 
-    Twice the third-level cache, 192 to 512 MiB: a larger one is mostly shared with other processes.
+    Twice the third-level cache, 192 to 512 MiB: other processes share a larger one.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 
 
 def third_level_cache_bytes() -> int:
-    """Return the bytes of third-level caches; 0 if unknown."""
+    """Return the third-level caches' bytes, or 0."""
     sizes: dict[str, int] = {}
     for cpu in usable_cores():
         cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"

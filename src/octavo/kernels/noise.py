@@ -6,21 +6,9 @@ Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
     counter = (c, position, sample_index, stream)   c    = (t >> 6) * 16 + (t & 15)   for token id t
     word w of t = word number (t >> 4) & 3          (16 lanes serve 64 consecutive ids)
 
-Gumbel noise has stream 0. It is computed in IEEE float32; every operation rounds once, to nearest even. For a word w, x
-= (w + 0.5) / 2^32 and G = -ln(E), E = -ln(1 - x):
-
-    u = w if w < 2^31 else 2^32 - 1 - w          distance to the nearer end, so that both tails keep full precision
-    t = (float(u) + 0.5) * 2^-32
-    E = atanh2(t / (2 - t))                      if w < 2^31   (-ln(1 - t) = 2 atanh(t / (2 - t)))
-    E = -ln(t)                                   otherwise
-    G = -ln(E)
-
-    ln(v):      i = bits(v) - 0x3F3504F3;  e = i >> 23 (arithmetic);  m = float with bits(v) - (e << 23)
-                e * 6.9313812256e-01 + (atanh2((m - 1) / (m + 1)) + e * 9.0580006145e-06)
-    atanh2(s):  z = s * s;  q = 1/15;  for c in (1/13, 1/11, 1/9, 1/7, 1/5, 1/3): q = q * z + c
-                (s + s) + (s + s) * (z * q)
-
-G lies in (-3.14, 22.88).
+Gumbel noise has stream 0 and lies in (-3.14, 22.88). For a word w, x = (w + 0.5) / 2^32 and G = -ln(E), E = -ln(1 - x).
+The code below defines each operation, in float32, rounded once. It uses the distance to the nearer end of the words, so
+that both tails keep full precision.
 
 A uniform number takes words 0 and 1 of c = 0: (word 0 * 2^20 + (word 1 >> 12) + 0.5) / 2^52, exact in float64.
 """
@@ -45,10 +33,7 @@ _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
 class RandomStream(IntEnum):
-    """The decision that random numbers are for; streams are independent.
-
-    CHOICE: a row's token. The rest are for rejection sampling; RESAMPLING replaces a rejected draft.
-    """
+    """Independent streams, one per decision: a row's token (CHOICE), and those of rejection sampling."""
 
     CHOICE = 0
     DRAFT = 1
@@ -57,19 +42,19 @@ class RandomStream(IntEnum):
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
-    """Return the noise of all token ids: float32 [n, vocab_size]."""
+    """Return all tokens' noise: float32 [n, vocab_size]."""
     return _word_to_gumbel(philox_words(seed, position, sample_index, vocab_size))
 
 
 def uniform_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: RandomStream) -> Tensor:
-    """Return float64 numbers of (0, 1), one per seed."""
+    """Return one float64 of (0, 1) per seed."""
     counter = torch.zeros(1, dtype=torch.int64, device=seed.device)
     high, low, _, _ = _philox(counter, seed, position, sample_index, stream)
     return ((high << 20 | low >> 12).to(torch.float64).squeeze(1) + 0.5) * 2.0**-52
 
 
 def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_size: int) -> Tensor:
-    """Return token ids' random words, int64 [n, vocab_size]."""
+    """Return all tokens' random words, int64 [n, vocab_size]."""
     num_rows, num_blocks = seed.numel(), -(-vocab_size // (_LANES * _WORDS))
     counter = torch.arange(num_blocks * _LANES, dtype=torch.int64, device=seed.device)
     words = _philox(counter, seed, position, sample_index, RandomStream.CHOICE)
@@ -80,7 +65,7 @@ def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
 def _philox(
     counter: Tensor, seed: Tensor, position: Tensor, sample_index: Tensor, stream: RandomStream
 ) -> tuple[Tensor, ...]:
-    """Return each counter's four words."""
+    """Return four words."""
     seed, position, sample_index = (column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index))
     keys = [seed & _LOW_32, (seed >> 32) & _LOW_32]
     words = [counter, position & _LOW_32, sample_index & _LOW_32, torch.full_like(seed, stream)]

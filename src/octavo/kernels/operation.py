@@ -1,4 +1,4 @@
-"""Kernels that write into the caller's tensors."""
+"""Kernels with in-place results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Arguments = TypeVarTuple("Arguments")
 class Operation(Generic[*Arguments]):
     """A kernel as a function: `soft_cap(kernels, logits, 30.0)`; decorates the plain version, in torch.
 
-    It changes tensors in place, and a row's result depends on that row alone. A backend's kernel has the same name: a
-    line of the list in `csrc/kernels.h`, or a function and module in `octavo.kernels.triton`.
+    It changes tensors in place; a row's result depends on that row alone. A backend's kernel has the same name: a line
+    of the list in `csrc/kernels.h`, or a function and module in `octavo.kernels.triton`.
     """
 
     def __init__(self, reference: Callable[[*Arguments], None]) -> None:
@@ -26,5 +26,5 @@ class Operation(Generic[*Arguments]):
         functools.update_wrapper(self, reference)
 
     def __call__(self, kernels: Kernels, *args: *Arguments) -> None:
-        """Compute the operation by a backend."""
+        """Compute by a backend."""
         kernels.compute(self, *args)

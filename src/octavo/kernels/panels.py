@@ -29,8 +29,7 @@ PANEL_COLUMNS = 32
 class PanelWeight:
     """A weight in panels of 32 columns, padded with zeros; so is the float32 bias.
 
-    dtype_number: of `DTYPE_NUMBERS` or `KIND_NUMBERS`. data: bytes of the panels, then an int4 weight's int32 order, if
-    any.
+    dtype_number: of `DTYPE_NUMBERS` or `KIND_NUMBERS`. data: panels, then an int4 weight's int32 order, if any.
     """
 
     data: Tensor
@@ -81,7 +80,7 @@ class PanelWeight:
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
 
     def keep(self) -> KeptLinear:
-        """Return `restore`'s argument, an alias. Types are kept by name: numbers may change."""
+        """Return `restore`'s argument, an alias. Types are kept by name, because numbers may change."""
         numbers: dict[str, int | str] = {
             "out_features": self.out_features,
             "in_features": self.in_features,
@@ -108,7 +107,7 @@ class PanelWeight:
 
     @staticmethod
     def pad_bias(bias: Tensor | None, out_features: int) -> Tensor | None:
-        """Return a float32 bias padded to whole panels."""
+        """Pad to whole panels."""
         if bias is None:
             return None
         padded = torch.zeros(-(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS)
@@ -116,25 +115,25 @@ class PanelWeight:
         return padded
 
     def as_linear(self) -> PackedLinear:
-        """Return it for callers of the kernels."""
+        """Wrap for callers."""
         num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
         return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
 
     @property
     def is_of_blocks(self) -> bool:
-        """Whether the weight is in GGUF's blocks."""
+        """True for GGUF's blocks."""
         return self.dtype_number in _KINDS
 
     @property
     def order_address(self) -> int:
-        """Address of the order of columns."""
+        """The order's address."""
         return self.data.data_ptr() + self.data.nbytes - 4 * self.in_features
 
 
 class Int4Format(NamedTuple):
     """The format of an int4 weight (csrc/arguments.h).
 
-    group_size: input features per scale; 0 if not int4. has_order: columns are not in the features' order.
+    group_size: 0 if not int4. has_order: columns are not in the features' order.
     """
 
     group_size: int
@@ -153,7 +152,7 @@ NO_INT4 = Int4Format(0, has_zeros=False)
 
 
 def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
-    """Return the bytes of all panels, and of an int4 order."""
+    """Return bytes, with padding and an int4 order."""
     columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
     if number in _KINDS:
         return _KINDS[number].packed_bytes(columns, in_features)

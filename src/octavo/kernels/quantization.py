@@ -1,12 +1,11 @@
-"""Quantized weights, activations and KV, and their products: the definition in torch for all backends.
+"""Quantized weights, activations and KV, and their products: the definition in torch for all backends (docs/why.md).
 
-- Activations are rounded to int8 inside a product, with one scale per row: the largest magnitude becomes 127.
-- With int8 weights (W8A8), weights and activations are rotated first; not with int4 (W4A8).
+- Products round activations to int8, with one scale per row: the largest magnitude becomes 127.
+- With int8 weights (W8A8), both are rotated first; not with int4 (W4A8).
 - int8 KV is rounded like activations, by rows of head_dim. In fp8 KV (E4M3 of Micikevicius et al. 2022) the largest
   magnitude becomes 448.
 
-Sums of integers are exact. An int4 row's scales are rounded to multiples of one unit, so sums over all groups are
-exact, too. Therefore every backend gives the same bits.
+Integer sums are exact, so every backend gives the same bits.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ GROUP_MULTIPLE = 32  # divides a group's size, unless a group is a row
 KV_SCALE_BYTES = 4
 INT4_ZERO = 8
 E4M3_MAX = 448.0
-FP8_GROUP_MULTIPLE = 64  # likewise; a tile's length
+FP8_GROUP_MULTIPLE = 64  # as GROUP_MULTIPLE; a tile's length
 ROUNDED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _INT8_MAX = 127.0
 _INT4_MAX = 15
@@ -62,15 +61,15 @@ class Int8Weight:
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        """Return it in float32."""
+        """Expand to float32."""
         return rotate(self.values) * self.scales.unsqueeze(1)
 
     def rows(self, index: slice | Tensor) -> Int8Weight:
-        """Return the given rows."""
+        """Select rows."""
         return Int8Weight(self.values[index], self.scales[index])
 
     def to(self, device: torch.device) -> Int8Weight:
-        """Return it on a device."""
+        """Move to `device`."""
         return Int8Weight(self.values.to(device), self.scales.to(device))
 
 
@@ -78,9 +77,10 @@ class Int8Weight:
 class Int4Weight:
     """An int4 weight in groups: weight[i, j] is (values[i, j] - zeros[i, j // size]) * scales[i, j // size].
 
-    values uint8 [out_features, in_features], 0 .. 15; scales floating [out_features, groups]; zeros uint8 or float16, 0
-    .. 16 and not necessarily whole, or None if all are 8. group_size: a multiple of 32, or in_features or more. order
-    int32: the input feature that each column meets (act-order of GPTQ); None for the same order.
+    values uint8 [out_features, in_features], 0 .. 15. scales floating [out_features, groups].
+    zeros uint8 or float16, 0 .. 16 and not necessarily whole; None if all are 8.
+    group_size: a multiple of 32, or in_features or more.
+    order int32: the input feature of each column (act-order of GPTQ); None for the same order.
     """
 
     values: Tensor
@@ -96,7 +96,7 @@ class Int4Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes without padding: 1/2 per value, 2 per scale or zero point, 4 per row."""
+        """Bytes without padding."""
         groups = self.scales.numel() + (0 if self.zeros is None else self.zeros.numel())
         order = 0 if self.order is None else self.order.nbytes
         return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
@@ -109,10 +109,10 @@ class Int4Weight:
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def whole_scales(self) -> tuple[Tensor, Tensor]:
-        """Return int16 multiples [out_features, groups] and float32 units [out_features], the scales of products.
+        """Return the scales of products: int16 multiples [out_features, groups] of float32 units [out_features].
 
-        The largest scale is 4,079 units, or 2,039 with zero points, so every weight is a whole number of 16 bits times
-        the unit. A scale that is not finite makes its row NaN. Raises `ValueError` for a zero point above 16.
+        The largest scale is 4,079 units, or 2,039 with zero points: weights are 16-bit integers. A scale that is not
+        finite makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -131,7 +131,7 @@ class Int4Weight:
         return ((self.zeros.float() - INT4_ZERO) * multiples.float()).round().to(torch.int16)
 
     def whole_values(self) -> tuple[Tensor, Tensor]:
-        """Return the weight of products in float64 units, (value - 8) * multiple - offset, and the float32 units."""
+        """Return float64 (value - 8) * multiple - offset, and the float32 units."""
         multiples, units = self.whole_scales()
         offsets = self.whole_offsets(multiples)
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
@@ -141,12 +141,12 @@ class Int4Weight:
         ) + 0.0, units  # -0.0 is the integers' 0
 
     def rows(self, index: slice | Tensor) -> Int4Weight:
-        """Return the given rows."""
+        """Select rows."""
         zeros = None if self.zeros is None else self.zeros[index]
         return Int4Weight(self.values[index], self.scales[index], zeros, self.group_size, self.order)
 
     def to(self, device: torch.device) -> Int4Weight:
-        """Return it on a device."""
+        """Move to `device`."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         order = None if self.order is None else self.order.to(device)
         return Int4Weight(self.values.to(device), self.scales.to(device), zeros, self.group_size, order)
@@ -170,21 +170,21 @@ class Fp8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales."""
+        """Bytes with scales."""
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        """Return it in float32."""
+        """Expand to float32."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         return self.values.float() * self.scales[:, group]
 
     def rows(self, index: slice | Tensor) -> Fp8Weight:
-        """Return the given rows."""
+        """Select rows."""
         values = self.values.view(torch.uint8)[index].view(self.values.dtype)
         return Fp8Weight(values, self.scales[index], self.group_size)
 
     def to(self, device: torch.device) -> Fp8Weight:
-        """Return a copy on a device."""
+        """Copy to `device`."""
         return Fp8Weight(self.values.to(device, copy=True), self.scales.to(device, copy=True), self.group_size)
 
 
@@ -192,7 +192,7 @@ QuantizedWeight = Int8Weight | Int4Weight | Fp8Weight
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Rotate a weight and round it to int8."""
+    """Rotate and round."""
     return Int8Weight(*round_to_int8(weight, rotated=True))
 
 
@@ -208,7 +208,7 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """Round a weight to fp8, with one scale per row."""
+    """Round with one scale per row."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for part in _parts(weight.shape):
@@ -221,8 +221,8 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
     """Round a weight to int4, with one bfloat16 scale per group.
 
     Without minima, the scale maps a group's first value of largest magnitude to 8 steps below zero. With minima, a
-    scale and a float16 zero point map its least value (or 0) to 0 and its largest (or 0) to 15. None decides by
-    `minima_pay`. Of a few clipped ranges, too, the first with the least squared error is taken. NaN becomes zero.
+    scale and a float16 zero point map its least value (or 0) to 0 and its largest (or 0) to 15. None: see `minima_pay`.
+    Of a few clipped ranges, the first with the least squared error is taken. NaN becomes zero.
     """
     if minima is None:
         minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
@@ -248,7 +248,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
     """Return True if minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
 
-    In groups of 32, minima cost half a bit per weight; spent on finer values, it would halve the error at best.
+    Minima cost half a bit per weight in groups of 32; half a bit in finer values would halve the error at best.
     """
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
@@ -256,7 +256,7 @@ def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight])
 
 
 def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, scales and zero points of padded groups."""
+    """Round padded groups."""
     extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     low, high = groups.amin(2, keepdim=True).clamp(max=0.0), groups.amax(2, keepdim=True).clamp(min=0.0)
     found: list[Tensor] = []
@@ -318,7 +318,7 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
-    """Return True if int4 weights have one order, as fusing needs."""
+    """Return True if int4 weights have one order."""
     orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
     first = orders[0] if orders else None
     return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
@@ -327,15 +327,14 @@ def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 whole numbers of -127 .. 127 and float32 scales [rows].
 
-    A row with a NaN or an infinity becomes zeros with the scale NaN. A product is NaN if the product of its scales
-    exceeds float32.
+    A row with a NaN or an infinity becomes zeros with the scale NaN.
     """
     scaled, scales = _scale_rows(x, _INT8_MAX)
     return scaled.round(), scales
 
 
 def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
-    """Return rows with largest magnitude `most`, and their scales."""
+    """Scale rows to the largest magnitude `most`; return their scales, too."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=1) if x.shape[1] else wide.new_zeros(x.shape[0])
     is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # torch may multiply by 1 / number
@@ -351,7 +350,7 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 
 def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return int8 or float8_e4m3fn values, and float32 scales, of KV rows; NaN as in `quantize_rows`."""
+    """Return int8 or float8_e4m3fn values, and float32 scales; NaN as in `quantize_rows`."""
     if dtype == torch.int8:
         values, scales = quantize_rows(rows)
         return values.to(torch.int8), scales
@@ -360,10 +359,7 @@ def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def kv_scales(cache: Tensor) -> Tensor:
-    """Return a rounded cache's scales, float32 [num_blocks, num_kv_heads, block_size]: a view.
-
-    They follow the rows of each block and head.
-    """
+    """Return a view of a rounded cache's scales, after the rows: float32 [num_blocks, num_kv_heads, block_size]."""
     num_blocks, num_heads, block_size, head_dim = cache.shape
     end = cache.storage_offset() + block_size * head_dim
     size = (num_blocks, num_heads, block_size * KV_SCALE_BYTES)
@@ -379,7 +375,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
-        # Whole numbers below 2^53 are exact. Adding 0.0 makes -0.0 the integers' 0.
+        # Exact below 2^53; 0.0 turns -0.0 into the integers' 0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
@@ -387,10 +383,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias, with x quantized.
-
-    A result is float(integer sum) * (row's scale * column's unit) + bias.
-    """
+    """As `linear_int8`, without rotation and with the column's unit."""
     values, row_scales = quantize_rows(x if weight.order is None else x[:, weight.order])
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
@@ -425,7 +418,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
         num_groups, size = numbers.values.shape[1:]
         whole = rounded.view(x.shape[0], num_groups, size)
         for group in range(num_groups):
-            # Whole numbers below 2^24 are exact. Adding 0.0 makes -0.0 the integers' 0.
+            # Exact below 2^24; see `linear_int8`.
             term = (whole[:, group] @ numbers.values[:, group].T + 0.0) * numbers.scales[:, group]
             if numbers.minima is not None:
                 term = term + (whole[:, group].sum(dim=1, keepdim=True) + 0.0) * numbers.minima[:, group]

@@ -1,7 +1,4 @@
-"""Recorded forward passes of the compiled CPU kernels, with addresses (csrc/program.h), to run again.
-
-This pays because Python takes longer between two kernels than a small kernel does.
-"""
+"""Recorded forward passes of the compiled CPU kernels (csrc/program.h), because Python is slower than small kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ALIGNMENT = 64
-# Methods of tensors that make views or read properties.
+# Methods that make views or read properties.
 _VIEWS = frozenset({"view", "split_with_sizes", "split", "select", "unsqueeze", "transpose"})
 _QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel", "dim", "size", "__len__"})
 
@@ -41,10 +38,10 @@ class Rehearsal:
         self.views_only = _ViewsOnly()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a kernel's result and watch its lifetime."""
+        """Allocate and watch."""
         index, size = len(self._sizes), math.prod(shape) * dtype.itemsize
         self._sizes.append(-(-size // self._num_tokens) * self._max_tokens)
-        # It lives as long as any view.
+        # The array lives as long as any view.
         array = np.empty(size, dtype=np.uint8)
         weakref.finalize(array, self._let_go, index).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
@@ -53,7 +50,7 @@ class Rehearsal:
         self._ends[index] = len(self._sizes)
 
     def plan(self) -> tuple[list[int], int]:
-        """Return each result's offset in one memory, and its bytes."""
+        """Return each result's offset, and the total bytes."""
         never = len(self._sizes)
         offsets: dict[int, int] = {}
         for index in sorted(range(never), key=lambda i: (-self._sizes[i], i)):
@@ -111,12 +108,12 @@ class Recorder:
         return call_and_add
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return a result's tensor at its planned offset."""
+        """Use the planned offset."""
         offset = next(self._offsets)
         return self._memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def finish(self, hidden: Tensor) -> RecordedForward:
-        """Return the recorded pass."""
+        """Return the pass."""
         first = hidden.data_ptr() - self._memory.data_ptr()
         rows = self._memory[first : first + self._max_tokens * hidden[0].nbytes]
         result = rows.view(hidden.dtype).view(self._max_tokens, -1)
@@ -186,7 +183,7 @@ def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tupl
 
 
 def _arrays_of_groups(batch: AttentionBatch) -> list[tuple[int, ...]]:
-    """Return `_arrays` of each KV group."""
+    """Return all `_arrays`."""
     return [_arrays(batch), *map(_arrays, batch.more_groups)]
 
 

@@ -1,6 +1,6 @@
 """Every operation in plain torch: the reference in tests, and the fallback.
 
-torch chooses the order of sums by shape, so a row's last bits may depend on other rows.
+A row's last bits may depend on other rows, because torch chooses the order of sums by shape.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WEIGHT_CHUNK = 16384
 
 
 class ReferenceKernels:
-    """The plain torch backend."""
+    """Plain torch."""
 
     name = identity = "reference"
     has_own_threads = False
@@ -73,7 +73,7 @@ class ReferenceKernels:
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Copy only parts that are not in blocks, to concatenate them."""
+        """Concatenate parts, except those in blocks."""
         if isinstance(weight, Sequence):
             parts = [part for part in weight if isinstance(part, BlockWeight)]
             if parts:
@@ -91,7 +91,7 @@ class ReferenceKernels:
         return ()
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Refuse: nothing was kept."""
+        """Refuse."""
         raise NotImplementedError
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -169,7 +169,7 @@ class ReferenceKernels:
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run the pass and record nothing."""
+        """Record nothing."""
         del max_tokens, decodes
         return forward(token_ids, batch), None
 
@@ -252,7 +252,7 @@ class ReferenceKernels:
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes of attention or of sampling."""
+        """See `Kernels`."""
         del max_tokens
         attention = max_seq_len * (4 * num_kv_heads * head_dim * 4 + _QUERY_CHUNK * num_heads * 13)
         return max(attention, _SAMPLE_ROWS * vocab_size * _SAMPLE_BYTES_PER_LOGIT)
@@ -283,7 +283,7 @@ class ReferenceKernels:
 
 
 def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Choose one token per row, or -1."""
+    """Return tokens or -1."""
     temperature, seed, position, sample_index = (
         column.to(logits.device) for column in (rows.temperature, rows.seed, rows.position, rows.sample_index)
     )
@@ -310,7 +310,7 @@ def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Return the given blocks in float32."""
+    """Expand to float32."""
     if cache.dtype not in ROUNDED_KV_DTYPES:
         return cache[blocks].float()
     values = cache.view(torch.int8)[blocks].view(cache.dtype)  # torch does not index fp8 on every device
@@ -363,7 +363,7 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def pack_groups(weights: Sequence[PackedLinear]) -> PackedGroups:
-    """Keep each group's weight apart."""
+    """Keep weights separate."""
     first = weights[0]
     num_bytes = sum(each.num_bytes for each in weights)
     return PackedGroups(len(weights), first.out_features, first.in_features, list(weights), num_bytes)
@@ -372,7 +372,7 @@ def pack_groups(weights: Sequence[PackedLinear]) -> PackedGroups:
 def grouped_linear(
     kernels: Kernels, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool
 ) -> Tensor:
-    """Compute one product per group of `pack_groups`; group_start is read on the host."""
+    """Compute one product per group; group_start is read on the host."""
     bounds = pairwise(group_start.tolist())
     parts = [
         kernels.linear(x[first:end], weight, float32_out=float32_out)

@@ -1,12 +1,8 @@
 """Rejection sampling of drafts: an answer has the same distribution as without drafts, but not the same tokens.
 
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192), algorithm 1; Chen et
-al., "Accelerating Large Language Model Decoding with Speculative Sampling" (arXiv 2302.01318), algorithm 2.
-
-A draft x, drawn from q, is accepted with probability min(1, p(x) / q(x)); p is the target's distribution. The first
-rejected draft is replaced by a token drawn from max(p - q, 0), normalised. If all are accepted, a token drawn from p
-follows. So each token has distribution p for any q, provided that the decision to verify a draft does not depend on its
-token.
+Leviathan et al. (arXiv 2211.17192), algorithm 1; Chen et al. (arXiv 2302.01318), algorithm 2; see docs/speculation.md.
+p is the target's distribution, q the draft's. Each token has distribution p for any q, provided that the decision to
+verify a draft does not depend on its token.
 """
 
 from __future__ import annotations
@@ -65,11 +61,10 @@ def rejection_sampling_batched(
 ) -> tuple[Tensor, Tensor]:
     """Return the accepted tokens of each request: the accepted drafts, then one more token.
 
-    Other arguments, result and `IndexError` are those of `Kernels.rejection_sample`. Of target_sampled only each
-    request's last row is used: the choice from p if all drafts are accepted.
+    Other arguments, result and `IndexError`: as in `Kernels.rejection_sample`, but only the last row of a request in
+    target_sampled is used: the choice from p if all drafts are accepted.
     target_probs [num_logits, vocab]: p, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the next row's
-    input; None if drafts were looked up: then q is 1 at the draft.
-
+    input; None if drafts were looked up: q is then 1.
     If a row's p sums to 0 or to NaN, its token is -1 and is the request's last.
     """
     first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff().long()
@@ -96,7 +91,7 @@ def rejection_sampling_batched(
         residual = target.scatter(1, drafts[at].unsqueeze(1), 0.0)
     else:
         residual = (target - draft_probs[at].double()).clamp(min=0.0)
-    # If p and q differ only by rounding, it may be all zeros.
+    # All zeros if p and q differ only by rounding.
     residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target)
     chosen[is_rejected] = draw(
         residual, uniform_noise(seed[at], position[at], sample_index[at], RandomStream.RESAMPLING)

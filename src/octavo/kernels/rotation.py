@@ -1,8 +1,7 @@
-"""Rotation of activations and weights before both are rounded to int8.
+"""Rotation of activations and weights before both are rounded to int8 (docs/why.md).
 
-With one scale per row, a few huge input features decide the rounding step of all. An orthogonal transform keeps the
-product, but spreads such a feature over its block: x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized
-Walsh-Hadamard transform H. See QuaRot (arXiv 2404.00456).
+x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized Walsh-Hadamard transform H, spreads huge input features over
+their block. See QuaRot (arXiv 2404.00456).
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ _MAX_BLOCK = 256
 
 
 def rotation_block(in_features: int) -> int:
-    """Return how many adjacent features are rotated together: the largest power-of-two divisor up to 256."""
+    """Return the number of adjacent features in a rotation: the largest power-of-two divisor up to 256."""
     return min(in_features & -in_features, _MAX_BLOCK)
 
 
 def rotate(rows: Tensor) -> Tensor:
     """Return rows rotated, unnormalized, in float32.
 
-    For distances 1, 2, 4, ..., sums replace the first of two values, differences the second, as in csrc/rotation.h.
+    For distances 1, 2, 4, ..., a pair of values becomes its sum and its difference (csrc/rotation.h).
     """
     rotated, apart = rows.float().contiguous(), 1
     while apart < rotation_block(rows.shape[-1]):

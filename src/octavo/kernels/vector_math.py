@@ -1,4 +1,4 @@
-"""Torch's vector math library on one thread."""
+"""Torch's vector math library."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ _LOCK = threading.Lock()
 def start_vector_math() -> None:
     """Let MKL, which torch calls for cosines and other functions, choose its code for this processor.
 
-    MKL does so at its first call, without a lock: `mkl_vml_serv_cpu_detect` stores the processor's number, then
-    replaces it with an index of kernels. A thread that reads the number takes another kernel, on AVX-512 one with half
-    of the bits (errors up to 1.5e-4). One process of several thousand had a wrong rotary table.
+    MKL does so at its first call, without a lock. A thread that reads the choice half done takes another kernel, on
+    AVX-512 one with half of the bits (errors up to 1.5e-4): one process of several thousand had a wrong rotary table.
     """
     with _LOCK:
         torch.ones(1).cos()  # one element: computed on the calling thread

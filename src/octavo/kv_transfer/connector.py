@@ -1,4 +1,4 @@
-"""The scheduler's connector to a store."""
+"""The scheduler's connector."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
 
 _LOOKUP_THREADS = 2
-_EXPECTED_S = 1.0  # without a further block for this long, the request takes those found
-_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # pause before a repetition; doubles each time
+_EXPECTED_S = 1.0  # then the request uses the blocks found
+_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # between repetitions; doubles
 
 
 @dataclass(slots=True)
 class _Lookup:
     """A lookup of a request's blocks [first, num_blocks).
 
-    is_direct: another engine sends the blocks directly. num_expected: leading blocks that another engine saves, waited
-    for until `until` (monotonic time). end: index after the last block that the store has; None while unknown. found:
-    the same so far. again_at: time of the next repetition; None while the lookup runs.
+    is_direct: another engine sends the blocks. num_expected: leading blocks that another engine saves, waited for until
+    `until` (monotonic time). end: index after the last block found; None while unknown. again_at: time of the next
+    repetition; None while the lookup runs.
     """
 
     first: int
@@ -84,17 +84,17 @@ class StoreConnector:
         self._on_answer = on_answer
         self._direct = direct or NoConnector()
         self._lookups: dict[str, _Lookup] = {}
-        self._missing: dict[str, bytes] = {}  # by request: the first key that a load lacked
+        self._missing: dict[str, bytes] = {}  # by request
         self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup", HANGS_AFTER_S)
         self._threads.submit(store.open)
 
     @property
     def num_lookups(self) -> int:
-        """Number of requests with state."""
+        """Requests with state."""
         return len(self._lookups.keys() | self._missing.keys())
 
     def request_added(self, request: Request) -> None:
-        """Let decode engines wait for its blocks."""
+        """See `KVConnector`."""
         self._direct.request_added(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -148,18 +148,18 @@ class StoreConnector:
             self._direct.forget_expected(request_id)
 
     def lookup_given_up(self, request: Request) -> None:
-        """Cancel the request's lookup."""
+        """Cancel the lookup."""
         self._drop(request.request_id)
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Do nothing."""
 
     def keys_to_save(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return the missing keys."""
+        """Return missing keys."""
         return self._store.lacks(keys, only_first_group=only_first_group)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Let decode engines wait for blocks being saved."""
+        """See `KVConnector`."""
         self._direct.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
@@ -176,7 +176,7 @@ class StoreConnector:
             self._drop(name)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Drop the request's state."""
+        """See `KVConnector`."""
         del block_ids
         self._direct.request_finished(request)
         self._missing.pop(request.request_id, None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MooncakeConnector(Protocol):
-    """One side of a prefill/decode pair, which is also a `KVStore`. Called on the engine's thread; must not block.
+    """One side of a prefill/decode pair, also a `KVStore`. Called on the engine's thread; must not block.
 
     port: where a prefill engine serves KV.
     """
@@ -34,7 +34,7 @@ class MooncakeConnector(Protocol):
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """A load or save was scheduled."""
+        """A transfer was scheduled."""
         ...
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
@@ -51,7 +51,7 @@ class MooncakeConnector(Protocol):
 
 
 class NoConnector:
-    """KV moves through stores only."""
+    """Stores only."""
 
     port: int | None = None
 
@@ -81,8 +81,8 @@ def create_connector(
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers, if any. Raises `ConfigError`.
 
-    secret: equal on both sides. kv_format: named properties (apart from tokens) that KV depends on; an engine with
-    different ones is rejected.
+    secret: equal on both sides. kv_format: named properties that KV depends on, apart from tokens; both sides must
+    agree.
     """
     if not config.direct:
         return None

@@ -1,4 +1,4 @@
-"""An engine's TransferEngine process."""
+"""TransferEngine processes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0  # after a failed start
-_GONE_S = 10.0  # then a silent process is replaced; callers time out earlier
+_GONE_S = 10.0  # then a silent process is replaced
 _ANYBODY = "192.0.2.1:9"  # for documentation (RFC 5737), on no real network
 
 
 class TransferClient:
     """Runs a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
 
-    Advertises this machine's default address until `get` learns the one that peers use. object_bytes: size of a header
-    and a block. num_areas: maximum number of concurrent transfers.
+    Advertises a default address until `get` learns the one that peers use. object_bytes: of a header and a block.
+    num_areas: maximum number of concurrent transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
@@ -34,7 +34,7 @@ class TransferClient:
         self._changed = threading.Condition()
         self._client: MooncakeClient | None = None
         self._host = _usual_address()
-        self._is_guess = True  # _host is not confirmed by a peer
+        self._is_guess = True
         self._is_opening = self._is_closed = False
         self._error = ""
         self._again_at = 0.0
@@ -43,7 +43,7 @@ class TransferClient:
 
     @property
     def process_id(self) -> int | None:
-        """The current process's id, if any."""
+        """The process's id, if any."""
         client = self._client
         return None if client is None else client.process_id
 
@@ -51,8 +51,7 @@ class TransferClient:
         """Return a living client; None if none is ready within timeout_s.
 
         host: this machine's address on the route to the peer. The first one that is not loopback replaces the default,
-        which may restart the process. Raises `StoreError` after `close`, and until the next attempt after a failed
-        start.
+        and may restart the process. Raises `StoreError` after `close`, and for a pause after a failed start.
         """
         with self._changed:
             if self._is_guess and not ip_address(host).is_loopback:  # local peers reach any address
@@ -75,7 +74,7 @@ class TransferClient:
         threading.Thread(target=self._start, name="octavo-kv-direct-open", daemon=True).start()
 
     def _drop(self) -> None:
-        """End the current process. Needs the lock."""
+        """Needs the lock."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -98,7 +97,7 @@ class TransferClient:
             client.close()
 
     def close(self) -> None:
-        """End the process for good."""
+        """End the process."""
         with self._changed:
             self._is_closed = True
             self._drop()
@@ -106,8 +105,8 @@ class TransferClient:
 
 
 def _usual_address() -> str:
-    """Return this machine's default address; sends nothing."""
+    """Guess this machine's address."""
     try:
         return local_address(_ANYBODY)
     except StoreError:
-        return "127.0.0.1"  # no route to other machines
+        return "127.0.0.1"

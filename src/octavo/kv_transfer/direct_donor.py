@@ -29,19 +29,18 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.mooncake_client import Area
 
 logger = logging.getLogger(__name__)
-_GRACE_S = 2.0  # both engines get the request at the same time: how late the prompt may arrive here
-_STALLED_S = 3.0  # error if ready blocks wait and none at all is written for this long; less than `SILENT_S`
-_FIRST_WRITE_BYTES = 1 << 20  # approximate; `_Pace` adapts later writes
+_GRACE_S = 2.0  # how late the prompt may arrive: both engines get the request at the same time
+_STALLED_S = 3.0  # error if ready blocks wait and none is written for this long; less than `SILENT_S`
+_FIRST_WRITE_BYTES = 1 << 20  # `_Pace` adapts later writes
 _MAX_CONNECTIONS = 512
-_MAX_LOGGED = 64  # remembered refusals
-_MAX_KNOWN = 4096  # remembered ended transfers
+_MAX_LOGGED = 64
+_MAX_KNOWN = 4096
 
 
 class _Pace:
-    """Number of blocks per write to one decode engine: as many as take between half of `BEAT_S` and `BEAT_S`.
+    """Number of blocks per write to one decode engine: a write takes half of `BEAT_S` to `BEAT_S`.
 
-    Nothing is sent during a write. After a longer one, the decode engine, and requests that wait for an area, would
-    take this engine for dead.
+    Nothing is sent during a write, so longer ones would look like a failure.
     """
 
     def __init__(self, object_bytes: int) -> None:
@@ -58,8 +57,8 @@ class _Pace:
 class DirectDonor:
     """A `KVStore` of blocks that it writes into the memory of decode engines; see `MooncakeConnector`.
 
-    A requested block is waited for while its transfer is open here, or it is being saved: KV is sent before the prompt
-    is complete.
+    It waits for a requested block while the block's transfer is open or the block is being saved, so KV is sent before
+    the prompt is complete.
     """
 
     name = "direct"
@@ -75,11 +74,11 @@ class DirectDonor:
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # of all below
         self._open: Counter[str] = Counter()  # requests by transfer
-        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers without further blocks
+        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
-        self._written_at = 0.0  # to any decode engine
+        self._written_at = 0.0
         self._logged: set[tuple[str, str]] = set()  # (refused decode engine, reason)
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
@@ -119,14 +118,14 @@ class DirectDonor:
                 self._saving.update(transfer.keys)
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """Record the end of a save."""
+        """See `MooncakeConnector`."""
         if transfer.direction is TransferDirection.SAVE:
             with self._changed:
                 self._saving -= Counter(transfer.keys)
                 self._changed.notify_all()
 
     def expect(self, request: Request) -> bool:
-        """Return False: nothing is received."""
+        """Return False."""
         del request
         return False
 
@@ -136,15 +135,15 @@ class DirectDonor:
     # --- as a store ---------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading keys in the segment."""
+        """See `KVStore`."""
         return self._segment.num_matched(keys)
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys."""
+        """See `KVStore`."""
         return self._segment.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks; the segment may have some that the engine itself has evicted."""
+        """Fill blocks; the segment may have some that the engine has evicted."""
 
         def copy(block: memoryview, content: memoryview, _: bytes) -> None:
             block[:] = content
@@ -168,7 +167,7 @@ class DirectDonor:
         self._segment.forget(keys)
 
     def stats(self) -> StoreStats:
-        """Return the segment's figures."""
+        """See `KVStore`."""
         count = len(self._segment)
         return StoreStats(
             count,
@@ -199,7 +198,7 @@ class DirectDonor:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(0.1)  # such as no free descriptor
+                time.sleep(0.1)  # no free descriptor
                 continue
             with self._changed:
                 is_welcome = not self._is_closed and len(self._connections) < _MAX_CONNECTIONS
@@ -250,7 +249,7 @@ class DirectDonor:
         channel.send(messages.Challenge(nonce, messages.proof_of(self._secret, "donor", hello.nonce, nonce)))
         notice = channel.receive(messages.Notice)
         if not messages.is_proof(notice.proof, self._secret, "receiver", hello.nonce, nonce, notice.ready):
-            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")  # no reason for an unknown peer
+            raise ConnectionError("a decode engine with another OCTAVO_KV_SECRET")  # an unknown peer gets no reason
         try:
             ready = messages.decode_ready(notice.ready)
         except messages.DecodeError as error:
@@ -293,7 +292,7 @@ class DirectDonor:
             with client.area(messages.BEAT_S) as area:
                 write_began = time.monotonic()
                 num_written = self._write(area, ready, first, min(count, pace.num_blocks))
-        except BusyError:  # raised immediately if no area will be free soon
+        except BusyError:
             time.sleep(max(began + messages.BEAT_S - time.monotonic(), 0.0))
             return 0
         self._written_at = time.monotonic()
@@ -320,7 +319,7 @@ class DirectDonor:
         return key in self._saving or transfer_id in self._open or may_be_on_its_way
 
     def _write(self, area: Area, ready: ReadyToReceive, first: int, count: int) -> int:
-        """Write blocks with headers; return their number."""
+        """Write with headers."""
 
         def copy(target: memoryview, key: bytes, block: memoryview, checksum_of_it: bytes) -> None:
             head = messages.header(ready.generation, key, checksum_of_it)

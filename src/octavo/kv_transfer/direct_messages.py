@@ -1,7 +1,6 @@
 """Messages between prefill and decode engines: msgpack after its length, without the blocks.
 
-With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET, if one is set. The decode engine's proof also
-covers its request.
+With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET; the decode engine's proof covers its request.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MessageT = TypeVar("MessageT")
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a decode engine."""
+    """A decode engine's first message."""
 
     version: int
     nonce: bytes
@@ -60,7 +59,7 @@ class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Notice(msgspec.Struct, frozen=True, tag=True):
-    """An encoded `ReadyToReceive` with a proof."""
+    """An authenticated `ReadyToReceive`."""
 
     ready: bytes
     proof: bytes
@@ -73,25 +72,25 @@ class Written(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The prefill engine is alive, but has written nothing more."""
+    """Alive; nothing written."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The prefill engine writes nothing more."""
+    """Nothing more follows."""
 
     reason: str
 
 
 class RefusalError(ConnectionError):
-    """A prefill engine refuses to send KV."""
+    """Received a `Refused`."""
 
 
 class BrokenOffError(ConnectionError):
-    """The peer closed the connection early."""
+    """The peer disconnected."""
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """No further block will be written."""
+    """Everything was sent."""
 
 
 DecodeError = msgspec.DecodeError
@@ -114,7 +113,7 @@ class Channel:
 
     @property
     def peer_host(self) -> str:
-        """Address of the peer."""
+        """The peer's address."""
         return str(self._connection.getpeername()[0]).removeprefix("::ffff:")
 
     def send(self, message: Message) -> None:
@@ -151,7 +150,7 @@ class Channel:
 
 
 def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
-    """Describe how two engines' KV differs, if it does."""
+    """Describe how two engines' KV differs; "" if equal."""
     names = sorted(of_prefill.keys() | of_decode.keys())
     return "; ".join(
         f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "
@@ -166,7 +165,7 @@ def _printable(text: str) -> str:
 
 
 def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
-    """Return a keyed digest, which proves knowledge of the secret."""
+    """Return a keyed digest."""
     digest = hmac.new(secret.encode(), role.encode(), "sha256")
     for part in parts:
         digest.update(_LENGTH.pack(len(part)) + part)
@@ -179,10 +178,10 @@ def is_proof(given: bytes, secret: str, role: str, *parts: bytes) -> bool:
 
 
 def header(generation: bytes, key: bytes, checksum: bytes) -> bytes:
-    """Return a block's header."""
+    """Pack a header."""
     return _HEADER.pack(_MAGIC, generation, key, checksum)
 
 
 def header_in(written: memoryview) -> bytes:
-    """Return a written object's header."""
+    """Return the header."""
     return bytes(written[: _HEADER.size])

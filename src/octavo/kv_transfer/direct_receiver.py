@@ -1,7 +1,7 @@
 """The decode engine's side of direct transfers.
 
-Nothing that arrives is trusted: header and checksum are compared after the block was copied out of the memory that
-other engines can write.
+Received bytes are not trusted: header and checksum are compared after a block was copied out of memory that other
+engines can write.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
-_PROBE_S = 1.0  # after a failed connection, a healthy source answers a new one within this time
-_BUSY_PAUSE_S = 0.05  # before the next attempt to get an area
-_ENDING_S = 0.1  # within this time an ending process has closed its listening socket
+_PROBE_S = 1.0  # within which a healthy source answers a new connection
+_BUSY_PAUSE_S = 0.05  # between attempts to get an area
+_ENDING_S = 0.1  # within which an ending process closes its listening socket
 _MAX_SOURCES = 256  # with a remembered failure
 
 
 class _ConnectTimeoutError(TimeoutError):
-    """A connection was not established in time."""
+    """No timely connection."""
 
 
-# Faults of a single connection to a healthy source: a reset, a lost packet, too many connections.
+# Faults of a single connection to a healthy source.
 _OF_ONE_CONNECTION = (
     ConnectionResetError,
     ConnectionAbortedError,
@@ -53,7 +53,7 @@ _OF_ONE_CONNECTION = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
-    """The blocks that a request added at `since` gets from `source` (HOST:PORT)."""
+    """Blocks that a request added at `since` gets from `source` (HOST:PORT)."""
 
     transfer_id: str
     source: str
@@ -64,9 +64,8 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests; see `MooncakeConnector`.
 
-    A source that is gone, silent, faulty or malicious costs time only. Requests added before a source was found to be
-    down do not ask it. So a request waits for at most one failure, however many wait for areas before it. A fault of
-    one connection affects only its own request, if the source answers a new one.
+    A faulty or malicious source costs time only. Requests added before its failure do not ask it, so each waits for at
+    most one failure. A fault of one connection affects only its own request, if the source answers a new one.
     """
 
     name = "direct"
@@ -85,7 +84,7 @@ class DirectReceiver:
         self._expected: dict[str, _Expected] = {}  # by request
         self._added_at: dict[str, float] = {}  # by request
         self._failing: set[str] = set()  # sources whose last transfer failed
-        self._failed_at: dict[str, float] = {}  # by source: its last failure
+        self._failed_at: dict[str, float] = {}  # by source
         self._num_corrupt = 0
         self._num_errors = 0
         self._is_closed = False
@@ -93,13 +92,13 @@ class DirectReceiver:
     # --- events of the scheduler --------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
-        """Record when a request was added."""
+        """See `MooncakeConnector`."""
         if request.expects_kv:
             with self._lock:
                 self._added_at[request.request_id] = time.monotonic()
 
     def request_finished(self, request: Request) -> None:
-        """Expect no more blocks for the request."""
+        """See `MooncakeConnector`."""
         self.forget_expected(request.request_id)
         with self._lock:
             self._added_at.pop(request.request_id, None)
@@ -113,7 +112,7 @@ class DirectReceiver:
             self.forget_expected(transfer.request_id)
 
     def expect(self, request: Request) -> bool:
-        """Expect a prompt's blocks from its prefill engine, if any."""
+        """See `MooncakeConnector`."""
         params = request.kv_transfer_params
         if params is None or params.is_prefill or params.source is None:
             return False
@@ -124,7 +123,7 @@ class DirectReceiver:
         return True
 
     def forget_expected(self, request_id: str) -> None:
-        """Expect no more blocks for a request."""
+        """See `MooncakeConnector`."""
         with self._lock:
             self._expected.pop(request_id, None)
 
@@ -161,7 +160,7 @@ class DirectReceiver:
         """Do nothing."""
 
     def stats(self) -> StoreStats:
-        """Return the counts of faults."""
+        """See `KVStore`."""
         with self._lock:
             return StoreStats(0, 0, 0, num_corrupt=self._num_corrupt, num_errors=self._num_errors)
 
@@ -200,7 +199,7 @@ class DirectReceiver:
         return not has_failed and self._is_wanted(expected)
 
     def _receive(self, expected: _Expected, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Receive blocks from one source. Returns and raises as `load`."""
+        """Returns and raises as `load`."""
         try:
             host = local_address(expected.source)
         except StoreError as error:
@@ -220,7 +219,7 @@ class DirectReceiver:
                     num_received = self._receive_part(
                         expected, area, client.session, part, blocks[count : count + size]
                     )
-            except BusyError:  # other requests wait for their prompts
+            except BusyError:
                 if not client.is_alive or not self._may_wait(expected):
                     break
                 time.sleep(_BUSY_PAUSE_S)
@@ -287,7 +286,7 @@ class DirectReceiver:
         channel.send(messages.Notice(encoded, proof))
 
     def _take(self, written: memoryview, generation: bytes, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return whether the copy is valid."""
+        """Copy a block out of the area; return whether it is valid."""
         head = messages.header_in(written)
         block[:] = written[HEADER_BYTES:]
         return head == messages.header(generation, key, checksum(key, block))
@@ -295,13 +294,13 @@ class DirectReceiver:
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
         """Count a fault of a source, and log the first of several.
 
-        is_down: requests added before now do not ask it any more. Ignored if is_corrupt.
+        is_down: earlier requests do not ask it any more. Ignored if is_corrupt.
         """
         with self._lock:
             self._num_errors += 1
             self._num_corrupt += is_corrupt
             is_new = source not in self._failing
-            if len(self._failing) > RECEIVER_AREAS:  # addresses come with requests
+            if len(self._failing) > RECEIVER_AREAS:
                 self._failing.clear()
             self._failing.add(source)
             if is_down and not is_corrupt:
@@ -313,7 +312,7 @@ class DirectReceiver:
 
 
 def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
-    """Connect to a prefill engine. Raises `_ConnectTimeoutError` and `OSError`."""
+    """Connect. Raises `_ConnectTimeoutError` and `OSError`."""
     host, port = source.rsplit(":", 1)
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout_s)
@@ -322,10 +321,10 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 
 
 def _answers(source: str) -> bool:
-    """Return True if a source accepts a new connection and answers on it or closes it.
+    """Return True if a source accepts a new connection and answers on it or closes it, twice.
 
-    A source with its maximum number of connections closes each new one. That must happen twice: a process that is
-    ending also closes its connections, but then refuses new ones.
+    At its maximum number of connections, a source closes each new one; a process that is ending does so once, then
+    refuses.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

@@ -1,4 +1,4 @@
-"""Fixed-size memory for blocks of a prefill engine."""
+"""Blocks for decode engines."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-HEADER_BYTES = 128  # keeps the block after it aligned to a cache line
-DONOR_AREAS = 8  # concurrent writes
-RECEIVER_AREAS = 16  # concurrent loads, which mostly wait for prompts
+HEADER_BYTES = 128  # aligns the block to a cache line
+DONOR_AREAS = 8
+RECEIVER_AREAS = 16  # loads, which mostly wait for prompts
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Slot:
 class Segment:
     """Blocks by key. Evicts the least recently used block that has no readers. Thread-safe.
 
-    The system allocates the memory on first use. Raises `ConfigError` if max_bytes is smaller than one block.
+    The system allocates memory on first use. Raises `ConfigError` if max_bytes is below one block.
     """
 
     def __init__(self, block_bytes: int, max_bytes: int) -> None:
@@ -49,12 +49,12 @@ class Segment:
         return len(self._slots)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading stored keys."""
+        """See `KVStore`."""
         with self._lock:
             return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys."""
+        """See `KVStore`."""
         with self._lock:
             return {key for key in keys if key not in self._slots}
 
@@ -70,7 +70,7 @@ class Segment:
         content[:] = block
         slot = _Slot(content, checksum(key, content))
         with self._lock:
-            if key in self._slots:  # another thread stored it meanwhile
+            if key in self._slots:
                 self._free.append(content)
             else:
                 self._slots[key] = slot
@@ -102,7 +102,7 @@ class Segment:
         finally:
             with self._lock:
                 slot.num_leases -= 1
-                if self._slots.get(key) is not slot and not slot.num_leases:  # dropped during the read
+                if self._slots.get(key) is not slot and not slot.num_leases:
                     self._free.append(slot.content)
         return True
 

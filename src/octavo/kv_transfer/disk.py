@@ -1,4 +1,4 @@
-"""A store in files of a directory, which survive a restart."""
+"""A store in files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class DiskStore:
     """A `KVStore` in a directory, which other processes may use with other models and versions of octavo.
 
-    Each save writes one file. The least recently used file is evicted first, also after a restart. If writing fails (no
-    space, no permission), blocks are still served, and saving is retried after a growing pause.
+    Each save writes one file. If writing fails, blocks are still served, and saving is retried after a growing pause.
 
     max_bytes: limit for all files in the directory; each process applies its own. None: `default_bound`. part_bytes: of
-    blocks with the first KV group only, if any; they have files of their own.
+    blocks with the first KV group only, if any.
     """
 
     name = "disk"
@@ -60,7 +59,7 @@ class DiskStore:
 
     @staticmethod
     def check_bound(block_bytes: int, max_bytes: int | None) -> None:
-        """Raise `ConfigError` if a file with one block exceeds max_bytes."""
+        """Raise `ConfigError` if max_bytes does not hold one block."""
         smallest = file_bytes(1, block_bytes)
         if max_bytes is not None and max_bytes < smallest:
             raise ConfigError(
@@ -68,7 +67,7 @@ class DiskStore:
             )
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading stored keys, and mark them as used."""
+        """See `KVStore`."""
         if self._is_closed:
             return 0
         with self._reading(self._directory.path):
@@ -96,7 +95,7 @@ class DiskStore:
         return done
 
     def _load(self, name: str, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks from one file; set a corrupt one aside."""
+        """Read one file."""
         loaded, fault = 0, ""
         try:
             with self._directory.open(name) as (descriptor, found):
@@ -126,7 +125,7 @@ class DiskStore:
         return loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Save as many blocks as fit max_bytes, in one file. Raises `ValueError` for a key of a wrong length."""
+        """Save as many blocks as fit max_bytes. Raises `ValueError` for a key of a wrong length."""
         if self._is_closed:
             return 0
         wrong = next((key for key in keys if len(key) != KEY_BYTES), None)
@@ -165,7 +164,7 @@ class DiskStore:
                 self._directory.remove(sorted(names))
 
     def stats(self) -> StoreStats:
-        """Return the figures; bytes are of all files."""
+        """Bytes include all files."""
         directory = self._directory
         return StoreStats(
             directory.index.num_blocks,
@@ -178,12 +177,12 @@ class DiskStore:
         )
 
     def close(self) -> None:
-        """Ignore all later calls."""
+        """Ignore later calls."""
         self._is_closed = True
 
     @contextmanager
     def _reading(self, directory: Path) -> Iterator[None]:
-        """Count an `OSError`, and raise it as `StoreError`."""
+        """Turn `OSError` into `StoreError`."""
         try:
             yield
         except OSError as error:
@@ -195,7 +194,7 @@ class DiskStore:
 def default_bound(directory: Path) -> int:
     """Return 16 GiB, or half of (free space + existing files) if that is less.
 
-    Creates a missing directory. Raises `OSError`.
+    Creates the directory. Raises `OSError`.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     files = [path.lstat() for path in directory.glob("*.kv")]
@@ -203,7 +202,7 @@ def default_bound(directory: Path) -> int:
 
 
 class _Writing:
-    """Pauses writing after failures, for a time that doubles."""
+    """Pauses writing after failures."""
 
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self.error = ""
@@ -213,11 +212,11 @@ class _Writing:
         self._pause_s = self._resumes_at = 0.0
 
     def may_try(self) -> bool:
-        """Return True if writing is not paused."""
+        """False during a pause."""
         return not self.error or self._clock() >= self._resumes_at
 
     def failed(self, error: OSError) -> None:
-        """Begin a pause; log the first failure."""
+        """Begin a pause."""
         with self._lock:
             is_first = not self.error
             self.error = f"nothing can be written: {error}"

@@ -1,13 +1,13 @@
 """The directory of a disk store, shared by several processes.
 
     TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed; its time is that of its last use
-    TOKEN.tmp     a file being written; its writer holds a lock on it, so without a lock the writer is dead
-    TOKEN.bad     a corrupt file: set aside, and evicted first
-    lock          locked while files are added or removed; contains random bytes, new ones for each such change
+    TOKEN.tmp     a file being written, locked by its writer; unlocked, its writer is dead
+    TOKEN.bad     a corrupt file: evicted first
+    lock          locked while files are added or removed; contains new random bytes for each such change
 
 Other names, links and other users' files are ignored. Reading takes no lock: a file removed meanwhile is a miss. A
-writer takes the lock to make room and again to name its file, but not while it writes. So the files, unfinished ones
-included, never exceed the limit.
+writer takes the lock to make room and to name its file, but not while it writes. So the files, even unfinished ones,
+never exceed the limit.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _NAME = re.compile(r"[0-9a-f]{32}\.(kv|tmp|bad)")
 _LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # limited: a suspended process may hold the lock forever
 _GENERATION_BYTES = 16
-_RECOUNT_S = 60.0  # until unnoticed changes of other processes are found
-_SCAN_SHARE = 0.05  # of one thread's time, for finding files of other processes
-_SETTLED_NS = 50_000_000  # changes within one tick of the file system's clock do not show in the directory's time
-_MAX_STUCK = 8  # undeletable files after which making room fails
-_UNREADABLE_S = 60.0  # until an unreadable file is tried again
+_RECOUNT_S = 60.0  # until all files are listed again
+_SCAN_SHARE = 0.05  # of one thread's time, for listing files
+_SETTLED_NS = 50_000_000  # changes within one tick of the file system's clock keep the directory's time
+_MAX_STUCK = 8  # undeletable files, then making room fails
+_UNREADABLE_S = 60.0  # until an unreadable file is retried
 
 
 class DiskDirectory:
-    """Files of blocks in a directory, with at most `max_bytes` bytes. Thread-safe. Methods raise `OSError`.
+    """Files of blocks in a directory, created if missing. Thread-safe. Methods raise `OSError`.
 
-    sizes: of blocks that this engine reads; other files are only counted. Creates a missing directory.
+    sizes: of blocks that this engine reads; other files are only counted.
     """
 
     def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
@@ -56,13 +56,13 @@ class DiskDirectory:
         self._root = str(path)
         self.index = DiskIndex()
         self.num_evicted = 0  # blocks
-        self.num_corrupt = 0  # files, by their header
+        self.num_corrupt = 0  # files
         self._sizes, self._max_bytes = sizes, max_bytes
         self._mutex = threading.Lock()  # to list, add or remove files
         self._writing: dict[str, int] = {}  # temporary files of all processes
         self._temporaries: set[str] = set()  # those of this process
         self._unreadable: dict[str, float] = {}
-        self._generation = b""  # the lock file's at the last count; b"": a count is due
+        self._generation = b""  # as of the last count; b"": a count is due
         self._counted_at = -math.inf
         self._lock_descriptor = -1
         self._seen_ns: int | None = None  # the directory's time at the last listing
@@ -73,13 +73,13 @@ class DiskDirectory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, unfinished ones included."""
+        """Bytes, including unfinished files."""
         return self.index.num_bytes + sum(list(self._writing.values()))
 
     # --- changes by other processes -----------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Update the index if the directory changed, but not shortly after the last listing."""
+        """Update the index if the directory changed, except shortly after the last listing."""
         if time.monotonic() < self._next_look_at and not self._is_gone():
             return
         with self._mutex:
@@ -109,7 +109,7 @@ class DiskDirectory:
             self._take_in(name, locked=locked)
         self._writing = {name: self._writing.get(name) or self._size(name) for name in temporary}
         if not is_as_known and not locked:
-            self._generation = b""  # without the lock, another process's change may be seen half done
+            self._generation = b""  # another process's change may be half done
         self._seen_ns = changed_ns if is_settled else None
         ended = time.monotonic()
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
@@ -140,7 +140,7 @@ class DiskDirectory:
         return found.st_size if is_ours(found) else 0
 
     def _take_in(self, name: str, *, locked: bool) -> None:
-        """Add a new file to the index."""
+        """Index a file."""
         is_bad = name.endswith(".bad")
         try:
             with self.open(name) as (descriptor, found):
@@ -155,7 +155,7 @@ class DiskDirectory:
         except OSError as error:
             if error.errno == errno.EIO:
                 self._set_aside(name, str(error), locked=locked)
-            else:  # no permission, too many open files: not corrupt
+            else:  # not corrupt
                 self._skip_undeletable(name)
         else:
             self.index.add(BlockFile(name, found.st_size, keys), 0 if is_bad else found.st_mtime_ns)
@@ -163,7 +163,7 @@ class DiskDirectory:
     def _keys_of(self, descriptor: int, num_bytes: int) -> tuple[bytes, ...]:
         try:
             header = read_header(descriptor, num_bytes)
-        except OtherFormatError:  # another version of octavo may be running
+        except OtherFormatError:  # of another version of octavo
             return ()
         return header.keys if header.block_bytes in self._sizes else ()
 
@@ -171,7 +171,7 @@ class DiskDirectory:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a file for reading, but no link."""
+        """Open a file for reading; raise `OSError` for a link."""
         descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             yield descriptor, os.fstat(descriptor)
@@ -179,11 +179,11 @@ class DiskDirectory:
             os.close(descriptor)
 
     def header(self, descriptor: int, num_bytes: int) -> Header:
-        """Read an open file's header. Raises `CorruptFileError`, too."""
+        """Read a header. Also raises `CorruptFileError`."""
         try:
             return read_header(descriptor, num_bytes)
         except OtherFormatError as error:
-            raise CorruptFileError(str(error)) from error  # the index has only files of this format
+            raise CorruptFileError(str(error)) from error
 
     def touch(self, names: list[str]) -> None:
         """Mark files as used now, the first as the newest: the end of a chain is useless without its beginning."""
@@ -191,14 +191,14 @@ class DiskDirectory:
         for place, name in enumerate(names):
             try:
                 os.utime(f"{self._root}/{name}", ns=(now_ns - place, now_ns - place), follow_symlinks=False)
-            except OSError as error:  # a process with read permission only cannot affect eviction
+            except OSError as error:  # a process that may only read cannot affect eviction
                 if error.errno not in {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}:
                     raise
 
     # --- removing -----------------------------------------------------------------------------------------------------
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Stop serving a corrupt or unreadable file."""
+        """Stop serving a file."""
         with self._mutex:
             self._set_aside(name, reason, locked=False)
 
@@ -212,14 +212,14 @@ class DiskDirectory:
                 (self.path / name).rename(self.path / bad)
         except FileNotFoundError:
             return
-        except OSError:  # no permission to write, or the whole disk fails
+        except OSError:  # no write permission, or a failed disk
             self._skip_undeletable(name)
             return
         size = file.num_bytes if file is not None else self._size(bad)
         self.index.add(BlockFile(bad, size), 0)
 
     def _skip_undeletable(self, name: str) -> None:
-        """Count a file without its blocks, and retry it later."""
+        """Count a file without its blocks; retry it later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 
@@ -234,7 +234,7 @@ class DiskDirectory:
     # --- adding -------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_bytes: int) -> None:
-        """Evict files until num_bytes fit; remove files of dead writers."""
+        """Evict files until num_bytes fit; remove dead writers' files."""
         with self._mutex, self._locked():
             self._make_room(num_bytes)
 
@@ -295,7 +295,7 @@ class DiskDirectory:
                 raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are used by files that are being written")
             try:
                 self._evict(*oldest)
-            except PermissionError:  # other files may still be deletable
+            except PermissionError:
                 num_stuck += 1
                 if num_stuck > _MAX_STUCK:
                     raise
@@ -334,9 +334,9 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a temporary file has no writer any more.
+        """Return True if a temporary file has no writer.
 
-        A file that this process may not read has none: writers of this user create files that they can open.
+        Writers of this user can open their files, so an unreadable one has none.
         """
         try:
             with self.open(name) as (descriptor, found):
@@ -347,7 +347,7 @@ class DiskDirectory:
             return False
         except FileNotFoundError:
             pass
-        except OSError as error:  # an unreadable file must not stop all saving
+        except OSError as error:  # an unreadable file must not block saving
             return error.errno in {errno.EACCES, errno.EPERM, errno.EIO} and self._size(name) > 0
         return True
 
@@ -355,10 +355,7 @@ class DiskDirectory:
         return os.pread(self._lock_descriptor, _GENERATION_BYTES, 0)
 
     def _new_generation(self) -> None:
-        """Announce a change to other processes.
-
-        If another process has changed files since the last count, a count remains due.
-        """
+        """Announce a change. If another process has changed files since the last count, a count remains due."""
         is_counted = self._read_generation() == self._generation
         generation = secrets.token_bytes(_GENERATION_BYTES)
         os.pwrite(self._lock_descriptor, generation, 0)

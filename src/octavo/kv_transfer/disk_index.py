@@ -1,4 +1,4 @@
-"""Index of a disk store's directory."""
+"""Index of a directory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_MIN_SPARE = 1024  # stale heap entries allowed before a rebuild
+_MIN_SPARE = 1024  # stale heap entries before a rebuild
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A file of a disk store. keys: () if they were not read (other format, or corrupt)."""
+    """A file of a disk store. keys: () if not read (other format, or corrupt)."""
 
     name: str
     num_bytes: int
@@ -25,7 +25,7 @@ class BlockFile:
 class DiskIndex:
     """The files of a directory by name, key and age. Thread-safe.
 
-    Ages may be out of date: before an eviction, the caller checks whether the file was used since.
+    Ages may be out of date: before an eviction, the caller checks for later uses.
     """
 
     def __init__(self) -> None:
@@ -38,19 +38,19 @@ class DiskIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Number of different keys."""
+        """Number of keys."""
         return len(self._holders)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes in total."""
         return self._num_bytes
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def names(self) -> set[str]:
-        """Return the names of all files."""
+        """Return all names."""
         with self._lock:
             return set(self._files)
 
@@ -69,7 +69,7 @@ class DiskIndex:
                 heapq.heapify(self._by_age)
 
     def drop(self, name: str) -> BlockFile | None:
-        """Remove a file and return it, if known. Keys in other files remain."""
+        """Remove and return a file, if known. Keys in other files remain."""
         with self._lock:
             return self._drop(name)
 
@@ -101,12 +101,12 @@ class DiskIndex:
                 heapq.heapreplace(self._by_age, (used_ns, name))
 
     def lacking(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return the keys that no file contains."""
+        """Return keys without files."""
         with self._lock:
             return {key for key in keys if key not in self._holders}
 
     def files_of(self, keys: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return the number of leading keys that files contain, and these files' names in order."""
+        """Return the number of leading keys found, and their files' names in order."""
         names: dict[str, None] = {}
         with self._lock:
             for count, key in enumerate(keys):
@@ -117,7 +117,7 @@ class DiskIndex:
         return len(keys), list(names)
 
     def holders(self, keys: Iterable[bytes]) -> set[str]:
-        """Return the names of files with any of these keys."""
+        """Return files with any of these keys."""
         with self._lock:
             return {file.name for key in keys for file in self._holders.get(key, ())}
 

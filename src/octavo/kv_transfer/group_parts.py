@@ -1,7 +1,7 @@
 """Stored blocks with the first KV group only: the other groups' parts were evicted before the save.
 
-A request can use such a block if no row reads the other groups' content any more. It is the beginning of a whole block,
-and has its own key, because a key's content never changes.
+A request can use one if no row reads the other groups' content any more. It is the beginning of a whole block, with its
+own key, because a key's content never changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIX = b"without its window part"  # must not change: stores have such keys
 
 
 def key_of_first_group(key: bytes) -> bytes:
-    """Return the key of a block with the first group only."""
+    """Return the part's key."""
     return hashlib.sha256(_PREFIX + key).digest()
 
 
@@ -101,8 +101,7 @@ def save(
 ) -> int:
     """Save blocks; count the leading ones stored now.
 
-    Blocks after a failed one are still saved: that one may be saved alone later. has_all: whether each block has all
-    groups. part_bytes: of the first group's part.
+    Blocks after a failed one are still saved. has_all: whether each block has all groups. part_bytes: as in `load`.
     """
     first = num_kept = 0
     while first < len(keys):

@@ -1,4 +1,4 @@
-"""A wrapper that turns a store's failures into misses."""
+"""Turns failures into misses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-HANGS_AFTER_S = 5.0  # a call that takes longer blocks further calls
-CHECK_S = 5.0  # interval of checks of an idle store
+HANGS_AFTER_S = 5.0  # a longer call blocks further ones
+CHECK_S = 5.0
 ResultT = TypeVar("ResultT")
 
 
@@ -28,9 +28,9 @@ class GuardedStore:
     """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
     After a failure the store gets no call for a pause, which doubles while failures continue; then a single call tries
-    it. It also gets none while another one hangs.
+    it. It gets no call while another one hangs.
 
-    open_store: called until it succeeds. may_wait: calls wait for other engines to compute, so none counts as hanging.
+    open_store: called until it succeeds. may_wait: calls wait for other engines, so none counts as hanging.
     keeps_parts: the store also keeps blocks with the first KV group only.
     """
 
@@ -58,7 +58,7 @@ class GuardedStore:
         self._is_over = threading.Event()
         self._num_calls = 0
         self._error = ""
-        self._num_failures = 0  # a store's own count of errors may differ
+        self._num_failures = 0
         self._num_evicted = self._num_evicted_reported = 0
         self.figures = KVStoreFigures()
         self._pause_s = 0.0
@@ -83,14 +83,14 @@ class GuardedStore:
             return not self._is_closed and now >= self._resumes_at and not hangs
 
     def _note_usable(self, *, hangs: bool = False) -> None:
-        """Set `figures.is_usable`. Needs the lock."""
+        """Needs the lock."""
         self.figures.is_usable = int(self._store is not None and not (self._error or self._is_closed or hangs))
 
     def _hangs(self, now: float) -> bool:
         return not self._may_wait and any(now - start > HANGS_AFTER_S for start in self._calls.values())
 
     def check_when_idle(self, period_s: float = CHECK_S) -> None:
-        """Call an idle store periodically until `close`, so that `figures.is_usable` stays correct."""
+        """Call an idle store periodically, so that `figures.is_usable` stays correct."""
         arguments = weakref.ref(self), self._is_over, period_s
         threading.Thread(target=_check, args=arguments, name=f"octavo-kv-check-{self.name}", daemon=True).start()
 
@@ -104,11 +104,11 @@ class GuardedStore:
         self._ask(lambda _: None, None)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading stored keys; 0 if unusable."""
+        """See `KVStore`."""
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys; none while the store is unusable, so that nothing is saved to it."""
+        """Return the missing keys; none while unusable, so that nothing is saved."""
         store = self._store
         if store is None or not self.is_usable:
             return set()
@@ -119,7 +119,7 @@ class GuardedStore:
             return set()
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order."""
+        """See `KVStore`."""
         num_loaded = min(self._ask(lambda store: store.load(keys, blocks), 0), len(keys))
         self._note_stats()
         return num_loaded
@@ -137,7 +137,7 @@ class GuardedStore:
         return count
 
     def _note_stats(self) -> None:
-        """Copy the store's counts into the figures."""
+        """Update the figures."""
         stats, figures = self.stats(), self.figures
         with self._lock:
             figures.num_blocks, figures.num_bytes = stats.num_blocks, stats.num_bytes
@@ -149,7 +149,7 @@ class GuardedStore:
         self._ask(lambda store: store.forget(keys), None)
 
     def stats(self) -> StoreStats:
-        """Return the store's figures, and why it is unusable, if it is."""
+        """See `KVStore`."""
         store = self._store
         try:
             stats = StoreStats(0, 0, None) if store is None else store.stats()
@@ -172,7 +172,7 @@ class GuardedStore:
         )
 
     def close(self) -> None:
-        """Close the store for good."""
+        """Close the store."""
         self._is_over.set()
         with self._lock:
             self._is_closed = True

@@ -1,4 +1,4 @@
-"""KV stores outside the engine's own memory."""
+"""External stores of KV."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class StoreError(OctavoError):
-    """A store operation failed; it counts as a miss."""
+    """Counts as a miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
     """Contents of a store, and counters since its start.
 
-    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks with a wrong checksum. num_errors: failed calls.
-    error: why the store is unusable, if it is.
+    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks with a wrong checksum. error: why the store is
+    unusable, or "".
     """
 
     num_blocks: int
@@ -33,20 +33,20 @@ class StoreStats:
 
 
 class KVStore(Protocol):
-    """Store of KV blocks. A key covers everything that a block's content depends on (`octavo.core.kv.block_hash`).
+    """Store of KV blocks. A key covers everything that a block's content depends on, so blocks are never overwritten.
 
-    So blocks are never overwritten. Loads verify a checksum over key and content; a corrupt or incomplete block is a
-    miss. Thread-safe. `lacks` and `stats` never block; other methods may wait for I/O, and raise `StoreError`.
+    Loads verify a checksum over key and content; a corrupt or incomplete block is a miss. Thread-safe. `lacks` and
+    `stats` never block; other methods may wait for I/O, and raise `StoreError`.
 
-    block_bytes: of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are smaller and
-    have other keys. All blocks of a save have one size, which their load must use.
+    block_bytes: of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are smaller.
+    All blocks of a save have one size, which their load must use.
     """
 
     name: str
     block_bytes: int
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading keys that are stored, and mark them as recently used."""
+        """Count the leading stored keys, and mark them as recently used."""
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -54,9 +54,9 @@ class KVStore(Protocol):
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order; return the number of leading valid ones.
+        """Fill blocks in order; return the number of leading valid ones. The other blocks become undefined.
 
-        The other blocks become undefined. Corrupt blocks are dropped from the store.
+        Corrupt blocks are dropped from the store.
         """
         ...
 
@@ -69,7 +69,7 @@ class KVStore(Protocol):
         ...
 
     def stats(self) -> StoreStats:
-        """Return contents and counters."""
+        """Return contents, counters."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A store in the memory of one process."""
+"""A store in memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 class TransferCallback(Protocol):
-    """Called when a transfer has ended. success: the target has all blocks."""
+    """Called after a transfer, on the pool's thread. success: the target has all blocks."""
 
     def __call__(self, request_id: str, *, success: bool) -> object:
-        """Handle the end, on the pool's thread."""
+        """See above."""
         ...
 
 
@@ -33,7 +33,7 @@ class TransferCallback(Protocol):
 class KVBlock:
     """A node's copy of a block. access_time: monotonic seconds.
 
-    num_tokens: if token_ids does not list them: engines save blocks without their token ids.
+    num_tokens: for blocks without token_ids, as engines save them.
     """
 
     block_hash: bytes
@@ -45,15 +45,15 @@ class KVBlock:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens in the block."""
+        """Number of tokens."""
         return len(self.token_ids) if self.num_tokens is None else self.num_tokens
 
 
 class GlobalKVPool:
     """Blocks of several nodes by hash; several nodes may have copies. Thread-safe.
 
-    A node keeps at most `max_blocks_per_node` blocks and evicts the least recently used first. Raises `ConfigError` if
-    that is below 1.
+    A node evicts the least recently used of more than `max_blocks_per_node` blocks. Raises `ConfigError` if that is
+    below 1.
     """
 
     def __init__(self, max_blocks_per_node: int = DEFAULT_BLOCKS_PER_NODE) -> None:
@@ -62,26 +62,26 @@ class GlobalKVPool:
         self.max_blocks_per_node = max_blocks_per_node
         self._num_evicted: Counter[str] = Counter()  # by node
         self._lock = threading.Lock()
-        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # by node; least recently used first
-        self._holders: dict[bytes, dict[str, None]] = {}  # by hash; first holder first
+        self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # least recently used first
+        self._holders: dict[bytes, dict[str, None]] = {}  # first holder first
         self._open: set[str] = set()  # running transfers
-        self._complete: set[str] = set()  # ended, not queried since
+        self._complete: set[str] = set()  # not queried yet
         self._ended = threading.Condition(self._lock)
         self._movers: DaemonThreads | None = None
 
     @property
     def total_cached_blocks(self) -> int:
-        """Number of all nodes' blocks, with copies."""
+        """Blocks with copies."""
         with self._lock:
             return sum(map(len, self._nodes.values()))
 
     @property
     def num_evicted(self) -> int:
-        """Number of all nodes' evicted blocks."""
+        """All nodes' evictions."""
         return self._num_evicted.total()
 
     def num_evicted_of(self, node_id: str) -> int:
-        """Count a node's evicted blocks."""
+        """Count a node's evictions."""
         return self._num_evicted[node_id]
 
     def num_cached_blocks(self, node_id: str) -> int:
@@ -131,7 +131,7 @@ class GlobalKVPool:
             return self._touch_at(block_hash, node_id)
 
     def lacks(self, block_hashes: Sequence[bytes]) -> set[bytes]:
-        """Return the hashes that no node has."""
+        """Return hashes without holders."""
         with self._lock:
             return {block_hash for block_hash in block_hashes if block_hash not in self._holders}
 
@@ -144,7 +144,7 @@ class GlobalKVPool:
     ) -> None:
         """Copy blocks to another node on a thread; then call callback(request_id, success=...).
 
-        Stops at the first missing block and at the node's limit. `get(block_hash, target_node_id)` returns the copies.
+        Stops at the first missing block and at the node's limit.
         """
         with self._lock:
             if self._movers is None:
@@ -174,12 +174,12 @@ class GlobalKVPool:
                     self._ended.notify_all()
 
     def _copy(self, block_hash: bytes, target_node_id: str) -> bool:
-        """Copy a block to a node that lacks it; False if no node has it. Copies the bytes without the lock."""
+        """Copy a block to a node that lacks it, without the lock; False if no node has it."""
         with self._lock:
             block = self._touch_at(block_hash, target_node_id) or self._touch(block_hash)
         if block is None or block.node_id == target_node_id:
             return block is not None
-        kv_data = memoryview(block.kv_data).tobytes()  # bytes() of bytes would be the same object
+        kv_data = memoryview(block.kv_data).tobytes()  # bytes() would not copy
         copied = KVBlock(block_hash, target_node_id, block.token_ids, kv_data, time.monotonic(), block.num_tokens)
         with self._lock:
             if self._touch_at(block_hash, target_node_id) is None:
@@ -212,7 +212,7 @@ class GlobalKVPool:
                     del self._nodes[node_id][block_hash]
 
     def _insert(self, block: KVBlock) -> None:
-        """Add a block, and evict those above the node's limit."""
+        """Add, then evict."""
         node = self._nodes.setdefault(block.node_id, OrderedDict())
         node[block.block_hash] = block
         self._holders.setdefault(block.block_hash, {})[block.node_id] = None
@@ -224,12 +224,12 @@ class GlobalKVPool:
             self._num_evicted[block.node_id] += 1
 
     def _touch(self, block_hash: bytes) -> KVBlock | None:
-        """Return the first holder's block, marked as used, if any."""
+        """As `_touch_at`, for the first holder."""
         holder = next(iter(self._holders.get(block_hash, ())), None)
         return None if holder is None else self._touch_at(block_hash, holder)
 
     def _touch_at(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block, marked as used, if any."""
+        """Return a node's block, if any, and mark it as used. Needs the lock."""
         node = self._nodes.get(node_id)
         if node is None or block_hash not in node:
             return None
@@ -242,8 +242,7 @@ class GlobalKVPool:
 class MemoryStore:
     """A `KVStore` over a pool, as one node of it. The node's limit covers saved blocks and loaded copies.
 
-    Blocks are stored after a checksum over key and content. timeout_s: of a transfer. block_size: in tokens, for
-    `GlobalKVPool.query`.
+    timeout_s: of a transfer. block_size: in tokens, for `GlobalKVPool.query`.
     """
 
     name = "memory"
@@ -268,11 +267,11 @@ class MemoryStore:
         self._num_errors = 0
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading keys that any node has."""
+        """See `KVStore`."""
         return len(self.pool.query(keys)[1])
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that no node has."""
+        """See `KVStore`."""
         return self.pool.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
@@ -306,18 +305,18 @@ class MemoryStore:
         return found
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Publish blocks as this node's."""
+        """Publish as this node."""
         for key, block in zip(keys, blocks, strict=True):
             record = _checksum(key, block) + bytes(block)
             self.pool.publish(key, self.node_id, (), record, num_tokens=self.block_size)
         return len(keys)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks from all nodes."""
+        """Drop from all nodes."""
         self.pool.remove(keys)
 
     def stats(self) -> StoreStats:
-        """Return this node's figures."""
+        """This node's figures."""
         pool = self.pool
         return StoreStats(
             pool.num_cached_blocks(self.node_id),

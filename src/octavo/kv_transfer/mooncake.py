@@ -1,8 +1,7 @@
 """A store in memory that engines on several machines lend.
 
-Nothing from the pool is trusted: each object has its key and a checksum, which are compared at each read. Mooncake's
-codes: -200 no space, -704 not found, -706 leased, -707 lease expired before the data arrived, -800 the lender is gone,
--900 and -901 no master.
+Nothing from the pool is trusted: each read compares an object's key and checksum. Mooncake's codes: -200 no space, -704
+not found, -706 leased, -707 lease expired before the data arrived, -800 the lender is gone, -900 and -901 no master.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _PREFIX = f"octavo-kv-{FORMAT}-"
 _HEADER = struct.Struct("<8s32s32s")  # magic, key, checksum over key and bytes
 _HEADER_BYTES = 128  # aligns the block to a cache line
 _MAGIC = b"octavoK" + bytes([FORMAT])
-_MAX_KNOWN = 1 << 17  # remembered keys, about 20 MB
-_MAX_QUERIED = 256  # keys per query: the pool may lack most of them
+_MAX_KNOWN = 1 << 17  # keys, about 20 MB
+_MAX_QUERIED = 256  # per query: the pool may lack most keys
 _WRONG_SIZE, _TRANSFER_FAILED = -600, -800
 _NO_MASTER = (-900, -901)
 _HAS = 1
@@ -40,11 +39,8 @@ _HAS = 1
 class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
-    All objects have one size: a block with the first KV group only is padded with zeros. The pool forgets everything
-    with its master. So each query also asks for a mark of this store; without it, all known keys are forgotten.
-
-    Blocks are put into other engines' memory only if this engine's own is full. So when an engine exits, the pool keeps
-    blocks of other engines that had room for them.
+    All objects have one size: a block with the first KV group only is padded with zeros. A restarted master has an
+    empty pool, so each query also asks for a mark of this store; without it, all known keys are forgotten.
     """
 
     name = "mooncake"
@@ -77,13 +73,13 @@ class MooncakeStore:
 
     @staticmethod
     def host_bytes(block_bytes: int, segment_bytes: int) -> int:
-        """Return the store's memory here in bytes, lent memory included."""
+        """Return this machine's bytes, lent memory included."""
         return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that the pool has, and lease them for the following load.
 
-        Without a key it only checks that the master answers.
+        Without keys, it only asks the master.
         """
         if not keys:
             self._has([])
@@ -114,7 +110,7 @@ class MooncakeStore:
             return {key for key in keys if key not in self._known}
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order."""
+        """See `KVStore`."""
         count = 0
         with self._area() as area:
             for some, into in _in_parts(keys, blocks, len(area.objects)):
@@ -127,14 +123,14 @@ class MooncakeStore:
                 wrong = [
                     key for key, code, is_whole in zip(some, codes, whole, strict=True) if _is_wrong(code, is_whole)
                 ]
-                if wrong:  # as in `forget`
+                if wrong:
                     self._call(area, "remove", [*map(_name, wrong)])
                 if False in whole:
                     break
         return count
 
     def _take(self, area: Area, index: int, code: int, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return whether the copy is valid."""
+        """Copy a block out of the area; return whether it is valid."""
         stored = area.objects[index]
         is_whole = code == len(stored)
         if is_whole:
@@ -148,7 +144,7 @@ class MooncakeStore:
         return is_whole
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Put blocks into the pool."""
+        """See `KVStore`."""
         count, is_whole = 0, True
         with self._area() as area:
             for some, from_blocks in _in_parts(keys, blocks, len(area.objects)):
@@ -176,7 +172,7 @@ class MooncakeStore:
             self._call(area, "remove", [*map(_name, keys)])
 
     def stats(self) -> StoreStats:
-        """Return the figures of known blocks."""
+        """Figures of known blocks."""
         with self._lock:
             count = len(self._known)
             return StoreStats(
@@ -241,7 +237,7 @@ class MooncakeStore:
             self._known.clear()
 
     def _note(self, key: bytes, *, is_there: bool) -> None:
-        """Record whether the pool has a block. Needs the lock."""
+        """Needs the lock."""
         if not is_there:
             self._known.pop(key, None)
             return

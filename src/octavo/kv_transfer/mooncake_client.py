@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MODULE = "octavo.kv_transfer.mooncake_process"
-OPEN_S = 15.0  # to open a client, with its process
-CALL_S = 4.0  # to answer a call
-REST_S = 6.0  # twice Mooncake's limit for a stalled transfer: so long a failed one may still write into its area
+OPEN_S = 15.0
+CALL_S = 4.0
+REST_S = 6.0  # twice Mooncake's limit for a stalled transfer, which may still write into its area
 GONE_S = 30.0  # then a silent process is killed
-PING_S = 0.5  # a healthy process answers a ping immediately
-CLOSE_S = 5.0  # Mooncake needs 2 s to withdraw lent memory
+PING_S = 0.5
+CLOSE_S = 5.0  # Mooncake withdraws lent memory in 2 s
 PROCESS_BYTES = 64 << 20  # without lent and shared memory
 NUM_AREAS = 4
 AREA_BYTES = 8 << 20
 TRANSFER_FAILED = -800
-_SILENT = subprocess.DEVNULL  # it logs each missed heartbeat, which the codes also report
+_SILENT = subprocess.DEVNULL  # it logs each missed heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class ClientOrder:
 
     @classmethod
     def decode(cls, text: str) -> ClientOrder:
-        """Decode an encoded order."""
+        """Read an argument."""
         return cls(**json.loads(text))
 
 
@@ -66,7 +66,7 @@ class ClientOrder:
 class Opened:
     """The first message on the control pipe. error: why the process cannot be used, or "".
 
-    session: the name under which other engines write into its memory. address: of that memory in the process.
+    session: name of its memory for other engines. address: of that memory in the process.
     """
 
     error: str = ""
@@ -90,7 +90,7 @@ class BusyError(StoreError):
 class Area:
     """A part of the shared memory, with a pipe for calls. One caller uses it at a time.
 
-    address: of its first object in the process that runs Mooncake.
+    address: of its first object in Mooncake's process.
     """
 
     def __init__(self, channel: Connection, memory: memoryview, object_bytes: int) -> None:
@@ -100,7 +100,7 @@ class Area:
         ]  # fmt: skip
         self.channel = channel
         self.address = 0
-        self.is_pending = False  # a call is unanswered
+        self.is_pending = False
         self.rests_until = 0.0
         self.requested_at = 0.0
 
@@ -131,11 +131,11 @@ class Area:
         return not self.is_pending
 
     def rest(self) -> None:
-        """Keep the area unused while a failed transfer may still write into it."""
+        """Do not use the area while a failed transfer may still write into it."""
         self.rests_until = time.monotonic() + REST_S
 
     def answer(self) -> list[int]:
-        """Receive the last call's answer."""
+        """Receive the answer."""
         codes: list[int] = json.loads(self.channel.recv_bytes())
         self.is_pending = False
         return codes
@@ -154,8 +154,8 @@ class Area:
 class MooncakeClient:
     """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
-    master: HOST:PORT; "" without a pool. host: the address by which other engines reach this process. segment_bytes:
-    lent to the pool. gone_s: a process that leaves a call unanswered for this long is killed; None: `GONE_S`.
+    master: "" without a pool. host: the address by which other engines reach this process. segment_bytes: lent to the
+    pool. gone_s: a process that leaves a call unanswered for this long is killed; None: `GONE_S`.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class MooncakeClient:
                 stdout=_SILENT,
                 stderr=_SILENT,
                 pass_fds=(memory, order.control, *order.channels),
-                start_new_session=True,  # Ctrl-C must reach only the engine, which closes the process
+                start_new_session=True,  # Ctrl-C must only reach the engine
             )
             view = memoryview(mmap.mmap(memory, area_bytes * num_areas))
             self._control, *channels = [Connection(ours.detach()) for ours, _ in pairs]
@@ -229,7 +229,7 @@ class MooncakeClient:
 
     @property
     def process_id(self) -> int:
-        """Id of the process."""
+        """The process's id."""
         return self._process.pid
 
     @property
@@ -277,13 +277,13 @@ class MooncakeClient:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process now."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
 
 def client_bytes(object_bytes: int, segment_bytes: int, num_areas: int = NUM_AREAS) -> int:
-    """Return a client's memory in bytes, with its process."""
+    """Return the bytes of a client and its process."""
     return PROCESS_BYTES + num_areas * _area_bytes(object_bytes) + segment_bytes
 
 

@@ -1,4 +1,4 @@
-"""Check at start that Mooncake's libraries can be loaded."""
+"""Checks Mooncake's libraries."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _DEBIAN_PACKAGES = {
 
 
 def check_mooncake(config: KVTransferConfig) -> None:
-    """Load the libraries that a configuration needs, in a child process (see `octavo.kv_transfer.mooncake_process`).
+    """Load the libraries that a configuration needs, in a child process.
 
-    An installed package may lack a system library. Raises `ConfigError`, which names the package to install.
+    Raises `ConfigError`, which names the system package to install.
     """
     if config.direct:
         _check_module("mooncake.engine", "kv_direct")
@@ -53,7 +53,7 @@ def _check_module(module: str, field: str) -> None:
 
 
 def _remedy(error: str) -> str:
-    """Return the remedy for an import error."""
+    """Explain an import error."""
     if _MISSING_PACKAGE.search(error):
         return "pip install 'octavo[mooncake]'"
     missing = _MISSING_LIBRARY.search(error)

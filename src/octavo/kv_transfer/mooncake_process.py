@@ -1,7 +1,7 @@
 """The process that runs Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`.
 
-Mooncake's library holds Python's lock while it connects and closes, for minutes if its master is unreachable, and some
-failed calls end the process. So it runs outside the engine, which sees any failure as a closed pipe.
+Mooncake's library holds Python's lock while it connects and closes, for minutes without a master, and some failed calls
+end the process. So it runs outside the engine, which sees any failure as a closed pipe.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any], int], Sequence[int]]
 
-_OPEN_S = 12  # to connect; then a signal ends the process, even if Python's lock is held
+_OPEN_S = 12  # then a signal ends the process, even if Python's lock is held
 _CLOSE_S = 4
-_ADDRESSES = "P2PHANDSHAKE"  # clients find each other through the master alone
-_CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, for calls not made here
+_ADDRESSES = "P2PHANDSHAKE"
+_CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, unused
 # Mooncake's defaults (30 s, 20 tries) exceed the callers' deadlines.
 _LIMITS = {
     "MC_RPC_TIMEOUT_MS": "2500",
@@ -103,7 +103,7 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
 
 
 def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
-    """Answer calls until the pipe is closed. An exception ends the process, which closes the pipe on the other side."""
+    """Answer calls until the pipe is closed. An exception ends the process, which closes the pipe."""
     try:
         while True:
             try:
@@ -119,7 +119,7 @@ def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
 def main() -> None:
     """Connect, and answer calls until the other side closes the control pipe or exits.
 
-    Always ends with `os._exit`: Mooncake's threads may keep a process alive after it has released its client.
+    Ends with `os._exit`: Mooncake's threads may keep a process alive after it has released its client.
     """
     try:
         _serve(ClientOrder.decode(sys.argv[1]))
@@ -152,7 +152,7 @@ def _serve(order: ClientOrder) -> None:
         control.recv_bytes()
     except EOFError:
         signal.alarm(_CLOSE_S)
-        calls["close"]([], 0)  # so that the master learns it immediately
+        calls["close"]([], 0)  # tells the master
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A chain of stores."""
+"""Chained stores."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class TierTally:
-    """Blocks that each store moved in one transfer."""
+    """Blocks per store in one transfer."""
 
     def __init__(self) -> None:
         self._moves: dict[str, TierMove] = {}
 
     def add(self, store: GuardedStore, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        """Add one call to a store."""
+        """Add a call."""
         if num_blocks:
             _, count, size, took = self._moves.get(store.name, TierMove(store.name, 0, 0, 0.0))
             self._moves[store.name] = TierMove(store.name, count + num_blocks, size + num_bytes, took + seconds)
 
     def moves(self) -> tuple[TierMove, ...]:
-        """Return an entry for each store that moved blocks."""
+        """Return the moves."""
         return tuple(self._moves.values())
 
 
@@ -38,7 +38,7 @@ class TieredStore:
     """A `KVStore` over several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
 
     Saves a block to each store that lacks it. only_first_group: blocks have the first KV group only
-    (`octavo.kv_transfer.group_parts`); `keys` are those of whole blocks. Stores without such blocks are skipped.
+    (`octavo.kv_transfer.group_parts`); `keys` are those of whole blocks; stores without such blocks are skipped.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -49,7 +49,7 @@ class TieredStore:
 
     @property
     def figures(self) -> dict[str, KVStoreFigures]:
-        """Live figures of each store."""
+        """Live figures by store."""
         return {tier.name: tier.figures for tier in self.tiers}
 
     @property
@@ -66,7 +66,7 @@ class TieredStore:
         return self._tiers_of_parts if only_first_group else self.tiers
 
     def num_matched(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> int:
-        """Count the leading keys that the stores have together."""
+        """See `KVStore`."""
         count, names, tiers = (
             0,
             _names(keys, only_first_group=only_first_group),
@@ -137,12 +137,12 @@ class TieredStore:
         return next((index for index, key in enumerate(keys) if key not in kept), len(keys))
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks from all stores."""
+        """See `KVStore`."""
         for tier in self.tiers:
             tier.forget(keys)
 
     def stats(self) -> StoreStats:
-        """Return the sums over all stores."""
+        """Return the sums."""
         each = [tier.stats() for tier in self.tiers]
         bounds = [stats.max_bytes for stats in each]
         known = [bound for bound in bounds if bound is not None]
@@ -165,7 +165,7 @@ class TieredStore:
 
 
 def _names(keys: Sequence[bytes], *, only_first_group: bool) -> Sequence[bytes]:
-    """Return the keys that the stores use."""
+    """Return stored keys."""
     return [key_of_first_group(key) for key in keys] if only_first_group else keys
 
 
@@ -181,10 +181,10 @@ def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: boo
 def _load_next(
     tiers: Sequence[GuardedStore], names: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally
 ) -> int:
-    """Fill leading blocks from the first store that has them."""
+    """Fill leading blocks."""
     for index, tier in enumerate(tiers):
         start = time.perf_counter()
-        is_last = index == len(tiers) - 1  # a lookup found the block, and no other store gave it
+        is_last = index == len(tiers) - 1  # a lookup found the block
         count = len(names) if is_last else tier.num_matched(names)
         loaded = tier.load(names[:count], blocks[:count]) if count else 0
         tally.add(tier, loaded, sum(map(len, blocks[:loaded])), time.perf_counter() - start)

@@ -1,1 +1,1 @@
-"""Serves many engines at one address."""
+"""Balances engines."""

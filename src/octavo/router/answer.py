@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.router.connection import EngineConnection
 
 _MAX_HEADER_BYTES = 64 << 10  # also between two pieces of a body
-_MAX_WAITING_BYTES = 256 << 10  # above it, reading from the socket pauses
+_MAX_WAITING_BYTES = 256 << 10  # then reading pauses
 _FINAL_STATUSES = range(200, 600)
 _INTERIM_STATUSES = range(100, 200)
 _EMPTY_STATUSES = frozenset({204, 304})  # without a body
@@ -24,7 +24,7 @@ _EVENT_STREAM, _JSON_LINES = b"text/event-stream", b"application/x-ndjson"
 
 
 class AnswerError(ConnectionError):
-    """An answer was cut."""
+    """Answer cut off."""
 
 
 class MalformedAnswerError(AnswerError):
@@ -43,8 +43,8 @@ class SilentEngineError(TimeoutError):
 class AnswerLimits:
     """Limits of an answer.
 
-    first_byte_s: from the end of the request to that of the headers. idle_s: between two pieces of the body.
-    max_bytes: of a body that is read as a whole.
+    first_byte_s: from the end of the request to the end of the headers. idle_s: between pieces of the body. max_bytes:
+    of a body read as a whole.
     """
 
     first_byte_s: float
@@ -53,7 +53,7 @@ class AnswerLimits:
 
 
 class Answer:
-    """An engine's answer. Its `async with` block releases the connection, or closes it if the answer is incomplete.
+    """An engine's answer. Its `async with` block releases the connection, or closes it after an incomplete answer.
 
     Bytes that wait for the reader do not count as the engine's silence.
     """
@@ -64,18 +64,18 @@ class Answer:
         self._connection, self._limits, self._is_head = connection, limits, is_head
         self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._progress_at = self._loop.time()  # when the body was last taken, or was requested
+        self._progress_at = self._loop.time()  # the body was last taken or requested
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._num_framing_bytes = 0  # since the last piece of the body
         self._is_begun = self.is_over = self.ends_with_connection = self._keeps_alive = False
         self._error: Exception | None = None
-        self._pieces: list[bytes] = []  # of the body, not taken yet
+        self._pieces: list[bytes] = []
         self._num_waiting_bytes = 0
         self._is_reading, self._is_full = True, False
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle  # set while the reader waits
+        self._timer: asyncio.TimerHandle  # while the reader waits
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def is_of_lines(self) -> bool:
-        """True if a newline ends an event."""
+        """Events are lines."""
         return self._content_type == _JSON_LINES
 
     @property
@@ -125,15 +125,15 @@ class Answer:
     def _header(self, wanted: bytes) -> bytes:
         return next((value for name, value in self._headers if name == wanted), b"")
 
-    # --- for the reader -----------------------------------------------------------------------------------------------
+    # --- for the reader ---
 
     async def begin(self) -> None:
-        """Await the headers. Raises `OSError`."""
+        """Await headers. Raises `OSError`."""
         while not self._is_begun:
             await self._more()
 
     async def next(self) -> bytes:
-        """Await bytes of the body; b"" at the end. Raises `OSError`."""
+        """Await a part of the body; b"" at the end. Raises `OSError`."""
         while not self._pieces:
             if self.is_over:
                 return b""
@@ -141,7 +141,7 @@ class Answer:
         return self._taken()
 
     async def read(self) -> bytes:
-        """Return the body. Raises `OSError`, also above the limit."""
+        """Return the body. Raises `OSError`."""
         body, is_whole = await self.read_held()
         if not is_whole:
             raise MalformedAnswerError(f"its answer exceeds the limit of {self._limits.max_bytes} bytes")
@@ -179,7 +179,7 @@ class Answer:
             self._take = None
 
     def give_up(self) -> None:
-        """Close the connection and discard the rest."""
+        """Close the connection."""
         self._keeps_alive = False
         self._connection.close()
 
@@ -222,15 +222,15 @@ class Answer:
         self._progress_at = self._loop.time()
         self._connection.read_on(is_reading=is_reading)
 
-    # --- for the connection -------------------------------------------------------------------------------------------
+    # --- for the connection ---
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes; pass them on or wake the reader."""
+        """Parse bytes."""
         num_body_bytes = self._num_body_bytes
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._keeps_alive = False  # even if the error comes after the answer
+            self._keeps_alive = False  # even after the answer
             self._fail(MalformedAnswerError(f"its answer is not valid HTTP: {error}"))
         self._num_framing_bytes = self._num_framing_bytes + len(data) if self._num_body_bytes == num_body_bytes else 0
         if self._num_framing_bytes > _MAX_HEADER_BYTES:
@@ -271,10 +271,10 @@ class Answer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # --- for the parser -----------------------------------------------------------------------------------------------
+    # --- for the parser ---
 
     def on_message_begin(self) -> None:
-        """Refuse a second answer."""
+        """Refuse another answer."""
         if self.is_over:
             raise AnswerError("two answers")
 
@@ -303,12 +303,12 @@ class Answer:
             self._refuse("its status is 204, which has no body, but its headers announce one")
         self._is_begun = True
         self._progress_at = self._loop.time()
-        self.is_over = self._is_head  # the answer to HEAD has no body, even with a length
+        self.is_over = self._is_head  # an answer to HEAD has no body
         self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
         self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
 
     def on_body(self, piece: bytes) -> None:
-        """Take a piece of the body."""
+        """Take a piece."""
         if not self.is_over:
             self._pieces.append(piece)
             self._num_body_bytes += len(piece)

@@ -1,4 +1,4 @@
-"""An answer's headers for a client."""
+"""Headers for clients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _OF_CONNECTION = frozenset(
         *(b"transfer-encoding", b"upgrade"),
     }
 )
-_OF_ROUTER = frozenset({b"x-request-id", b"date", b"server"})  # this server sets them itself
-_MAX_DIGITS = 9  # of seconds: 31 years
+_OF_ROUTER = frozenset({b"x-request-id", b"date", b"server"})  # set by this server
+_MAX_DIGITS = 9  # 31 years
 _MAX_DATE_BYTES = 64
 
 
@@ -47,7 +47,7 @@ def retry_after_s(value: bytes) -> float | None:
         return None
     try:
         date = parsedate_to_datetime(text.decode("latin-1"))
-    except (ValueError, OverflowError):  # of a year that exceeds a C integer
+    except (ValueError, OverflowError):  # a year exceeds a C integer
         return None
     if date.tzinfo is None:
         date = date.replace(tzinfo=UTC)

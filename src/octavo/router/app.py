@@ -1,4 +1,4 @@
-"""The router's own routes."""
+"""The router's routes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def create_app(service: RouterService, routes: Routes = ROUTES) -> Starlette:
 
 
 def make_router(service: RouterService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
-    """Make a server, to `run(sockets=[...])` with a socket from `bind`."""
+    """See `http_server`."""
     return http_server(create_app(service), service, max_connections=max_connections)
 
 
@@ -74,7 +74,7 @@ async def _metrics(service: RouterService, request: Request) -> Response:
 async def _models(service: RouterService, field: str, key: str, more: dict[str, str], request: Request) -> Response:
     """Return the models of all ready engines that answer, each once.
 
-    field, key: names of the list, and of a model's name in it. more: other fields.
+    field, key: names of the list, and of a model's name in it.
     """
     service.check_ready()
     ready = service.pool.ready()

@@ -1,4 +1,4 @@
-"""A connection to an engine."""
+"""Connections to engines."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class EngineConnection(asyncio.Protocol):
             self._answer.feed(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify owner and answer."""
+        """Notify both sides."""
         self._on_lost(self)
         if self._answer is not None:
             self._answer.connection_lost(exc)
 
     @property
     def is_closing(self) -> bool:
-        """True if no more requests can be sent."""
+        """Accepts no requests."""
         return self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes, limits: AnswerLimits, *, is_head: bool) -> Answer:
@@ -63,7 +63,7 @@ class EngineConnection(asyncio.Protocol):
         return answer
 
     def read_on(self, *, is_reading: bool) -> None:
-        """Resume or pause reading."""
+        """Resume or pause."""
         if self._transport.is_closing():
             return
         if is_reading:
@@ -78,6 +78,6 @@ class EngineConnection(asyncio.Protocol):
             self._on_idle(self)
 
     def close(self) -> None:
-        """Close the connection, which aborts the request."""
+        """Abort the request."""
         self._answer = None
         self._transport.abort()

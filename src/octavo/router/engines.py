@@ -1,4 +1,4 @@
-"""The engines of a router."""
+"""A router's engines."""
 
 from __future__ import annotations
 
@@ -27,15 +27,11 @@ _numbers = itertools.count()
 class EngineHandle:
     """One engine. None: not known yet.
 
-    is_member: the sources still name it. models: empty: its answer was no list.
-    role: "prefill", "decode" or "both". incarnation: identifies a run of its process.
-    kv_transfer_port: for direct transfers of KV, or None. kv_format: properties that its KV depends on in addition to
-    tokens; None: not published.
-    prefills_from: when it may be asked for prefills again, on the event loop's clock.
-
-    open_tokens: sent or expected by this router, and not back yet. other_tokens: estimated, of its other clients.
-    num_sent_prompt_tokens: estimated, part of num_sent_tokens.
-    num_paired: requests that it answers with KV from another engine. num_paired_in_vain: those without KV.
+    is_member: the sources still name it. models: empty if its answer was no list. role: "prefill", "decode" or "both".
+    incarnation: identifies a run of its process. kv_format: properties that its KV depends on in addition to tokens.
+    prefills_from: when it may be asked for prefills again, on the event loop's clock. open_tokens: sent or expected by
+    this router, and not back yet. other_tokens, num_sent_prompt_tokens: estimated. num_paired: requests that it answers
+    with KV from another engine. num_paired_in_vain: without KV.
     """
 
     url: str
@@ -68,12 +64,12 @@ class EngineHandle:
 
     @property
     def load(self) -> int:
-        """Estimated tokens to process."""
+        """Estimated load."""
         return self.open_tokens + self.other_tokens
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds after which it has ended any request, with a margin."""
+        """Seconds after which it has ended any request."""
         limit_s = ASSUMED_REQUEST_TIMEOUT_S if self.request_timeout_s is None else self.request_timeout_s
         return limit_s + REQUEST_TIMEOUT_MARGIN_S
 
@@ -83,7 +79,7 @@ class EngineHandle:
 
 
 class EnginePool:
-    """All engines, by address."""
+    """Engines by address."""
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self._policy = policy
@@ -108,7 +104,7 @@ class EnginePool:
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds after which every engine has ended any request."""
+        """The longest `ends_within_s`."""
         return max((engine.ends_within_s for engine in self.engines.values()), default=ASSUMED_REQUEST_TIMEOUT_S)
 
     def choose(
@@ -158,7 +154,7 @@ class EnginePool:
         num_prompt_tokens: int | None,
         num_cached_tokens: int | None,
     ) -> None:
-        """Note the end of a request, with reported counts."""
+        """Note a request's end and counts."""
         share = None
         if num_prompt_tokens and num_cached_tokens is not None:
             engine.num_prompt_tokens += num_prompt_tokens
@@ -167,12 +163,12 @@ class EnginePool:
         self._policy.ended(summary, engine, share)
 
     def forget(self, engine: EngineHandle) -> None:
-        """Forget an engine's cache."""
+        """Forget its cache."""
         self._policy.forget(engine)
         self.partners.forget(engine)
 
     def lost(self, engine: EngineHandle) -> None:
-        """End an engine's requests with `EngineLostError`."""
+        """Abort an engine's requests with `EngineLostError`."""
         engine.is_ready = False
         engine.other_tokens = 0
         for routed in list(engine.routed_requests):

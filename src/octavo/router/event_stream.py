@@ -1,4 +1,4 @@
-"""Splits an engine's stream, so that a client gets only complete events."""
+"""Splits streams into events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LONGEST_END = 3
 
 
 class EventStream:
-    """Splits a stream into complete events and counts them in `share`.
+    """Splits an engine's stream into complete events, counted in `share`.
 
-    is_of_lines: a line ends an event, else a blank line. max_bytes: of an event. first: the beginning.
-    The time is linear in the number of bytes for any split into pieces.
+    is_of_lines: a line ends an event, else a blank line. max_bytes: of an event. first: the beginning. The time is
+    linear in the number of bytes.
     """
 
     def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:
@@ -46,7 +46,7 @@ class EventStream:
         return piece
 
     def _completed(self, piece: bytes) -> bytes:
-        start = max(len(self._rest) - _LONGEST_END + 1, 0)  # an end may have begun before these bytes
+        start = max(len(self._rest) - _LONGEST_END + 1, 0)  # an end may begin earlier
         self._rest += piece
         place = max(_end_of_last(end, self._rest, start) for end in self._ends)
         if not place:
@@ -67,7 +67,7 @@ class EventStream:
 
     @property
     def rest(self) -> bytes:
-        """The incomplete event at the end."""
+        """The incomplete event."""
         return bytes(self._rest)
 
     @property
@@ -77,7 +77,7 @@ class EventStream:
 
     @property
     def last_event(self) -> bytes:
-        """The last complete event."""
+        """Last complete event."""
         text = self.last.rstrip(b"\r\n")
         return text[max(_end_of_last(end, text) for end in self._ends) :]
 

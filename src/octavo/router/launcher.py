@@ -23,11 +23,11 @@ _FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default
 
 
 class Launcher:
-    """Runs engines during its `with` block. This one runs none: they are started elsewhere."""
+    """Runs engines during its `with` block. This one runs none."""
 
     @property
     def has_failed(self) -> bool:
-        """True if no engine will ever run."""
+        """No engine runs."""
         return False
 
     def reload(self) -> None:
@@ -57,11 +57,11 @@ class LocalReplicas(Launcher):
 
     @property
     def has_failed(self) -> bool:
-        """True if all replicas have failed."""
+        """All replicas failed."""
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:
-        """Restart a frozen replica."""
+        """Restart if frozen."""
         if num_times >= _FROZEN_TIMES and url in self._replicas:
             self._replicas[url].kill_frozen()
 
@@ -83,13 +83,13 @@ class LocalReplicas(Launcher):
 
 
 class _Replica:
-    """A child process and its thread."""
+    """A child process."""
 
     def __init__(self, index: int, command: list[str], environment: dict[str, str]) -> None:
         self._index, self._command, self._environment = index, command, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopping = threading.Event()
-        self._lock = threading.Lock()  # held while a child starts or gets a signal
+        self._lock = threading.Lock()  # during starts and signals
         self._thread = threading.Thread(target=self._run, name=f"octavo-replica-{index}", daemon=True)
         self._has_failed = False
 
@@ -99,11 +99,11 @@ class _Replica:
         return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
-        """Keep the child running."""
+        """Run the child."""
         self._thread.start()
 
     def request_stop(self) -> None:
-        """Stop the child for good."""
+        """Stop for good."""
         with self._lock:
             self._is_stopping.set()
             if self._process is not None and self._process.poll() is None:
@@ -116,14 +116,14 @@ class _Replica:
                 self._process.send_signal(signal.SIGHUP)
 
     def kill_frozen(self) -> None:
-        """Kill a running child."""
+        """Kill the child."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 logger.error("replica %d does not respond any more: killing it", self._index)
                 self._process.kill()
 
     def join(self) -> None:
-        """Wait for the child's end, or kill it."""
+        """Wait, or kill it."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive() and self._process is not None:
             logger.warning("replica %d does not exit: killing it", self._index)
@@ -146,11 +146,10 @@ class _Replica:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _run_once(self) -> int | None:
-        """Run the child; return its status, or None if it must not start."""
         with self._lock:
             if self._is_stopping.is_set():
                 return None
-            self._process = subprocess.Popen(  # noqa: S603 - octavo itself, with the options of this process
+            self._process = subprocess.Popen(  # noqa: S603 - octavo itself
                 self._command, stdin=subprocess.PIPE, env=self._environment, start_new_session=True
             )
         with self._process as process:
@@ -158,7 +157,7 @@ class _Replica:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports of the loopback address."""
+    """Return ports of loopback."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:

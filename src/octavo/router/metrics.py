@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from octavo.router.engines import EnginePool
 
-# (attribute of Engine, name, description)
+# (attribute of EngineHandle, name, description)
 _GAUGES = (
     ("is_ready", "router_engine_ready", "1 while an engine accepts requests."),
     (
@@ -40,7 +40,7 @@ _COUNTERS = (
 
 
 class RouterCollector(Collector):
-    """Reads the figures at each request."""
+    """Reads the figures."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""The page at /router."""
+"""The page /router."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FILES = {
 
 
 def page_routes(service: RouterService) -> list[Route]:
-    """Return the page's routes, which need `read_metrics`: its figures cover all keys."""
+    """Return routes, which need `read_metrics`: their figures cover all keys."""
     static = files(__package__) / "static"
     pages = [
         Route(path, partial(_file, static.joinpath(name).read_bytes(), kind)) for path, (name, kind) in _FILES.items()

@@ -38,7 +38,7 @@ def pair(
 ) -> Pair | None:
     """Let another engine compute the prompt if it is worth it.
 
-    known: the share of the prompt that is expected in the cache of `engine`.
+    known: share of the prompt that is expected in the cache of `engine`.
     """
     summary = routed.summary
     num_new = summary.num_tokens * (1 - known)
@@ -55,14 +55,14 @@ def pair(
 
 
 def without_kv_transfer(scope: Scope) -> Scope:
-    """Drop headers for transfers of KV, which only the router may set."""
+    """Drop headers that only the router may set."""
     return {**scope, "headers": [(name, value) for name, value in scope["headers"] if name not in _NAMES]}
 
 
 class Pair:
-    """A request of which engine `prefill` computes the prompt and `decode` the answer.
+    """A request for which engine `prefill` computes the prompt and `decode` the answer.
 
-    Both are asked at the same time if KV is sent directly, one after the other if it goes through a store. The answer
+    Both are asked simultaneously if KV is sent directly, one after the other if it goes through a store. The answer
     never depends on the prefill: `decode` computes KV that does not arrive.
     """
 
@@ -81,11 +81,11 @@ class Pair:
         self._before = decode.prompt_figures
         self._is_paired = False
         summary = replace(routed.summary, max_tokens=1, num_streams=1)
-        self._routed = RoutedRequest(summary, routed.tenant)  # if it is lost, the client's request continues
+        self._routed = RoutedRequest(summary, routed.tenant)  # its loss does not end the client's request
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
-        # Add the load now: the next choice of an engine depends on it.
+        # Now: the next choice of an engine depends on it.
         share = Share(self._routed, prefill).__enter__()
         self._task = asyncio.create_task(self._compute())
         self._task.add_done_callback(share.__exit__)
@@ -149,7 +149,7 @@ class Pair:
             self._failed(f"{type(error).__name__}: {error}")
         except OctavoError as error:
             self._failed(str(error))
-        except Exception as error:  # the answer may not depend on a fault here
+        except Exception as error:  # the answer may not depend on it
             logger.exception("a prefill failed")
             self._failed(type(error).__name__)
         return is_computed
@@ -162,7 +162,7 @@ class Pair:
             engine.num_cached_tokens += usage.num_cached_tokens
 
     def _failed(self, why: str, retry_after_s: float | None = None) -> None:
-        """Record a failure, and pause: waiting for KV in vain costs time."""
+        """Pause prefills: waiting for KV in vain costs time."""
         engine = self._prefill
         engine.num_failed_prefills += 1
         pause_s = _PAUSE_S if retry_after_s is None else min(retry_after_s, _LONGEST_PAUSE_S)
@@ -175,7 +175,7 @@ class Pair:
 def _source_of(engine: EngineHandle) -> str | None:
     if engine.kv_transfer_port is None:
         return None
-    host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # an IPv6 zone is local
+    host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # its IPv6 zone is local
     return f"[{host}]:{engine.kv_transfer_port}" if ":" in host else f"{host}:{engine.kv_transfer_port}"
 
 

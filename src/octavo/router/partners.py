@@ -13,18 +13,17 @@ if TYPE_CHECKING:
     from octavo.router.engines import EngineHandle
 
 logger = logging.getLogger(__name__)
-_VAIN_IN_A_ROW = 3  # requests without KV before a pause
+_VAIN_IN_A_ROW = 3  # before a pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
-_MAX_UNKNOWN = 1024  # enough, as figures are read every second
-_LEAST_SHARE = 0.1  # of a prompt's new tokens: if fewer came, no KV came
-_COMPUTED_SHARE = 0.5  # of a prompt's estimated new tokens: if as many were computed, no KV came
+_MAX_UNKNOWN = 1024  # figures are read every second
+_LEAST_SHARE = 0.1  # of new tokens: if fewer came, no KV came
+_COMPUTED_SHARE = 0.5  # of estimated new tokens: if as many were computed, no KV came
 
 
 class PromptFigures(NamedTuple):
     """Prompt tokens of an engine since its start.
 
-    num_loaded: with KV from elsewhere. num_computed: in no cache, if counted.
-    num_sent: estimated, of all requests from this router by then.
+    num_loaded: with KV from elsewhere. num_computed: in no cache, if counted. num_sent: estimated, from this router.
     """
 
     num_loaded: float
@@ -34,10 +33,7 @@ class PromptFigures(NamedTuple):
 
 @dataclass(slots=True)
 class _Pair:
-    """State of two engines.
-
-    differences: of their KV, as last logged. num_vain: requests without KV in a row. pause_s: last pause.
-    """
+    """differences: of the engines' KV, as last logged. num_vain: requests without KV in a row. pause_s: last pause."""
 
     differences: str = ""
     num_vain: int = 0
@@ -49,8 +45,7 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: the decode engine's figures at its start. num_tokens, num_new: estimated, of the prompt, and those not
-    expected there.
+    before: the decode engine's figures at its start. num_tokens: estimated, of the prompt. num_new: not expected there.
     """
 
     prefill: EngineHandle
@@ -64,11 +59,11 @@ class Partners:
     """Compares engines' descriptions of their KV, and counts requests without KV.
 
     Engines with different descriptions are never paired: neither finds the other's blocks. A pair pauses after
-    `_VAIN_IN_A_ROW` requests without KV, and for twice as long after each further one.
+    `_VAIN_IN_A_ROW` requests without KV, and twice as long after each further one.
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
-    _unknown: dict[EngineHandle, list[_Unknown]] = field(default_factory=dict)  # by decode engine
+    _unknown: dict[EngineHandle, list[_Unknown]] = field(default_factory=dict)
 
     def may_pair(self, prefill: EngineHandle, decode: EngineHandle, now: float) -> bool:
         """Return True if `prefill` may compute a prompt for `decode`."""
@@ -89,7 +84,7 @@ class Partners:
     def ended(
         self, prefill: EngineHandle, decode: EngineHandle, found_share: float, known_share: float, now: float
     ) -> None:
-        """Note the end of a request.
+        """Note a request's end.
 
         found_share: of its prompt, the tokens that `decode` did not compute. known_share: those expected in its cache.
         """
@@ -99,10 +94,7 @@ class Partners:
     def ended_without_usage(
         self, prefill: EngineHandle, decode: EngineHandle, before: PromptFigures | None, num_tokens: int, num_new: float
     ) -> None:
-        """Note the end of a request, for `figures_read` to judge.
-
-        Arguments are as in `_Unknown`.
-        """
+        """Note the end of a request, for `figures_read` to judge. Arguments: see `_Unknown`."""
         unknown = self._unknown.setdefault(decode, [])
         if before is not None and len(unknown) < _MAX_UNKNOWN:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))

@@ -1,4 +1,4 @@
-"""Passes requests to engines and answers to clients."""
+"""Relays requests and answers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to requests that were open when it restarted
-_REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may take the request
-_MAX_FAILURES = 2  # so a request is retried once
+_REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may accept
+_MAX_FAILURES = 2  # one retry
 _END_BYTES = 2 * COUNTS_BYTES  # of a large answer, for the token counts
 _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the idle limit applies to it
 
@@ -104,7 +104,7 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """An engine takes no requests now."""
+    """An engine refuses."""
 
     answer: Answer
     body: bytes
@@ -117,7 +117,7 @@ class _Refusal:
 
 
 class _Exchange:
-    """A request and all attempts to serve it."""
+    """All attempts to serve a request."""
 
     def __init__(
         self, service: RouterService, routed: RoutedRequest, request: Request, body: bytes, send: Send, api: Api
@@ -128,7 +128,7 @@ class _Exchange:
         self._audit = request.state.audit
         self._tried: list[EngineHandle] = []
         self._failed: set[EngineHandle] = set()
-        self._is_complete = False  # a successful answer is complete
+        self._is_complete = False
 
     async def run(self) -> None:
         """Try engines until one answers. Raises `NoEngineError` or `EngineLostError`."""
@@ -192,7 +192,7 @@ class _Exchange:
                 self._service.suspect(engine)
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
                 if self._routed.is_begun:
-                    raise  # the answer is no stream: its connection is closed
+                    raise  # the connection is closed
                 raise _failure_of(error) from error
             finally:
                 pool.note_usage(summary, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
@@ -245,7 +245,7 @@ class _Exchange:
         except (*FAILURES, OctavoError) as error:
             if not self._routed.is_begun:
                 raise
-            answer.give_up()  # now: the engine need not wait for the client
+            answer.give_up()  # the engine need not wait
             await self._end_stream(error, events, share.engine)
         else:
             self._is_complete = answer.status == _OK
@@ -291,7 +291,7 @@ def _failure_of(error: Exception) -> EngineLostError:
 
 
 def _timeout_s(request: Request, limit_s: float) -> float | None:
-    """Return a request's time limit; None for a GET or HEAD without X-Request-Timeout."""
+    """Return a time limit; None for a GET or HEAD without X-Request-Timeout."""
     is_unlimited = request.method in _UNLIMITED and "x-request-timeout" not in request.headers
     return None if is_unlimited else read_timeout(request, limit_s)
 

@@ -14,14 +14,14 @@ from octavo.http.apis import APIS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_BYTES_PER_TOKEN = 4  # of English; only for estimates of load
-_USUAL_TOKENS = 256  # estimate for an answer without a limit
+_BYTES_PER_TOKEN = 4  # of English, for estimates of load
+_USUAL_TOKENS = 256  # of an answer without a limit
 _SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces: the first 128 are small
 _MAX_PIECES = 4096  # bytes after 4 MB are ignored
 _MAX_TOKENS = 1 << 17  # an engine refuses more
 _MAX_STREAMS = 1 << 10
 _NO_RAW = msgspec.Raw()
-_BLOCK_BYTES = 4096  # read in one go
+_BLOCK_BYTES = 4096
 
 _PROMPT_FIELDS = tuple(dict.fromkeys(name for api in APIS for name in api.prompt))
 _LIMITS = tuple(dict.fromkeys(tuple(name.split(".")) for api in APIS for name in api.limits))
@@ -47,14 +47,12 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 
 @dataclass(frozen=True)
 class RequestSummary:
-    """What a request asks for.
+    """The content of a request for the router.
 
-    prompt: parts of the body, not copied. A prompt that continues another one begins with the same bytes.
-    owner: JSON of model, salt and tenant, which share a cache. num_tokens: estimated, of all prompts.
-    max_tokens: estimated, of each answer. num_choices: answers to each prompt. num_streams: to all prompts.
-    session: the key of the policy "affinity".
-    scores_prompt: log probabilities of the prompt are requested, so all of it is computed in spite of any cache.
-    is_answered: a model writes an answer; False for embeddings and counts.
+    prompt: parts of the body, not copied. A prompt that continues another one begins with the same bytes. owner: JSON
+    of model, salt and tenant, which share a cache. num_tokens: estimated, of all prompts. max_tokens: estimated, of
+    each answer. num_choices: for each prompt. session: the key of the policy "affinity". scores_prompt: all of it is
+    computed for log probabilities. is_answered: False for embeddings and counts.
     """
 
     prompt: tuple[memoryview, ...] = ()
@@ -134,10 +132,7 @@ def read_request_summary(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Return the prompt's fields in order.
-
-    The last one's closing characters would hide that another prompt continues it.
-    """
+    """Drop final closing characters: another prompt may continue this one."""
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RoutedRequest:
-    """A client's request, which other tasks can end.
+    """A client's request, which other tasks can abort.
 
     is_begun: the client has received something.
     """
@@ -36,7 +36,7 @@ class RoutedRequest:
         self._why: Exception | None = None
 
     def end(self, why: Exception) -> None:
-        """End the request with an error, unless it has one."""
+        """Abort with an error, unless it has one."""
         if self._why is None:
             self._why = why
             if self._task is not None:
@@ -64,7 +64,7 @@ class RoutedRequest:
 
     @contextlib.contextmanager
     def limited(self, timeouts: TimeoutQueue, timeout_s: float | None) -> Iterator[None]:
-        """End the request with `DeadlineError` after `timeout_s`, or never."""
+        """Abort with `DeadlineError` after `timeout_s`."""
         if timeout_s is None:
             yield
             return
@@ -77,7 +77,7 @@ class RoutedRequest:
 
     @contextlib.asynccontextmanager
     async def watching(self, receive: Receive) -> AsyncIterator[None]:
-        """End the request with `ClientDisconnect` if its client disconnects."""
+        """Abort with `ClientDisconnect` if the client disconnects."""
         watcher = asyncio.create_task(self._watch(receive))
         try:
             yield

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0
-_BODIES = 64  # of the largest size, at the same time
+_BODIES = 64  # of the largest size, simultaneously
 
 
 class RouterService(HttpService):
     """Engines and keys. Used on one event loop only.
 
-    launcher: None: engines are started elsewhere. Raises `ConfigError`.
+    launcher: None if engines are started elsewhere. Raises `ConfigError`.
     """
 
     config: RouterConfig
-    upstream: Upstream  # set by `start`: it needs the event loop
+    upstream: Upstream  # `start` sets it, on the event loop
 
     def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
         self.pool = EnginePool(create_policy(config))
@@ -49,7 +49,7 @@ class RouterService(HttpService):
 
     @property
     def is_dead(self) -> bool:
-        """True if no engine will ever run."""
+        """No engine runs."""
         return self._launcher.has_failed
 
     async def start(self) -> None:
@@ -60,7 +60,7 @@ class RouterService(HttpService):
 
     @property
     def request_timeout_s(self) -> float:
-        """A request's limit, by default that of the engines with a margin."""
+        """By default that of the engines with a margin."""
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 
@@ -94,7 +94,7 @@ class RouterService(HttpService):
             self.limiter.charge(routed.tenant, num_tokens)
 
     def suspect(self, engine: EngineHandle) -> None:
-        """Check an engine immediately."""
+        """Check it now."""
         if self._watch is not None:
             self._watch.suspect(engine)
 
@@ -113,7 +113,7 @@ class RouterService(HttpService):
         for routed in list(self._routed_requests):
             routed.end(why())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SLOW_READER_S):  # do not wait for clients that do not read
+            async with asyncio.timeout(_SLOW_READER_S):  # clients may not read
                 await self._is_idle.wait()
         if self._watch is not None:
             await self._watch.stop()

@@ -1,4 +1,4 @@
-"""The router as a client."""
+"""The router's connections."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from octavo.router.answer import Answer
     from octavo.router.engines import EngineHandle
 
-FAILURES = (OSError,)  # `TimeoutError` included
-_MAX_OWN_BYTES = 16 << 20  # of an answer to the router itself
+FAILURES = (OSError,)  # with `TimeoutError`
+_MAX_OWN_BYTES = 16 << 20  # to the router itself
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections longer
 # Checked or set by the router.
@@ -93,7 +93,7 @@ class Upstream:
             connection = idle or await self._connect(url)
             try:
                 return await connection.ask(head, body, limits, is_head=method == "HEAD")
-            except NoAnswerError:  # the engine may close an idle connection meanwhile
+            except NoAnswerError:  # an engine may close idle connections
                 if idle is None or method not in _MAY_BE_REPEATED:
                     raise
 

@@ -1,4 +1,4 @@
-"""Reads an answer's token counts without parsing it."""
+"""Reads token counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLACES = tuple({f'"{api.counted}":'.encode() for api in APIS})
 _PROMPT = _number(*(name for api in APIS for name in api.prompt_counts))
 _WRITTEN = _number(*(name for api in APIS for name in api.answer_counts))
 _CACHED, _READ = _number("cached_tokens"), _number("cache_read_input_tokens")
-COUNTS_BYTES = 2048  # the token counts fit into them
+COUNTS_BYTES = 2048  # for the token counts
 
 
 class ReportedUsage(NamedTuple):
@@ -29,7 +29,7 @@ class ReportedUsage(NamedTuple):
 
 
 def read_usage(first: bytes, last: bytes) -> ReportedUsage:
-    """Read an answer's token counts.
+    """Read an answer's token counts without parsing it.
 
     first: a stream's first events, in which Anthropic's API counts the prompt. last: the answer's end.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
-_MAX_SILENT = 2  # timeouts before an engine counts as lost
+_MAX_SILENT = 2  # timeouts before an engine is lost
 _INCARNATION = (b"process_start_time_seconds", b"octavo:engine_restarts_total")
 _LOADED = b"octavo:kv_load_tokens_total"
 _LOOKED_UP, _HITS = b"octavo:prefix_cache_queries_total", b"octavo:prefix_cache_hits_total"
@@ -86,7 +86,7 @@ class EngineWatch:
         while True:
             try:
                 found = [url for source in self._sources for url in await source.urls()]
-            except Exception:  # one failure must not end the task
+            except Exception:  # the task must not end
                 logger.exception("the engines could not be discovered")
             else:
                 self._change([*self._config.engines, *found])
@@ -115,8 +115,8 @@ class EngineWatch:
                     self._lost(engine, error)
                     self._launcher.silent(engine.url, num_silent)
                 elif isinstance(error, TimeoutError):
-                    continue  # without a pause, because its requests wait
-            except Exception:  # one failure must not end the task
+                    continue  # its requests wait
+            except Exception:  # the task must not end
                 logger.exception("%s could not be checked", engine.url)
             await self._pause(engine)
         del self._wake[engine]
@@ -190,7 +190,7 @@ class EngineWatch:
             engine.request_timeout_s = info.request_timeout
 
     async def _get(self, engine: EngineHandle, path: str) -> bytes | None:
-        """Return the body if the status is 200. Raises `TimeoutError`."""
+        """Return the body of a status 200. Raises `TimeoutError`."""
         try:
             status, text = await self._upstream.get(
                 engine, path, self._config.engine_api_key, self._config.health_timeout_s

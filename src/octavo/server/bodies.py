@@ -1,4 +1,4 @@
-"""Reads and checks a request's body."""
+"""Checks bodies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def read_body(
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
-    if not any_type or "origin" in request.headers:  # browsers send Origin with every POST
+    if not any_type or "origin" in request.headers:  # browsers send it
         _check_media_type(request.headers.get("content-type"))
     state.kv_transfer = read_kv_transfer(request.headers, service.engine.client.capacity.role)
     async with received(request, config, service.limiter.body_bytes, service.timeouts) as chunks:
@@ -58,7 +58,7 @@ def _joined(chunks: list[bytes]) -> bytes:
 
 
 def _check_media_type(given: str | None) -> None:
-    """Raise `MediaTypeError` unless the Content-Type is application/json.
+    """Require application/json.
 
     A browser sends forms, plain text and untyped bytes on behalf of any web page, without asking this server first
     (CORS).
@@ -69,7 +69,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run `work`, whose time grows with the size of the request's body. If the body is large, run it on a thread."""
+    """Run `work`; on a thread if the body is large."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await run_text_work(
@@ -105,7 +105,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the first field with NaN, Infinity or 1e999. Python's own parser accepts these values."""
+    """Find NaN, Infinity or 1e999, which Python's own parser accepts."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -124,7 +124,7 @@ def _not_finite(body: bytes) -> str | None:
 
 
 def field_name(location: tuple[int | str, ...]) -> str:
-    """Write pydantic's location as a path like messages[0].content, without the names of a union's alternatives."""
+    """Write a path like messages[0].content, without the names of a union's alternatives."""
     name = str(location[0])
     for part in location[1:]:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""Endpoints: a route's handler with the types of its request body and its answer."""
+"""Handlers with types."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ _ROOM = "octavo.server.api"
 class Endpoint:
     """A route's handler and its description in the OpenAPI document.
 
-    handler: called with the service, the HTTP request and, unless `body` is None, the checked body. body: type of the
-    request's body; None if the handler reads none. answer: type of the answer's body; None if the document shows none.
-    is_streamed: the answer may be a stream of events.
+    handler: called with the service, the HTTP request and, unless `body` is None, the checked body. answer: type of the
+    answer's body; None if the document shows none.
     """
 
     handler: Handler
@@ -35,14 +34,14 @@ class Endpoint:
 
     @property
     def __wrapped__(self) -> Handler:
-        """The handler, for `inspect.unwrap`."""
+        """For `inspect.unwrap`."""
         return self.handler
 
 
 def endpoint(
     *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False
 ) -> Callable[[Handler], Endpoint]:
-    """Declare a handler as an `Endpoint`. The first line of the handler's docstring becomes the summary."""
+    """Declare a handler. The first line of its docstring becomes the summary."""
 
     def declare(handler: Handler) -> Endpoint:
         summary = (handler.__doc__ or "").partition("\n")[0]

@@ -1,7 +1,7 @@
-"""Limits the number of values in a JSON text before the text is parsed, because a parser blocks all other threads.
+"""Limits the number of values in a JSON text before it is parsed, because a parser blocks all other threads.
 
-Long strings are parsed almost for free. But a text of a few megabytes can hold millions of empty lists, and parsing
-them takes seconds.
+A text of a few megabytes can hold millions of empty lists, and parsing them takes seconds. Long strings are parsed
+almost for free.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 1 << 18  # parsed within milliseconds
 _BLOCK_BYTES = 1 << 18
-# A text at these limits is parsed in about 0.1 s. By default prompts of a million tokens may wait at the server.
+# Texts at these limits are parsed in about 0.1 s. By default prompts of a million tokens may wait at the server.
 MAX_LISTS_AND_OBJECTS, MAX_NAMES, MAX_VALUES = 1 << 17, 1 << 18, (1 << 20) + (1 << 18)
 _QUOTE, _MARKS = ord('"'), (b"[{", b":", b",")
 
 
 def check_structure(body: bytes) -> None:
-    """Raise `RequestError` if a JSON text has too many values to be parsed quickly."""
+    """Raise `RequestError` if a text cannot be parsed quickly."""
     if len(body) <= _SMALL_BYTES:
         return
     counts = _count_outside_strings(body)
@@ -39,7 +39,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
     tables = [np.isin(np.arange(256), list(marks)) for marks in _MARKS]
     counts, is_inside = [0] * len(tables), 0
     for block in _blocks(body):
-        inside = (np.cumsum(block == _QUOTE, dtype=np.uint8) + np.uint8(is_inside)) & 1  # a wrap at 256 keeps parity
+        inside = (np.cumsum(block == _QUOTE, dtype=np.uint8) + np.uint8(is_inside)) & 1  # keeps parity at 256
         is_inside = int(inside[-1])
         outside = block[inside == 0]
         for index, table in enumerate(tables):
@@ -48,7 +48,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
 
 
 def _blocks(body: bytes) -> Iterator[NDArray[np.uint8]]:
-    """Yield a text in pieces, each uint8 [num_bytes], without its escaped backslashes and quotes."""
+    """Yield uint8 [num_bytes], without escaped backslashes and quotes."""
     start = 0
     while start < len(body):
         end = start + _BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""The state that the routes share."""
+"""A server's state."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they were ready
-_NO_NAMES = ("tgi", "dummy")  # model names that clients of TGI send, because TGI has only one model
-_ENGINE_GRACE_S = 1.0  # time in which the engine should end aborted requests itself
-_BODIES = 16  # request bodies of the largest size that may arrive at the same time
+MAX_FAILED_STARTS = 5  # in a row
+_NO_NAMES = ("tgi", "dummy")  # sent by TGI's clients, because TGI has only one model
+_ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
+_BODIES = 16  # of the largest size, simultaneously
 
 
 @dataclass(slots=True)
 class _Open:
-    """An open request. cut_off: the error to raise if the request is aborted."""
+    """cut_off: the error to raise if the request is aborted."""
 
     tenant: Tenant
     cut_off: OctavoError | None = None
@@ -68,8 +68,8 @@ class _Open:
 class Service(HttpService):
     """One engine with its served names, keys, limits and open requests. Used on one event loop only.
 
-    settings: the settings that GET /server_info shows; they must not contain secrets. Raises `ConfigError` if
-    the file of keys cannot be used, or if packages for a requested feature are missing.
+    settings: for GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be used, or if
+    packages for a requested feature are missing.
     """
 
     config: ServerConfig
@@ -91,12 +91,12 @@ class Service(HttpService):
         self.answer_style = AnswerStyle.find(self.config.tool_call_parser, self.config.reasoning_parser, inputs)
         logger.info("%s", self.answer_style.summary)
         self._is_ending = False
-        self._open: dict[str, _Open] = {}  # by request id
+        self._open: dict[str, _Open] = {}
         self._endings: set[asyncio.Task[None]] = set()
 
     @property
     def is_dead(self) -> bool:
-        """True if the engine has ended and will not be restarted."""
+        """True if the engine will not be restarted."""
         return self.engine.is_dead
 
     @property
@@ -105,9 +105,9 @@ class Service(HttpService):
         return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
-        """Return the model name to write in the answer. Raises `ModelNotFoundError` if `name` is not served.
+        """Return the model name to write in the answer. Raises `ModelNotFoundError`.
 
-        None selects the first served name. A name in `aliases` does the same, unless it is itself a served name.
+        None selects the first served name, and so does a name in `aliases` that is not served.
         """
         if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]
@@ -122,7 +122,7 @@ class Service(HttpService):
             raise EngineDeadError("dead", retry_after_s=self.engine.client.retry_after_s)
 
     def check_engine(self) -> None:
-        """Raise `EngineDeadError` or `EngineRestartingError` if the engine is dead, hangs or is restarting."""
+        """Raise `EngineDeadError` or `EngineRestartingError` unless the engine works."""
         self.check_alive()
         if not self.engine.is_alive:
             raise EngineRestartingError("not ready", retry_after_s=self.engine.client.retry_after_s)
@@ -131,11 +131,11 @@ class Service(HttpService):
         gone = [name for name, opened in self._open.items() if self.present(opened.tenant) is None]
         self._cut_off(gone, key_removed)
         ending = asyncio.get_running_loop().create_task(self._end(gone))
-        self._endings.add(ending)  # the event loop keeps no strong reference to a task
+        self._endings.add(ending)  # the event loop keeps no strong reference
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take the places of a request's streams before any work is done for the request (`RequestLimiter.enter`).
+        """Take the places of a request's streams before any work for it (`RequestLimiter.enter`).
 
         Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`.
         """
@@ -143,7 +143,7 @@ class Service(HttpService):
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Run `work` on a request's texts; see `TextWork.do`. The request's deadline or a disconnect stops `work`.
+        """Run `work` on a request's texts; see `TextWork.do`. The request's deadline or a disconnect stops it.
 
         The tokens that the work reads are charged to the tenant, even if the request fails.
         """
@@ -159,7 +159,6 @@ class Service(HttpService):
         return await unless_disconnected(http_request, reading)
 
     async def _read_prompt(self, job: Job, index: int) -> Any:
-        """If the prompt is a text, tokenize it and charge the tokens to the tenant."""
         prompt = job.prompts[index]
         if not isinstance(prompt, str):
             return prompt
@@ -183,9 +182,7 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
-        check: called with the prompt's tokens; may raise to refuse the request. unsent: called with the last output of
-        a request that failed or was cut off, which is not yielded. Raises the request's error; `AuthenticationError` if
-        its key was removed, `ServerClosingError` if the server shuts down.
+        check: called with the prompt's tokens; may raise to refuse the request. unsent, errors: see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -202,13 +199,13 @@ class Service(HttpService):
             num_waiting = num_tokens
             if "prompt" not in prompt:
                 place.charge(num_tokens)
-            if opened.cut_off is not None:  # cut off before the engine received the request
+            if opened.cut_off is not None:  # before it began
                 raise opened.cut_off
 
         with client_field_names(job.client_names):
             self._check_may_begin(tenant)
             prompt = await self._read_prompt(job, index)
-            self._check_may_begin(tenant)  # again: reading may take long
+            self._check_may_begin(tenant)  # reading may take long
             options = self._options(job)
             opened = self._open[request_id] = _Open(tenant)
             try:
@@ -243,7 +240,7 @@ class Service(HttpService):
 
     @staticmethod
     def _options(job: Job) -> RequestOptions:
-        """Return a job's options with the remaining time. Raises `DeadlineError` if no time remains."""
+        """Set the remaining time. Raises `DeadlineError` if none remains."""
         tenant, timeout_s = job.place.tenant, job.deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)
@@ -266,7 +263,7 @@ class Service(HttpService):
         await self._end(still_open)
 
     def _cut_off(self, open_ids: list[str], why: Callable[[], OctavoError]) -> None:
-        """Set the error of open requests that will be aborted. A request that already has an error keeps it."""
+        """Set the errors of requests that will be aborted, unless they have one."""
         for request_id in open_ids:
             opened = self._open[request_id]
             opened.cut_off = opened.cut_off or why()
@@ -300,4 +297,4 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 def _num_tokens(output: RequestOutput) -> int:
-    return sum([len(completion.token_ids) for completion in output.outputs])  # a list is faster than a generator
+    return sum([len(completion.token_ids) for completion in output.outputs])  # faster than a generator

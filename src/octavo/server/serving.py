@@ -1,4 +1,4 @@
-"""Makes an HTTP server from an engine."""
+"""Makes HTTP servers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Operations, one in each module."""
+"""Operations, by module."""

@@ -1,4 +1,4 @@
-"""Addition to the residual stream."""
+"""Residual additions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @Operation
 def add(x: Tensor, residual: Tensor, scale: float) -> None:
-    """Add x * scale to `residual` in place. Both [num_tokens, hidden], contiguous, of one dtype.
+    """Add x * scale to `residual` in place, in float32, rounded once.
 
-    The sum is taken in float32 and rounded once.
+    Both are [num_tokens, hidden], contiguous, of one dtype.
     """
     residual.copy_(residual.float() + x.float() * scale)

@@ -1,4 +1,4 @@
-"""The sum of experts' outputs."""
+"""Sums of experts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def add_experts(
 
     outputs float32 [num_tokens * num_chosen, hidden]: of the choice ids[i, j] at row places[i, j].
     shared float32 [num_tokens, hidden]: the shared expert's output, added last, or empty. shared_gate float32
-    [num_tokens, 1]: its sigmoid multiplies `shared`; or empty.
+    [num_tokens, 1], or empty: its sigmoid multiplies `shared`.
 
     Outputs are added in float32, in one binary tree over expert ids that halves [0, num_experts). So a row's bits
-    depend on its own experts only, and the experts of a subtree can be added elsewhere.
+    depend on its own experts only, and a subtree can be added elsewhere.
     """
     values = outputs[places.long()] * weights.unsqueeze(2)
     for row, chosen in enumerate(ids.tolist()):

@@ -1,4 +1,4 @@
-"""The choice of the experts that compute a token."""
+"""Choices of experts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def choose_experts(
     alone. ids int32 and weights float32 [num_tokens, num_chosen].
 
     Scores are the softmax of the logits, their sigmoid, or the logits; weights are then the softmax over the chosen
-    experts. Of several groups of neighbouring experts, only the best `num_chosen_groups` are chosen from: by their best
+    experts. With several groups of neighbouring experts, only the best `num_chosen_groups` are used: by their best
     expert if `is_group_best`, else by the sum of their two best. Ties go to the lowest expert.
-    least_sum: added to the sum that weights are divided by; if it is negative, they are not divided. scale: multiplies
-    the weights.
+    least_sum: added to the sum that divides the weights; negative: no division. scale: multiplies the weights.
     """
     scores = logits
     if scoring == SOFTMAX:

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens."""
+"""Log probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Soft caps of logits."""
+"""Soft caps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which experts compute the rows of a step."""
+"""Rows by expert."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def sort_by_expert(ids: Tensor, sources: Tensor, places: Tensor, starts: Tensor) -> None:
     """Sort the choices `ids`, int32 [num_tokens, num_chosen], by expert; an expert's rows stay in the step's order.
 
-    sources int64 [num_tokens * num_chosen]: receives the row to compute at each place. places int32, as ids: receives
-    each choice's place. starts int32 [num_experts + 1]: receives each expert's first place, then the number of places.
+    sources int64 [num_tokens * num_chosen]: the row to compute at each place. places int32, as ids: each choice's
+    place. starts int32 [num_experts + 1]: each expert's first place, then the number of places.
     """
     order = ids.flatten().sort(stable=True).indices
     sources.copy_(order // ids.shape[1])

@@ -1,4 +1,4 @@
-"""Addition to the residual stream on a GPU."""
+"""Residual additions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 
 def add(x: Tensor, residual: Tensor, scale: float) -> None:
-    """Add x * scale to `residual` in place, in float32, rounded once."""
+    """See `octavo.kernels.operations.add`."""
     num_rows, width = residual.shape
     _add[num_rows, triton.cdiv(width, _BLOCK)](
         x, residual, x.stride(0), residual.stride(0), scale, width, BLOCK=_BLOCK, enable_fp_fusion=False

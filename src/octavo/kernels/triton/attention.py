@@ -1,26 +1,12 @@
-"""Attention over paged KV for a ragged batch, prompts and decodes in one launch.
+"""Attention over paged KV for a ragged batch, prompts and decodes in one launch: see docs/gpu.md.
 
-A row goes through the tiles of a partition in order with an online softmax (Milakov and Gimelshein 2018; Dao et al.
-2022); partitions are merged in order. Tiles of rows are padded, so that each product has the same shape, and on each
-device the same instructions.
-
-    rows of one KV head            tiles of KV, by absolute position
-    token 0, head 0   +-----+    | partition 0       | partition 1       |
-    token 0, head 1   |     | -> | 64 | 64 | 64 | 64 | 64 | 64 | 64 | 64 | ...
-    token 1, head 0   | 64  |    +-------------------+-------------------+
-    ...               +-----+      state 0           -> merged with state 1 -> ...
-
-If sequences are too few to keep the device busy, those of few tokens are split: a fixed number of programs takes their
-partitions in turn and stores each state, and `_merge_partitions` merges the states in the same order. Reductions run
-over tiles in the layout of products, which does not depend on how memory is read. So a row's result depends only on
-its own position and KV.
+A row's result depends only on its own position and KV: tiles of rows are padded to one shape, and tiles and partitions
+(states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions. Only a device can
+show that a row of a product does not depend on the rest of the tile, and that products with weights of zero do not
+change a sum.
 
 The launch depends on shapes alone, so a captured one serves sequences of any length. In a sequence of length 0, a row
-is at position -1 and gets zeros: divisions round towards zero, so it visits its first tile, with masked loads. Padding
-rows after all sequences are initialized with zeros.
-
-Only a device can show that a row of a product does not depend on the rest of the tile, and that products with weights
-of zero do not change a sum.
+at position -1 gets zeros: divisions round towards zero, so it visits its first tile, with masked loads.
 """
 
 from __future__ import annotations
@@ -44,7 +30,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-MAX_ROW_BYTES = 512  # of a padded head: tiles of q, k and v share shared memory
+MAX_ROW_BYTES = 512  # of a padded head
 BLOCK_M = 64  # rows that a warp group of Hopper multiplies
 TILE = 64
 TILES = 4
@@ -53,7 +39,7 @@ _SPLIT_TOKENS = 8  # of a split sequence, unless all have one token
 _SPLIT_PROGRAMS = 512
 _SPLIT_SEQS = tl.constexpr(_SPLIT_PROGRAMS)  # at most
 _SHARERS_PER_PROCESSOR = 2
-_PARTIAL_BYTES = 128 << 20  # of partial sums: else nothing is split
+_PARTIAL_BYTES = 128 << 20  # above it, nothing is split
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 1 << 30
 _OF_A_RUN = ["num_seqs", "num_tiles", "split_tokens", "max_partitions", "window", "table_stride"]
@@ -68,7 +54,7 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Return causal attention over paged KV."""
+    """See `Kernels`."""
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, num_kv_heads = batch.seq_lens.shape[0], k_cache.shape[1]
     group = num_heads // num_kv_heads
@@ -120,12 +106,12 @@ def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
     num_warps, num_stages = 4 if is_narrow else 8, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
     if not is_amd():
-        options["maxnreg"] = 255  # the most: without a limit ptxas may take 32 and spill all else
+        options["maxnreg"] = 255  # without a limit ptxas may take 32 and spill all else
     return options
 
 
 def partial_sums(num_rows: int, num_heads: int, num_partitions: int, head_dim: int, like: Tensor) -> list[Tensor]:
-    """Return memory for partitions' states: sums, and (maximum, sum of weights)."""
+    """Allocate partitions' states: sums, and (maximum, sum of weights)."""
     shape = (max(num_rows, 1), num_heads, num_partitions)
     return [like.new_empty(*shape, width, dtype=torch.float32) for width in (head_dim, 2)]
 
@@ -154,7 +140,7 @@ def _partial_bytes(num_rows: int, num_heads: int, num_partitions: int, head_dim:
 
 @triton.jit
 def _merge(total_max, total_weight, totals, part_max, part_weight, part):
-    """Merge a partition's state into the earlier ones'; a maximum of -inf is of a row that saw no position."""
+    """Merge a partition's state into the earlier ones'; the maximum is -inf if a row saw no position."""
     maximum = tl.maximum(total_max, part_max)
     origin = tl.where(maximum == float("-inf"), 0.0, maximum)
     keep, add = tl.exp2(total_max - origin), tl.exp2(part_max - origin)
@@ -175,10 +161,7 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of rows with one tile of KV.
-
-    Positions before `first` are not read: their blocks may have been released.
-    """
+    """Update the state of rows with one tile of KV. Blocks before `first` may be released."""
     of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     is_there = (of_tile >= first) & (of_tile < seq_len)
     is_dim = dim < HEAD_DIM
@@ -215,9 +198,9 @@ def _attend_tile(
 def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return a tile's sequence, and its number there, which may be past the last.
 
-    Tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, so that all have room.
+    Tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, so all fit.
     """
-    # Find the last sequence that begins at or before `tile`. `low` must be a tensor even if the loop does not run.
+    # The last sequence that begins at or before `tile`. `low` must be a tensor even if the loop does not run.
     low, high = 0 * num_seqs, num_seqs
     while high - low > 1:
         middle = (low + high) // 2
@@ -230,7 +213,7 @@ def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOC
 def _tiles_of_rows(
     tile, first_position, num_tokens, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the first position that a tile of rows sees, its tile of KV, and the end of the tiles that it sees."""
+    """Return the first position that a tile of rows sees, its tile of KV, and the end of the tiles."""
     first = _first_seen(first_position + tile * BLOCK_M // GROUP, window)
     last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
     return first, first // TILE, last // TILE + 1
@@ -241,7 +224,7 @@ def _ends_of_sequences(
     query_start_ptr, seq_lens_ptr, num_seqs, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return how many items the split sequences up to each have: each partition, once for each tile of rows."""
+    """Return cumulative numbers of items of split sequences. An item is a partition with a tile of rows."""
     sequence = tl.arange(0, _SPLIT_SEQS)
     is_there = sequence < num_seqs
     first_token = tl.load(query_start_ptr + sequence, mask=is_there, other=0)
@@ -257,7 +240,7 @@ def _items_of_program(
     query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return the ends of sequences, and the first, the end and the step of a program's items; one of a tile of rows."""
+    """Return the ends of sequences, and the first, end and step of a program's items (one for a tile of rows)."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends = tl.zeros([_SPLIT_SEQS], tl.int32)
     if is_sharer:
@@ -270,7 +253,7 @@ def _items_of_program(
 
 @triton.jit
 def _sequence_of_item(ends, item):
-    """Return an item's sequence, and its number there."""
+    """Locate an item."""
     is_before = ends <= item
     return tl.sum(is_before.to(tl.int32)), item - tl.max(tl.where(is_before, ends, 0))
 
@@ -287,7 +270,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of queries of one KV head with all its partitions, or items of split sequences in turn."""
+    """Compute a tile of queries of one KV head with all its partitions, or items of split sequences."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends, first_item, end_item, step = _items_of_program(
         query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window, GROUP, BLOCK_M, TILE * TILES
@@ -351,7 +334,7 @@ def _attend(
 
 @triton.jit
 def _write(place, totals, total_weight, mask):
-    """Store totals / total_weight. A zero becomes positive: its sign may come from a weight of zero."""
+    """Store totals / total_weight, with positive zeros: a zero's sign may come from a weight of zero."""
     total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)  # the row saw nothing
     result = tl.div_rn(totals, tl.broadcast_to(total_weight[:, None], totals.shape)) + 0.0
     tl.store(place, round_to(result, place.dtype.element_ty), mask=mask)

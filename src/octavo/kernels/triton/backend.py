@@ -1,4 +1,4 @@
-"""The interface's backend of Triton kernels."""
+"""The Triton backend."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _OPERATIONS = (
     "take_rows",
     "top_tokens",
 )
-# Both sides of each choice of tiles, and more rows than a partition of attention.
+# Both sides of each choice of tiles, and above a partition of attention.
 WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTITION + 1)
 
 
 class TritonKernels(ReferenceKernels):
-    """Triton kernels for a GPU, or for Triton's interpreter on the CPU; plain torch computes the rest.
+    """Triton kernels for a GPU or for Triton's interpreter; plain torch computes the rest.
 
     graph_pool: makes a device's `GraphPool`; tests replace it, because the interpreter cannot capture graphs.
     """
@@ -85,7 +85,7 @@ class TritonKernels(ReferenceKernels):
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation by the function and module of its name, or by plain torch."""
+        """See `Kernels`."""
         kernel = kernel_of(operation.name)
         if kernel is None:
             self._leave_to_torch(operation.name)
@@ -94,11 +94,11 @@ class TritonKernels(ReferenceKernels):
             kernel(*args)
 
     def take_compilations(self) -> list[str]:
-        """See `Kernels`. Counts those of other engines of this process, too."""
+        """See `Kernels`; includes other engines."""
         return self._compilations.take()
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Pack weights of int4 or in blocks; keep other kinds."""
+        """Pack int4 and blocks."""
         if isinstance(weight, Int4Weight):
             packed = pack_int4(weight)
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
@@ -114,7 +114,7 @@ class TritonKernels(ReferenceKernels):
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes of partial sums, for any weight packed so far, and of plain torch's part."""
+        """Return the most bytes of partial sums, for any weight packed so far, or of plain torch."""
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
         of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
         taken = max(attention.scratch_bytes(**shape), of_products)
@@ -147,7 +147,7 @@ class TritonKernels(ReferenceKernels):
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
-        """Copy weights of floats into one tensor. Others stay apart."""
+        """Copy float weights into one tensor; others stay separate."""
         storages = [each.storage for each in weights]
         if not all(isinstance(each, torch.Tensor) for each in storages) or any(
             each.bias is not None for each in weights
@@ -181,7 +181,7 @@ class TritonKernels(ReferenceKernels):
         return take_rows(x, rows)
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return True unless plain torch, which may read the batch on the host, computes a part."""
+        """Return False if plain torch, which may read the batch on the host, computes a part."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: Triton's interpreter does not support them")
             return False
@@ -198,7 +198,7 @@ class TritonKernels(ReferenceKernels):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass, and capture a plan's decode steps."""
+        """Capture a plan's steps."""
         del max_tokens
         hidden = forward(token_ids, batch)
         if decodes is None:
@@ -224,7 +224,7 @@ class TritonKernels(ReferenceKernels):
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return accepted tokens; by plain torch for choices on the host."""
+        """See `Kernels`. Plain torch handles choices on the host."""
         if target_sampled.device.type == "cpu" and not is_interpreted():
             return super().rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
         return rejection.rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
@@ -268,7 +268,7 @@ class TritonKernels(ReferenceKernels):
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
 
     def _leave_to_torch(self, what: str) -> None:
-        """Warn, once for each `what`, that plain torch computes it."""
+        """Warn once per `what`."""
         if what not in self._warned_of:
             self._warned_of.add(what)
             warnings.warn(
@@ -281,7 +281,7 @@ class TritonKernels(ReferenceKernels):
 
 @functools.cache
 def kernel_of(name: str) -> Callable[..., None] | None:
-    """Return an operation's Triton function; None without a module of its name."""
+    """Return an operation's Triton function, if any."""
     path = f"octavo.kernels.triton.{name}"
     if importlib.util.find_spec(path) is None:
         return None
@@ -290,7 +290,7 @@ def kernel_of(name: str) -> Callable[..., None] | None:
 
 
 def _linear_blocks(x: Tensor, weight: BlockParts, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Write the product into `out`."""
+    """Multiply all parts."""
     rows = quantize_groups(x)
     for part, columns in weight.columns():
         matmul_blocks(rows, part, None if bias is None else bias[columns], out[:, columns])
@@ -308,7 +308,7 @@ def is_interpreted() -> bool:
 
 
 def _target() -> str:
-    """Return the compilation target's name."""
+    """Name the target."""
     if is_interpreted():
         return "interpreter"
     target = driver.active.get_current_target()

@@ -1,8 +1,4 @@
-"""Compilations of kernels, each of which delays its launch by seconds.
-
-Triton compiles a kernel for each new combination of compile-time arguments and properties of run-time ones: types,
-integers equal to 1, integers and addresses divisible by 16.
-"""
+"""Compilations of kernels, each of which delays its launch by seconds (docs/gpu.md)."""
 
 from __future__ import annotations
 
@@ -13,14 +9,14 @@ import triton
 
 
 class Compilations:
-    """Reports kernels that this process has compiled, by any engine."""
+    """This process's compilations."""
 
     def __init__(self) -> None:
         self._compiled = compiled_kernels()
         self._num_taken = len(self._compiled)
 
     def take(self) -> list[str]:
-        """Return the kernels compiled since the last call, each with its properties."""
+        """Return the kernels compiled since the last call, with their properties."""
         new = self._compiled[self._num_taken :]
         self._num_taken += len(new)
         return new
@@ -28,7 +24,7 @@ class Compilations:
 
 @functools.cache
 def compiled_kernels() -> list[str]:
-    """Return the list to which Triton adds every kernel from now on, also if its cache on disk has the binary."""
+    """Return the list to which Triton adds every kernel from now on, even one from its cache on disk."""
     compiled: list[str] = []
     earlier = triton.knobs.runtime.jit_post_compile_hook
 

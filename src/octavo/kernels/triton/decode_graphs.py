@@ -1,9 +1,7 @@
 """Decode steps as graphs, each for a number of sequences and a mean number of rows per sequence.
 
-A step takes the next larger graph and copies its inputs to memory that is never freed. Each unused sequence gets one
-padding row while rows last.
-
-Launches depend on the graph's shape only, so graphs do not change a token.
+A step takes the next larger graph. Each unused sequence gets one padding row while rows last. Launches depend on the
+graph's shape only, so graphs do not change a token.
 """
 
 from __future__ import annotations
@@ -55,13 +53,13 @@ class DecodeGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of graphs, inputs and results."""
+        """Bytes with inputs."""
         return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
 
     def _capture(self, plan: DecodePlan) -> None:
         """Capture the largest first, so that smaller graphs reuse its memory.
 
-        The first over the planned memory is dropped, with all smaller ones.
+        A graph over the planned memory is dropped, with all smaller ones.
         """
         start = logged_at = time.monotonic()
         planned = [(num_rows, num_seqs) for num_rows, sizes in plan.sizes.items() for num_seqs in sizes]
@@ -90,7 +88,7 @@ class DecodeGraphs:
 
     def _capture_size(self, size: Size) -> Callable[[], None]:
         token_ids, batch = self._inputs.of_size(size)
-        self._inputs.fill(size, token_ids[:0], _first_of(batch, 0, 0))  # this also compiles the kernel
+        self._inputs.fill(size, token_ids[:0], _first_of(batch, 0, 0))  # compiles the kernel
         hidden = self.forward(token_ids, batch)
         if not len(self._result):
             self._result = torch.empty_like(hidden)
@@ -102,7 +100,7 @@ class DecodeGraphs:
         return self._pool.capture(run)
 
     def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return the outputs' hidden states, in memory that the next call overwrites."""
+        """Return the outputs' hidden states; the next call overwrites them."""
         size = self.size_for(batch)
         if size is None:
             return self.forward(token_ids, batch)
@@ -112,7 +110,7 @@ class DecodeGraphs:
         return hidden if batch.outputs is None else take_rows(hidden, batch.outputs.rows)
 
     def size_for(self, batch: AttentionBatch) -> Size | None:
-        """Return a batch's graph size; None if no graph fits. Only total rows count."""
+        """Return a batch's graph size, if any. Only total rows count."""
         num_seqs, width = batch.block_tables.shape
         if width > self._inputs.table_width:
             return None
@@ -124,7 +122,7 @@ class DecodeGraphs:
 
 
 class DecodeInputs:
-    """Inputs of the largest graphs; smaller graphs use the first."""
+    """Inputs of the largest graphs; smaller ones use a prefix."""
 
     def __init__(self, batch: AttentionBatch, plan: DecodePlan) -> None:
         most_seqs = max(sizes[-1] for sizes in plan.sizes.values())
@@ -149,7 +147,7 @@ class DecodeInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all inputs."""
+        """Bytes in total."""
         of_graph = self._batch
         tensors = [self._token_ids, of_graph.query_start, of_graph.seq_lens, of_graph.positions]
         for group in (of_graph, *of_graph.more_groups):
@@ -157,18 +155,18 @@ class DecodeInputs:
         return sum(each.nbytes for each in tensors)
 
     def of_size(self, size: Size) -> tuple[Tensor, AttentionBatch]:
-        """Return a graph's token ids and batch."""
+        """Return a graph's inputs."""
         num_rows, num_seqs = size
         batch = _first_of(self._batch, num_seqs, num_rows * num_seqs, has_padding_rows=num_rows > 1)
         return self._token_ids[: num_rows * num_seqs], batch
 
     def fill(self, size: Size, token_ids: Tensor, batch: AttentionBatch) -> None:
-        """Copy a step's inputs, padded to a size."""
+        """Copy with padding."""
         num_rows, num_seqs = size
         width = batch.block_tables.shape[1]
         assert token_ids.is_contiguous()
         groups = zip((batch, *batch.more_groups), (self._batch, *self._batch.more_groups), strict=True)
-        for given, of_graph in groups:  # copying arrays again costs less than a launch
+        for given, of_graph in groups:  # cheaper than another launch
             assert given.block_tables.is_contiguous()
             _fill_inputs[num_rows * num_seqs, triton.cdiv(width, _BLOCK)](
                 token_ids, given.positions, given.slot_mapping, given.query_start, given.seq_lens, given.block_tables,

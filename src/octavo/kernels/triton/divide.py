@@ -1,4 +1,4 @@
-"""Division of logits on a GPU."""
+"""Division of logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 def divide(x: Tensor, divisor: float) -> None:
-    """Divide float32 x, contiguous, in place."""
+    """See `octavo.kernels.operations.divide`."""
     width = x.shape[-1]
     _divide[x.numel() // width, triton.cdiv(width, _BLOCK)](x, divisor, width, BLOCK=_BLOCK, enable_fp_fusion=False)
 

@@ -1,9 +1,9 @@
-"""Bytes of E4M3 (float8_e4m3fn), converted by integer arithmetic to the same bits everywhere.
+"""Bytes of E4M3 (float8_e4m3fn), converted by integer arithmetic to torch's bits everywhere.
 
 Triton refuses the format on sm_80, gfx942 has another (e4m3fnuz), and the interpreter (3.6) does not round like a
-device. The bits are torch's and those of `octavo.kernels.quantization.round_to_e4m3`.
+device.
 
-    bit    7     6 5 4 3   2 1 0         value                            nothing else: 0x7F and 0xFF are NaN
+    bit    7     6 5 4 3   2 1 0         value                            0x7F and 0xFF are NaN
            sign  exponent  mantissa      (1 + m / 8) * 2^(e - 7), or m / 8 * 2^-6 if e is 0
 """
 
@@ -25,7 +25,7 @@ _MAGIC_BITS = tl.constexpr(0x46800000)
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    """View float8_e4m3fn values as uint8 for kernels."""
+    """View fp8 as uint8."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 

@@ -1,4 +1,4 @@
-"""Gates of MLPs. Nothing is fused, so values are independent."""
+"""Gates of MLPs, unfused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 1024
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) * up."""
+    """See `Kernels`."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     _gate[num_rows, triton.cdiv(width, _BLOCK)](

@@ -1,4 +1,4 @@
-"""Rows of an embedding table, by token id."""
+"""Embedding table rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK = 1024
 
 
 def embedding(token_ids: Tensor, weight: Tensor, dtype: Any, scale: float) -> Tensor:
-    """Return rows of a contiguous weight times `scale`, multiplied in float32 and rounded once."""
+    """See `Kernels`."""
     out = torch.empty(token_ids.shape[0], weight.shape[1], dtype=dtype, device=weight.device)
     _embedding[token_ids.shape[0], triton.cdiv(weight.shape[1], _BLOCK)](
         token_ids, weight, out, weight.shape[1], scale, BLOCK=_BLOCK, enable_fp_fusion=False

@@ -1,4 +1,4 @@
-"""e^x with the same bits on every GPU and in the interpreter: their own instructions differ.
+"""e^x with the same bits on every GPU and in the interpreter, whose own instructions differ.
 
 Compile callers with `enable_fp_fusion=False`.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LN2_HIGH = tl.constexpr(0.693145751953125)  # with 9 zero bits at the end: products with small integers are exact
+_LN2_HIGH = tl.constexpr(0.693145751953125)  # the last 9 bits are 0: products with small integers are exact
 _LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
 _LN2_HIGH_64 = tl.constexpr(6.93147180369123816490e-01)
 _LN2_LOW_64 = tl.constexpr(1.90821492927058770002e-10)

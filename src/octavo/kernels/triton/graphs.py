@@ -1,7 +1,6 @@
 """CUDA graphs: captured launches that one call repeats.
 
-A graph records launches and addresses. So inputs must be in memory that is not freed, and no launch may depend on their
-content.
+Inputs must be in memory that is not freed, and no launch may depend on their content.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CaptureError(RuntimeError):
-    """The driver could not capture or launch a graph."""
+    """Capture or launch failed."""
 
 
 class GraphPool(Protocol):
@@ -24,8 +23,8 @@ class GraphPool(Protocol):
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of `run`, which must have run before; return a function that repeats them.
 
-        Capturing may compute them. Raises `RuntimeError` if a graph cannot hold them, for example if the host reads a
-        value of the device; on a GPU it is a `CaptureError`.
+        Capturing may compute them. Raises `RuntimeError`, on a GPU `CaptureError`, for example if the host reads a
+        value of the device.
         """
         ...
 
@@ -36,20 +35,20 @@ class GraphPool(Protocol):
 
 
 class CudaGraphPool:
-    """Graphs of the CUDA or HIP runtime."""
+    """Graphs of CUDA or HIP."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_bytes = 0
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # one for all captures, else they would not share memory
+        self._stream = torch.cuda.Stream(device)  # captures on one stream share memory
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture, launch once so that the driver allocates, and measure."""
         before = self._memory()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that move KV may allocate meanwhile.
+            # KV transfers may allocate meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
             graph.replay()
@@ -60,7 +59,7 @@ class CudaGraphPool:
         return graph.replay
 
     def _memory(self) -> tuple[int, int]:
-        """Return the allocator's bytes, and the device's free bytes."""
+        """Return (reserved, free) bytes."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[0]

@@ -1,7 +1,7 @@
-"""Products of rows with the weight of their group: one launch for all groups.
+"""Products of rows with the weight of their group, in one launch.
 
-Each group has tiles of its own, in `matmul`'s shape and order, so a row's bits are those of a product with its group's
-weight alone. The device reads the groups' sizes, so the host need not wait: the launch has the most tiles possible.
+Each group has its own tiles, in `matmul`'s shape and order, so bits are those of a product with its weight alone. The
+device reads the groups' sizes; the launch has the most tiles possible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, group_start: Tensor, out: Tensor) -> Tensor:
-    """Compute `Kernels.grouped_linear` into `out`; weights [num_groups, out_features, in_features]."""
+    """See `Kernels`. weights [num_groups, out_features, in_features]."""
     num_rows, width = x.shape
     num_groups, num_columns, _ = weights.shape
     row_tiles = triton.cdiv(num_rows, BLOCK_M) + num_groups  # at most

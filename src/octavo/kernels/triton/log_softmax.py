@@ -1,7 +1,6 @@
 """Log probabilities of tokens on a GPU.
 
-Weights are summed in lanes, then the lanes in halves, so the vocabulary alone decides the order. The order of torch's
-kernel follows the address of a row.
+The vocabulary alone decides the order of sums; in torch's kernel a row's address does.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MOST_LANES = 4096
 
 
 def log_softmax(logits: Tensor) -> None:
-    """Replace float32 logits [rows, vocab], contiguous, by log probabilities."""
+    """See `octavo.kernels.operations.log_softmax`."""
     num_rows, vocab = logits.shape
     lanes = min(triton.next_power_of_2(vocab), _MOST_LANES)
     _log_softmax[(num_rows,)](

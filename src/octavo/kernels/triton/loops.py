@@ -1,4 +1,4 @@
-"""Bounds of loops that are known at run time."""
+"""Bounds of loops."""
 
 from __future__ import annotations
 

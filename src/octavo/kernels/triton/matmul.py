@@ -1,15 +1,8 @@
-"""Products with weights, x @ weight.T: a row's bits depend on its own values alone.
+"""Products with weights, x @ weight.T: see docs/gpu.md.
 
-Position cuts the sum over K into partitions. Within one, tiles of one shape are added in order to an accumulator that
-starts at zero; then the partitions are added in order. A program computes all partitions of a tile; with few rows only
-one, so that all processors read a narrow weight, and a second kernel adds them. Both ways do the same operations on the
-same tiles.
-
+A row's bits depend on its own values alone, because the two ways to multiply do the same operations on the same tiles.
 Only a device can show that a row of a tile's product (wgmma, mma, mfma) does not depend on the rest of the tile: see
 tools/gpu_check.py.
-
-Sums of int8 are exact in any order. An fp8 weight is multiplied by its scales and rounded to x's type in registers,
-exactly as if expanded before.
 """
 
 from __future__ import annotations
@@ -107,7 +100,7 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 
 def num_processors(device: torch.device) -> int:
-    """Return how many programs run at the same time; few in the interpreter, so that they loop."""
+    """Return how many programs run at the same time; in the interpreter few, so that they loop."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -163,7 +156,7 @@ def _finished(
     total, row, column, bias_ptr, row_scales_ptr, column_scales_ptr, num_rows, num_columns,
     HAS_BIAS: tl.constexpr, IS_INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """Return a sum in float32 with scales and bias."""
+    """Apply scales, bias."""
     if IS_INTEGER:
         row_scale = tl.load(row_scales_ptr + row, mask=row < num_rows, other=0.0)
         column_scale = tl.load(column_scales_ptr + column, mask=column < num_columns, other=0.0)

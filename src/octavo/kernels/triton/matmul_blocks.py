@@ -1,9 +1,5 @@
 """Products of int8 rows with weights in GGUF's blocks, exact: `octavo.kernels.quantization.linear_blocks`.
 
-    x row   --> | 32 int8, a scale, their sum | 32 int8, ...
-    weight  --> | 32 values, a scale (or two), perhaps a minimum | 32 values, ...
-                  total += (float(dot) * scale + sum * minimum) * scale of x          group after group
-
 Sums of 32 integers are exact, so tiles may have any shape: narrow ones for few rows, so that more processors read the
 weight.
 """
@@ -32,7 +28,7 @@ def matmul_blocks(
 ) -> Tensor:
     """Write rows @ weight.T + bias into `out`, with any row stride, and return it.
 
-    rows: from `octavo.kernels.triton.quantized_rows.quantize_groups`.
+    rows: from `quantize_groups`.
     """
     values, scales, sums = rows
     num_rows, num_columns = out.shape
@@ -78,7 +74,7 @@ def matmul_blocks(
 
 @triton.jit
 def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return 64 values per column, each int32 two values' low four bits, and above them their high bits."""
+    """Return 64 values per column: an int32 holds two values' low four bits, and above them their high bits."""
     bits = tl.load(low_place + pair * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
     if HIGH_BITS:
         pairs_of_byte = 4 // HIGH_BITS
@@ -89,7 +85,7 @@ def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, 
 
 @triton.jit
 def _unpack(bits, half, HIGH_BITS: tl.constexpr, CENTER: tl.constexpr, IS_MXFP4: tl.constexpr):
-    """Return half of a pair's values."""
+    """Return one half."""
     code = (bits >> (4 * half)) & 15
     if HIGH_BITS:
         code |= ((bits >> (8 + half * HIGH_BITS)) & ((1 << HIGH_BITS) - 1)) << 4
@@ -102,7 +98,7 @@ def _unpack(bits, half, HIGH_BITS: tl.constexpr, CENTER: tl.constexpr, IS_MXFP4:
 
 @triton.jit
 def _scale(place, block_place, is_given, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr):
-    """Return a group's float32 scales."""
+    """Load float32 scales."""
     stored = tl.load(place, mask=is_given, other=0)
     if IS_MXFP4:
         exponent = stored.to(tl.int32)
@@ -117,7 +113,7 @@ def _scale(place, block_place, is_given, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALE
 
 @triton.jit
 def _minimum(place, block_place, is_given, HAS_BLOCK_SCALES: tl.constexpr):
-    """Return a group's float32 minima."""
+    """Load float32 minima."""
     minimum = tl.load(place, mask=is_given, other=0).to(tl.float32)
     if HAS_BLOCK_SCALES:
         minimum = (0.0 - minimum) * tl.load(block_place, mask=is_given, other=0.0).to(tl.float32)

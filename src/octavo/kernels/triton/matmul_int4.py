@@ -1,7 +1,6 @@
 """Products of int8 rows with int4 weights, exact: `octavo.kernels.quantization.linear_int4`.
 
-A weight of 16 bits is computed in registers and cut into two signed bytes, high * 256 + low. Sums of products with each
-byte fit 32 bits, so any order gives the same bits.
+A 16-bit weight is cut into two signed bytes, high * 256 + low, so sums fit 32 bits and any order gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _PAIR = 2 * GROUP_MULTIPLE
 class PackedInt4:
     """An int4 weight in the kernel's layout.
 
-    values: as in `octavo.kernels.triton.packed_blocks.PackedBlocks`. multiples, offsets, units: of
-    `Int4Weight.whole_scales` and `Int4Weight.whole_offsets`.
+    values: as in `PackedBlocks`. multiples, offsets, units: of `Int4Weight.whole_scales` and `whole_offsets`.
     """
 
     values: Tensor
@@ -43,7 +41,7 @@ class PackedInt4:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight."""
+        """Packed bytes."""
         parts = (self.values, self.multiples, self.offsets, self.units, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -59,7 +57,7 @@ class PackedInt4:
 
 
 def pack_int4(weight: Int4Weight) -> PackedInt4:
-    """Pack an int4 weight."""
+    """Pack a weight."""
     num_rows, width = weight.shape
     padded = torch.nn.functional.pad(weight.values, (0, -width % _PAIR)).view(num_rows, -1, 2, GROUP_MULTIPLE)
     multiples, units = weight.whole_scales()
@@ -71,7 +69,7 @@ def pack_int4(weight: Int4Weight) -> PackedInt4:
 def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor | None, out: Tensor) -> Tensor:
     """Write float(values @ weight.T) * (row's scale * column's unit) + bias into contiguous `out`, and return it."""
     num_rows, num_columns = out.shape
-    block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64  # sums are exact in any tile
+    block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64
     _matmul_int4[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, _BLOCK_N)](
         values,
         scales,
@@ -98,7 +96,7 @@ def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor
 
 @triton.jit
 def _add_products(high_acc, low_acc, x, value, group_ptr, offset_ptr, is_column, HAS_OFFSETS: tl.constexpr):
-    """Add products of one group to the sums of high and low bytes."""
+    """Multiply both bytes."""
     multiple = tl.load(group_ptr, mask=is_column, other=0).to(tl.int32)[:, None]
     whole = (value.to(tl.int32) - 8) * multiple
     if HAS_OFFSETS:

@@ -17,7 +17,7 @@ _LN2_LOW = tl.constexpr(9.0580006145e-06)
 def noise_words(counter, seed, position, sample_index):
     """Return each counter's four random words, uint32.
 
-    `tl.philox` gives the same, but slowly in the interpreter.
+    `tl.philox` gives the same words, but slowly in the interpreter.
     """
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -37,7 +37,7 @@ def noise_words(counter, seed, position, sample_index):
 
 @triton.jit
 def word_to_gumbel(word):
-    """Return the Gumbel noise of random words."""
+    """Return Gumbel noise."""
     signed = word.to(tl.int32, bitcast=True)
     is_upper = signed < 0
     distance = tl.where(is_upper, ~signed, signed)  # 2^32 - 1 - word is its complement
@@ -48,7 +48,7 @@ def word_to_gumbel(word):
 
 @triton.jit
 def logarithm(value):
-    """Return ln of positive float32; no subnormal numbers."""
+    """Return ln of positive float32, except subnormal numbers."""
     bits = value.to(tl.int32, bitcast=True)
     exponent = (bits - _SQRT_HALF_BITS) >> 23
     mantissa = (bits - (exponent << 23)).to(tl.float32, bitcast=True)

@@ -1,7 +1,4 @@
-"""Root mean square norms of rows or heads.
-
-Squares are summed in lanes, then the lanes in halves, so the width alone decides the order.
-"""
+"""Root mean square norms of rows or heads. The width alone decides the order of sums."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ _VALUES = 1024
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight, as `Kernels.rms_norm`."""
+    """See `Kernels`."""
     width = x.shape[-1]
-    # One token of heads is contiguous, but its kernel must be that of many tokens.
+    # One token of heads is contiguous, but must use the same kernel as many tokens.
     heads, token_stride = (1, width) if x.ndim == 2 else (x.shape[1], x.stride(0))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, None, weight, out, heads, token_stride, eps, 1.0)
@@ -32,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float) -> Tensor:
-    """Add x * scale to `residual` in place; return its norm."""
+    """See `Kernels`."""
     x, out = x.contiguous(), torch.empty_like(residual)
     _launch(x, residual, weight, out, 1, x.shape[1], eps, scale)
     return out

@@ -1,4 +1,4 @@
-"""Weights in GGUF's blocks for GPUs: values in planes of bits, unchanged scales."""
+"""GGUF blocks for GPUs: values in planes of bits, unchanged scales."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ _VALUES_AT_ONCE = 1 << 20
 
 
 class BlockLayout(NamedTuple):
-    """The bits of values in both planes, and their center.
-
-    subgroups: scales of 32 values.
-    """
+    """The bits of values in both planes, and their center. subgroups: scales per 32 values."""
 
     low_bits: int
     high_bits: int
@@ -54,7 +51,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True)
 class PackedBlocks:
-    """A weight in blocks of one kind, packed; padding is zeros.
+    """A weight in blocks of one kind, padded with zeros.
 
     low: int8 [out_features, in_features] if values have 8 bits. Otherwise uint8 [out_features, padded / 2], with padded
     a multiple of 64: byte 32 i + j holds columns 64 i + j and 64 i + 32 + j, from the low bits.
@@ -70,7 +67,7 @@ class PackedBlocks:
 
     @classmethod
     def pack(cls, weights: Sequence[BlockWeight]) -> PackedBlocks:
-        """Pack weights of one kind, concatenated along out_features, and release their files' memory."""
+        """Pack and concatenate weights of one kind; release their files' memory."""
         kind, in_features = weights[0].kind, weights[0].in_features
         out_features = sum(weight.shape[0] for weight in weights)
         like = _parts(weights[0].select_rows(slice(0, 1)))
@@ -90,17 +87,17 @@ class PackedBlocks:
 
     @property
     def out_features(self) -> int:
-        """Rows of the weight."""
+        """Rows."""
         return self.low.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight."""
+        """Packed bytes."""
         return sum(part.nbytes for part in (self.low, self.high, *self.scales) if part is not None)
 
     @property
     def layout(self) -> BlockLayout:
-        """The layout of values."""
+        """See `BlockLayout`."""
         return LAYOUTS[self.kind]
 
     def rows(self, index: Tensor) -> Tensor:
@@ -119,7 +116,7 @@ class PackedBlocks:
         return BlockValues(values, scales, minima).dequantize()
 
     def _values(self, index: Tensor) -> Tensor:
-        """Return whole numbers in float32."""
+        """Decode whole numbers."""
         low_bits, high_bits, center, _ = self.layout
         low = self.low[index]
         if low_bits == 4:
@@ -146,29 +143,29 @@ class BlockParts:
 
     @classmethod
     def pack(cls, weights: Sequence[BlockWeight]) -> BlockParts:
-        """Pack weights as one, concatenated along out_features."""
+        """Pack and concatenate."""
         return cls(tuple(PackedBlocks.pack(group) for group in group_by_kind(weights)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight."""
+        """Packed bytes."""
         return sum(part.nbytes for part in self.parts)
 
     def columns(self) -> Iterator[tuple[PackedBlocks, slice]]:
-        """Yield each part and its columns."""
+        """Yield (part, columns)."""
         first = 0
         for part in self.parts:
             yield part, slice(first, first + part.out_features)
             first += part.out_features
 
     def vocabulary(self) -> PackedBlocks:
-        """Return the only part of an embedding table."""
+        """Return an embedding table's only part."""
         (part,) = self.parts
         return part
 
 
 def _parts(weight: BlockWeight) -> tuple[Tensor | None, ...]:
-    """Return low plane, high plane, and scales."""
+    """Return planes, scales."""
     low_bits, high_bits, center, _ = LAYOUTS[weight.kind]
     if weight.kind is BlockKind.MXFP4:
         values = mxfp4_codes(weight).int()
@@ -183,7 +180,7 @@ def _parts(weight: BlockWeight) -> tuple[Tensor | None, ...]:
 
 
 def _high_plane(values: Tensor, bits: int) -> Tensor | None:
-    """Return the second plane; None if it has 0 bits."""
+    """Pack high bits."""
     if bits == 0:
         return None
     groups = 8 // bits
@@ -194,6 +191,6 @@ def _high_plane(values: Tensor, bits: int) -> Tensor | None:
 
 
 def _times_blocks(of_blocks: Tensor, whole: Tensor) -> Tensor:
-    """Return whole numbers times their block's float16."""
+    """Multiply by block scales."""
     per_block = whole.shape[1] // of_blocks.shape[1]
     return of_blocks.float().repeat_interleave(per_block, dim=1) * whole

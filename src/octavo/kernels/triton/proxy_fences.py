@@ -2,8 +2,8 @@
 
 On sm_90 and later, products read shared memory through the async proxy; `cp.async` writes it through the generic proxy.
 Waiting for a copy does not order the two: each thread also has to issue `fence.proxy.async` (PTX ISA, "Async proxy").
-Triton before 3.7.1 leaves this fence out for loops that load ahead, so a product may read old values. The fences are
-therefore added to Triton's PTX, if they are missing.
+Triton before 3.7.1 omits this fence in loops that load ahead, so a product may read old values. Missing fences are
+therefore added to Triton's PTX.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma)\b")
 
 
 def add_fences(ptx: str) -> str:
-    """Return PTX with a fence after each wait for copies if a product follows a wait without a fence between them."""
+    """Return PTX with a fence after each wait for copies, unless it is fenced already."""
     if is_fenced(ptx):
         return ptx
     lines = ptx.split("\n")
@@ -27,7 +27,7 @@ def add_fences(ptx: str) -> str:
 
 
 def is_fenced(ptx: str) -> bool:
-    """Return False if a product follows a wait for copies, in the order of the text, without a fence between them."""
+    """Return False if a product follows a wait for copies, in the text, without a fence between them."""
     needs_fence = False
     for line in ptx.split("\n"):
         if _WAIT.match(line):
@@ -40,7 +40,7 @@ def is_fenced(ptx: str) -> bool:
 
 
 def install() -> None:
-    """Make Triton's compiler for NVIDIA add missing fences. Its cache keeps these kernels apart from others."""
+    """Make Triton's compiler for NVIDIA add missing fences. Its cache keeps these kernels separate."""
     compiler: Any = backends["nvidia"].compiler if "nvidia" in backends else None
     if compiler is None or hasattr(compiler, "adds_fences"):
         return

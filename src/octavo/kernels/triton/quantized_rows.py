@@ -1,7 +1,4 @@
-"""Rows of activations as int8 with scales: `octavo.kernels.quantization.quantize_rows`.
-
-The bits are those of all backends: the rotation's order is fixed, and a maximum needs none.
-"""
+"""Rows of activations as int8 with scales, with the bits of `octavo.kernels.quantization.quantize_rows`."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _rotated(x, BLOCK: tl.constexpr, LEVELS: tl.constexpr):
-    """Rotate blocks of 2 ** LEVELS values."""
+    """See `octavo.kernels.rotation`."""
     for level in tl.static_range(LEVELS):
         pairs = tl.permute(tl.reshape(x, [BLOCK >> (level + 1), 2, 1 << level]), (0, 2, 1))
         first, second = tl.split(pairs)

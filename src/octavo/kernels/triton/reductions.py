@@ -1,4 +1,4 @@
-"""Sums in an order that the code fixes.
+"""Sums in a fixed order.
 
 `tl.sum` over many lanes adds in the order in which threads hold them, which depends on a row's address.
 """

@@ -1,4 +1,4 @@
-"""Acceptance of drafts that equal the target's choices."""
+"""Acceptance of drafts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def rejection_sample(
     target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute `Kernels.rejection_sample`, one program per request."""
+    """See `Kernels`."""
     num_requests = cu_num_logits.shape[0] - 1
     num_rows = cu_num_logits.diff()
     if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):

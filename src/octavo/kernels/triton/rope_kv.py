@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys (Su et al. 2021), and the write of KV into its slots.
+"""Rotary embedding (Su et al. 2021), and the write of KV into its slots.
 
 Nothing is fused, so that the numbers rounded to int8 or fp8 are those of plain torch.
 """
@@ -36,7 +36,7 @@ def rope_and_write_kv(
     interleaved: bool,
     query_scale: Tensor | None,
 ) -> None:
-    """Rotate q in place; write k and v."""
+    """See `Kernels`."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
     has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
@@ -104,7 +104,7 @@ def _rotate_queries(
     place, is_head, cos_sin_ptr, query_scale_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_QUERY_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate heads of q in place, and scale them."""
+    """Rotate and scale."""
     x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     if HAS_QUERY_SCALE:
         factor, dtype = tl.load(query_scale_ptr), place.dtype.element_ty
@@ -144,7 +144,7 @@ def _write_keys(
 def _write_values(
     place, slot, scale_place, is_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SCALES: tl.constexpr
 ):
-    """Write heads of v, or zeros for those that are not finite. Return whether each one is finite."""
+    """Write heads of v, as zeros if not finite; return whether each is finite."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     is_there = is_head & (dim < HEAD_DIM)
     x = tl.load(place + dim, mask=is_there, other=0.0)

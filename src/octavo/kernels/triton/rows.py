@@ -1,4 +1,4 @@
-"""Copies of given rows."""
+"""Row copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[rows], contiguous. x may have any token stride."""
+    """See `Kernels`."""
     out = x.new_empty(rows.shape[0], *x.shape[1:])
     width = math.prod(x.shape[1:])
     _take_rows[rows.shape[0], triton.cdiv(width, _BLOCK)](

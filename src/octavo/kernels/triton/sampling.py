@@ -1,6 +1,6 @@
 """Sampling of one token per row, with the CPU's result.
 
-An argmax over pieces is exact for any split, and everything before it rounds as the reference does.
+Everything before the exact argmax rounds as the reference does.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 _CUT_BLOCK = 2048
 _LAYERS = 8  # of packed tokens
-_COUNTERS = 256  # drawn at a time, for four tokens each
+_COUNTERS = 256  # at a time, for four tokens each
 _PIECE = 8 * 4 * _COUNTERS
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Return one token id per row."""
+    """See `Kernels`."""
     logits = logits.contiguous()
     num_rows, vocab = logits.shape
     pieces = triton.cdiv(vocab, _PIECE)
@@ -101,7 +101,7 @@ def _find_cut(
     LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write a row's cut, which keeps all tokens without filters."""
+    """Write a row's cut; without filters it keeps all tokens."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)

@@ -1,11 +1,10 @@
 """The filters min_p, then top_k, then top_p, exactly and without sorting.
 
-Each keeps a prefix of the order (value descending, id ascending). Its last token, the cut, has an id and a key, which
-is an integer in the order of values. The key is found by its digits or bits, the id by counting.
+Each keeps a prefix of the order (value descending, id ascending). Its last token, the cut, has an id and a key: an
+integer in the order of values.
 
-Most tokens are dropped first: `pack` keeps those of at least a bound, each in the lane in which a pass over the row
-meets it. So sums over packed tokens add the same numbers in the same order as sums over the row. A function takes the
-row if `num_layers` is 0, otherwise the packed tokens.
+`pack` drops tokens below a bound; it keeps each in the lane in which a pass over the row meets it, so sums over packed
+tokens add the same numbers in the same order. With `num_layers` 0, functions read the row, otherwise the packed tokens.
 
     id      0    1    2  ...  BLOCK - 1    lane     0      1      2   ...
             .    x    .                    layer 0  B + 0  1      2B + 2
@@ -54,7 +53,7 @@ def scaled_key(logit, temperature):
 
 @triton.jit
 def scaled_keys(logits_ptr, vocab, temperature, packed_ptr, num_layers, first, BLOCK: tl.constexpr):
-    """Return keys of logits / temperature, ids, and whether they exist; NaN counts as -inf."""
+    """Return (keys as in `scaled_key`, ids, whether they exist)."""
     ids = first + tl.arange(0, BLOCK)
     if num_layers > 0:
         ids = tl.load(packed_ptr + ids)
@@ -72,7 +71,7 @@ def _end(vocab, num_layers, BLOCK: tl.constexpr):
 def pack(logits_ptr, vocab, temperature, bound, packed_ptr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
     """Write the ids of tokens with a key of at least `bound`; return the number of layers, 0 if LAYERS are too few.
 
-    packed_ptr: [LAYERS, BLOCK]. -1 fills the layers.
+    packed_ptr: [LAYERS, BLOCK], padded with -1.
     """
     lane = tl.arange(0, BLOCK)
     depth = tl.zeros([BLOCK], tl.int32)
@@ -101,7 +100,7 @@ def key_of_rank(keys, rank):
 
 @triton.jit
 def top_k_cut(logits_ptr, vocab, temperature, packed_ptr, num_layers, k, BLOCK: tl.constexpr):
-    """Return the k-th token's key, and how many of the first k have it; there are k tokens or more."""
+    """Return the k-th token's key, and how many of the first k have it, for at least k tokens."""
     digits = tl.arange(0, _DIGITS)
     prefix = tl.full([], 0, tl.int32)
     left = k + 0
@@ -153,10 +152,10 @@ def _masses(
     logits_ptr, vocab, temperature, packed_ptr, num_layers, largest, cut_key, cut_id, least_0, least_1, least_2,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the float64 sums of e^(value - largest) of tokens that a cut keeps, for three ascending least keys.
+    """Return float64 sums of e^(value - largest) of tokens that a cut keeps, for three ascending least keys.
 
-    A sum is monotonic in its least key: the order of additions is fixed, and rounding is monotonic. That needs one
-    layout of the kernel, so callers must not be specialized on alignment.
+    A sum is monotonic in its least key, because the order of additions is fixed. That needs one layout of the kernel,
+    so callers must not be specialized on alignment.
     """
     lanes_0 = tl.zeros([BLOCK], tl.float64)
     lanes_1 = tl.zeros([BLOCK], tl.float64)

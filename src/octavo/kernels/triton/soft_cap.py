@@ -1,4 +1,4 @@
-"""Soft caps of logits on a GPU."""
+"""Soft caps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 
 def soft_cap(x: Tensor, cap: float) -> None:
-    """Replace float32 x, contiguous, by cap * tanh(x / cap)."""
+    """See `octavo.kernels.operations.soft_cap`."""
     width = x.shape[-1]
     _soft_cap[x.numel() // width, triton.cdiv(width, _BLOCK)](x, cap, width, BLOCK=_BLOCK, enable_fp_fusion=False)
 

@@ -1,4 +1,4 @@
-"""The device that Triton compiles for."""
+"""The compilation target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The k largest values of rows and their ids, ties to the lowest id."""
+"""Largest values and ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RANKED = 64
 
 
 def top_tokens(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest and their ids; NaN counts as -inf."""
+    """See `Kernels`. NaN counts as -inf."""
     values = values.contiguous()
     num_rows, vocab = values.shape
     k = min(k, vocab)
@@ -73,7 +73,7 @@ def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.con
 
 @triton.jit
 def _chosen(row_ptr, chosen_ptr, index, k):
-    """Return chosen ids and their values."""
+    """Load chosen tokens."""
     ids = tl.load(chosen_ptr + index, mask=index < k, other=0)
     value = tl.load(row_ptr + ids, mask=index < k, other=float("-inf"))
     return ids, tl.where(value == value, value, float("-inf"))  # noqa: PLR0124

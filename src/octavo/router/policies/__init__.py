@@ -1,4 +1,4 @@
-"""Policies that choose engines."""
+"""Routing policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CacheAware", "LeastLoaded", "RoundRobin", "RoutingPolicy", "SessionA
 
 
 def create_policy(config: RouterConfig) -> RoutingPolicy:
-    """Make the configured policy."""
+    """Make the policy."""
     match config.policy:
         case "round_robin":
             return RoundRobin()

@@ -22,7 +22,7 @@ class SessionAffinity(RoutingPolicy):
     """
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
-        """Return the engine with the largest hash."""
+        """Maximize the hash."""
         if summary.session is None:
             return least_loaded(engines)
         session = hashlib.blake2b(summary.session.encode("utf-8", "surrogatepass"), digest_size=16).digest()

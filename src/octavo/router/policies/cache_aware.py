@@ -25,19 +25,19 @@ _REMEMBERED = 64  # times balance_tokens: above it, all work is halved
 class CacheAware(RoutingPolicy):
     """Predicts caches from the prompts that each engine got, corrected by the hits that it reports.
 
-    A prompt goes to the engine with its longest prefix. If there is none, or other prompts share it, the prompt is new
-    work, which is spread so that caches hold different prompts.
+    A prompt goes to the engine with its longest prefix. Without such a prefix, or if other prompts share it, the prompt
+    is new work, which is spread so that caches hold different prompts.
+
     balance_tokens, balance_ratio: an engine is overloaded if its load exceeds the smallest one by more than
     balance_tokens, and is more than balance_ratio times as large. For a shared beginning this also holds for its new
-    work.
-    max_entries: remembered pieces.
+    work. max_entries: remembered pieces.
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
         self._balance_tokens, self._balance_ratio = balance_tokens, balance_ratio
         self._tree = PrefixTree(max_entries)
-        self._open: dict[tuple[int, EngineHandle], Expected] = {}  # by the request's id
-        self._work: dict[EngineHandle, float] = {}  # new tokens of each engine; old ones count less
+        self._open: dict[tuple[int, EngineHandle], Expected] = {}
+        self._work: dict[EngineHandle, float] = {}  # new tokens; old ones count less
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Return the engine with the longest prefix that is not overloaded, else that with least load and new work."""

@@ -1,4 +1,4 @@
-"""The interface of policies."""
+"""Interface of policies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RoutingPolicy(ABC):
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Return one of two or more engines."""
 
-    def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:  # noqa: ARG002 - for policies with memory
+    def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:  # noqa: ARG002 - optional
         """Note a sent request; return the share of its prompt expected in the cache."""
         return 0.0
 
-    def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:  # noqa: B027 - as above
+    def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:  # noqa: B027 - optional
         """Note a request's end. cached_share: of its prompt; None: not reported."""
 
-    def forget(self, engine: EngineHandle) -> None:  # noqa: B027 - as above
-        """Forget an engine's cache."""
+    def forget(self, engine: EngineHandle) -> None:  # noqa: B027 - optional
+        """Forget its cache."""

@@ -22,5 +22,5 @@ class LeastLoaded(RoutingPolicy):
 
 
 def least_loaded(engines: Sequence[EngineHandle]) -> EngineHandle:
-    """Return the engine with the smallest load."""
+    """Minimize the load."""
     return min(engines, key=lambda engine: (engine.load, engine.num_sent_tokens, engine.number))

@@ -30,8 +30,8 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: length of each engine's prefix. is_branch: other prompts continue the longest one differently: it is
-    shared, like a system prompt.
+    num_bytes: of each engine. is_branch: other prompts continue the longest one differently: it is shared, like a
+    system prompt.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -57,7 +57,7 @@ class PrefixTree:
         self._max_entries = max_entries
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first, parents after children
         self._lost: dict[int, int] = {}  # by the engine's number: up to which time its cache was evicted
-        self._open: dict[int, set[int]] = {}  # of open requests
+        self._open: dict[int, set[int]] = {}  # open requests
         self._now = 0
 
     def find(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> Found:
@@ -104,7 +104,7 @@ class PrefixTree:
         return Expected(num_bytes if is_computed else 0, since, now)
 
     def close(self, engine: EngineHandle, expected: Expected) -> None:
-        """End a request of `add`."""
+        """End a request."""
         opened = self._open[engine.number]
         opened.remove(expected.now)
         if not opened:
@@ -115,5 +115,5 @@ class PrefixTree:
         self._lost[engine.number] = max(time, self._lost.get(engine.number, 0))
 
     def forget(self, engine: EngineHandle) -> None:
-        """Assume an empty cache."""
+        """Assume no cache."""
         self.lost(engine, self._now)

@@ -1,1 +1,1 @@
-"""Turn prompts into answers, and split their text into reasoning, content and tool calls."""
+"""Turn prompts into answers; split them into reasoning, content and calls."""

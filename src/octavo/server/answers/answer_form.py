@@ -1,4 +1,4 @@
-"""The form of a model's answers."""
+"""Forms of answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.server.answers.template_probe import TemplateProbe
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
-_PIECE = 4096  # characters for one `feed`: a parser copies its unread text for each part
+_PIECE = 4096  # a parser copies its unread text for each `feed`
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark for the log if the chat template shows the model no tools or no calls; "" otherwise."""
+    """Return a remark for the log if the chat template shows no tools or no calls, else ""."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -40,7 +40,7 @@ class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
     tools: None if the call format is not known. reasoning_end_id: None if the end of reasoning is not one token.
-    special_ids: the ids of the marks that are special tokens. shows_tools: the chat template shows the tools.
+    special_ids: the marks that are special tokens.
     """
 
     tools: ToolFormat | None = None
@@ -63,7 +63,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Find the forms of calls and reasoning that the options name; "auto" detects a form in the chat templates."""
+        """Find the forms that the options name; "auto" reads the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
@@ -84,10 +84,9 @@ class AnswerStyle:
 class AnswerForm:
     """How one request's answers are read.
 
-    in_reasoning: the prompt ends with the opening mark of the reasoning. shown_ids: ids of special tokens that
-    the detokenizer keeps in the text as marks for the parser. frame: the model's call format if its marks also enclose
-    content, so that its parser reads answers without tools as well; otherwise None. is_whole: the answer is not
-    streamed, and the parser emits a call only after the end of the call.
+    in_reasoning: the prompt ends with the opening mark of the reasoning. shown_ids: special tokens that stay in the
+    text as marks. frame: the call format if its marks also enclose content, so that its parser is needed without tools.
+    is_whole: emit calls when they are complete.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -100,9 +99,9 @@ class AnswerForm:
 
     @classmethod
     def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str, *, is_whole: bool = False) -> AnswerForm:
-        """Derive the form of the answers from the end of the prompt.
+        """Derive the form from the prompt.
 
-        If the prompt ends with the closing mark of reasoning, the answers have no reasoning.
+        A prompt that ends with the closing mark of reasoning begins answers without reasoning.
         """
         end, reasoning = prompt.rstrip(), style.reasoning
         if reasoning is not None and end.endswith(reasoning.closes):
@@ -124,7 +123,7 @@ class AnswerForm:
         return self.toolbox.format is None and self.frame is None and not self.has_reasoning
 
     def parser(self) -> AnswerParser:
-        """Return a parser for one answer."""
+        """Make a parser."""
         frame, toolbox = self.frame, self.toolbox
         parser = toolbox.parser() if frame is None else frame.parser(toolbox.functions, only_one=toolbox.only_one)
         if self.is_whole and isinstance(parser, ToolParser):
@@ -135,10 +134,7 @@ class AnswerForm:
         return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """Return a copy of the sampling parameters with `shown_ids` and the grammar of the answer.
-
-        The grammar applies to all text except the reasoning.
-        """
+        """Return the parameters with `shown_ids` and the grammar of all text after the reasoning."""
         structure = self._framed(self.toolbox.structure(params.structured_outputs))
         if structure is not None and self.reasoning is not None and structure.starts_after is None:
             free_from = None if self.in_reasoning else self.reasoning.opens
@@ -146,10 +142,7 @@ class AnswerForm:
         return replace(params, structured_outputs=structure, shown_special_token_ids=list(self.shown_ids))
 
     def _framed(self, structure: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return a structure with the marks of `frame` around its JSON. Raises `RequestError` if it is not JSON.
-
-        Without `frame`, or with tools, the structure is returned as it is.
-        """
+        """Put the marks of `frame` around a structure's JSON. Raises `RequestError` if it is not JSON."""
         if self.frame is None or structure is None or self.toolbox.format is not None:
             return structure
         if structure.json is None and structure.json_object is None:
@@ -164,25 +157,25 @@ def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[
 
 
 class AnswerReader:
-    """Reads one answer: returns its parts and counts its reasoning tokens."""
+    """Reads one answer and counts its reasoning tokens."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._parser = form.parser()
         self._end_id = form.reasoning_end_id
-        self._num_tokens = 0  # tokens of the answer up to the end of the reasoning
+        self._num_tokens = 0  # until the reasoning ends
         self._is_counting = True
         self._has_reasoning = False
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of reasoning tokens, including the end token; 0 if the end is not one token."""
+        """Reasoning tokens with the end token; 0 if the end is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:
-        """Return the parts that a completion's new text adds."""
+        """Return the parts in a completion's new text."""
         self._count(completion.token_ids)
         text, parts = completion.text, list[Part]()
-        for start in range(0, len(text), _PIECE):  # the size of the pieces does not change the parts
+        for start in range(0, len(text), _PIECE):  # any size gives the same parts
             parts += self._parser.feed(text[start : start + _PIECE])
         if completion.finished:
             is_regular_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)

@@ -1,4 +1,4 @@
-"""The size of an answer, and the limit on log probabilities."""
+"""Sizes of answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import SamplingParams
 
-_NUMBERS_PER_ENTRY = 16  # numbers of an embedding that count as one entry
+_NUMBERS_PER_ENTRY = 16  # numbers of an embedding
 
 
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
-    """Count the entries that the JSON will have: tokens, log probabilities, and groups of 16 numbers of an embedding.
+    """Count the entries of the JSON: tokens, log probabilities, and groups of 16 numbers of an embedding.
 
-    with_prompt: also count the prompt's tokens and log probabilities, once for each completion.
+    with_prompt: also count the prompt, once for each completion.
     """
     prompt = len(output.prompt_token_ids) + _num_logprobs(output.prompt_logprobs) if with_prompt else 0
     vector = len(output.pooled or b"") // (4 * _NUMBERS_PER_ENTRY)
@@ -33,9 +33,9 @@ def _num_logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> int:
 
 
 class LogprobLimit:
-    """Limits the number of log probabilities of a request, over all of its prompts.
+    """Limits the log probabilities over all prompts of a request.
 
-    The constructor counts the log probabilities of the answers, so no prompt starts if they exceed the limit.
+    No prompt starts if those of the answers exceed the limit.
     """
 
     def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:
@@ -47,7 +47,7 @@ class LogprobLimit:
             self._take(num_prompts * params.n * num_tokens * (params.logprobs + 1), "logprobs")
 
     def check(self, processed: ProcessedInput) -> None:
-        """Add the log probabilities of a tokenized prompt to the count. Raises `RequestError` above the limit."""
+        """Count a tokenized prompt. Raises `RequestError` above the limit."""
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         if params.prompt_logprobs is not None:
             self._take(params.n * num_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")

@@ -1,4 +1,4 @@
-"""Turn prompts into an HTTP response, for every API."""
+"""Answer prompts for every API."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _ANSWERING = "it was answered"
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
-    """Answer a job; abort the job's requests if the client disconnects.
+    """Answer a job; abort its requests if the client disconnects.
 
-    The HTTP status of a stream is sent after the first output, or after `stream_keep_alive_s` seconds without one. So a
-    request that is refused earlier still gets an error status.
+    The HTTP status of a stream is sent after the first output, or after `stream_keep_alive_s`. So a request that is
+    refused earlier gets an error status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -66,7 +66,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 
 async def answer_complete(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
-    """Answer a job after all its outputs are complete; abort the job's requests if the client disconnects."""
+    """Answer a job as a whole; abort its requests if the client disconnects."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
@@ -82,7 +82,7 @@ async def answer_complete(service: Service, http_request: Request, job: Job, rep
 
 @contextlib.contextmanager
 def _failing_alone(job: Job) -> Iterator[None]:
-    """Turn an unexpected exception into an `OctavoError` that names the request."""
+    """Name the request in the error of an unexpected exception."""
     try:
         yield
     except (OctavoError, ClientDisconnect):
@@ -100,10 +100,10 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 
 
 class EventStreamResponse(StreamingResponse):
-    """A response that streams events.
+    """Streams events.
 
-    The end of the stream, even before the first event, aborts the job's open requests and releases the job's place.
-    The stream sends keep-alive bytes, because proxies close idle connections.
+    Its end, even before the first event, aborts the job's open requests and releases its place. Proxies close idle
+    connections, so keep-alive bytes are sent.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class EventStreamResponse(StreamingResponse):
             self._place.release()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
-        """Send keep-alive bytes between events. An event is one ASGI message, so the bytes never split an event."""
+        """An event is one ASGI message, so keep-alive bytes never split an event."""
         while True:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
             if self._is_open and clock() >= self._last_sent + self._keep_alive_s:
@@ -155,7 +155,7 @@ class EventStreamResponse(StreamingResponse):
 
 
 class ChoiceUpdates:
-    """Splits the outputs of requests into one `ChoiceUpdate` for each choice."""
+    """Splits outputs by choice."""
 
     def __init__(self, job: Job) -> None:
         self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
@@ -163,7 +163,7 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return the updates of an output: none for a choice that has ended before or has nothing new."""
+        """Return the updates of an output, except choices that have ended or have nothing new."""
         updates = []
         for completion in output.outputs:
             choice = self._first_choice[output.request_id] + completion.index
@@ -178,12 +178,12 @@ class ChoiceUpdates:
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise `ClientDisconnect`."""
+    """Return the result of `work`, or cancel it and raise `ClientDisconnect`."""
     return (await _begun(http_request, asyncio.create_task(work))).result()
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait like `unless_disconnected`, but at most `patience_s` seconds; return the task, which may still run."""
+    """Wait at most `patience_s` seconds; return the task, which may still run."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:

@@ -35,7 +35,7 @@ _MAX_SHOWN_CHARS = 200
 _ALL_TYPES = frozenset(_TYPES.values())
 _VALUES = frozenset({"const", "default", "enum", "examples"})
 _ANY_TEXT = "(.|\\n)*"
-_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # an unescaped dollar at the end of a pattern
+_ANCHOR = re.compile(r"(?<!\\)(\\\\)*\$$")  # an unescaped final dollar
 _IS_PLAIN = re.compile(r"[\w\s.,:;!?%+-]*")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
@@ -45,7 +45,7 @@ class UnreadableError(Exception):
 
 
 def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a property: an `anyOf` if options of `parameters` differ, {} if none names the property."""
+    """Return a property's schema: an `anyOf` if options of `parameters` differ, {} if none names it."""
     found = list[Any]()
     for each in [parameters] if is_merged(parameters) else alternatives(parameters, root):
         properties = each.get("properties")
@@ -56,19 +56,19 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
 
 
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return the names that properties may have; None if an object may have others as well (see `is_open`)."""
+    """Return possible names of properties; None: any."""
     is_any = any(map(is_open, alternatives(schema, schema)))
     return None if is_any else frozenset(property_names(schema, schema))
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the names of properties, including those of references and of `anyOf` or `oneOf` options."""
+    """Return the properties' names, including those of references and options."""
     named = [each.get("properties") for each in alternatives(schema, root)]
     return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the part of a schema that describes values of a kind, "object" or "array"; {} if there is none."""
+    """Return the part of a schema for objects or arrays (`kind`), or {}."""
     for part in _parts(schema, root):
         types = _declared_types(part)
         if kind in types or (
@@ -79,7 +79,7 @@ def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows; all types if it names none."""
+    """Return the JSON types that a schema allows."""
     found = set[str]()
     for part in _parts(schema, root):
         if types := _declared_types(part):
@@ -90,13 +90,12 @@ def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
 
 
 def _parts(schema: Any, root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the merged schema. If it names no type, yield its `anyOf` or `oneOf` options in the same way."""
     left, seen = [schema], dict[int, Any]()
     while left:
         part = left.pop(0)
         if id(part) in seen:
             continue
-        seen[id(part)] = part  # options may refer to each other
+        seen[id(part)] = part
         whole = merged(part, root)
         yield whole
         if not _declared_types(whole):
@@ -117,16 +116,16 @@ def _declared_types(schema: dict[str, Any]) -> set[str]:
 
 
 def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Return True if only strings are allowed."""
+    """Only strings allowed."""
     return types_of(schema, root) == {"string"}
 
 
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-    """Return an argument's JSON; None to omit the argument, if its text is blank and the schema allows no string.
+    """Return an argument's JSON; None to omit the argument: its text is blank and the schema allows no string.
 
-    Accepts Python's literals unless only strings are allowed. If no string is allowed, a value of a wrong type stays as
-    it is and plain words become a string, so that the client can report the error to the model. Any other text then
-    raises `UnreadableError`.
+    Accepts Python's literals unless only strings are allowed. If no string is allowed, a value of a wrong type is kept
+    and plain words become a string, so that the client can report the error to the model. Any other text then raises
+    `UnreadableError`.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
@@ -150,7 +149,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Return a list or object with errors as a value and as JSON; `value` and `written` unless it has one reading."""
+    """Repair a list or object with errors, as a value and as JSON, if it has one reading."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
@@ -159,7 +158,7 @@ def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
 
 
 class LookaheadError(RequestError):
-    """A schema's pattern has a lookahead, which the grammar of the call format cannot express."""
+    """A pattern has a lookahead, which the grammar of the call format cannot express."""
 
     def __init__(self, pattern: str) -> None:
         shown = f"the pattern `{pattern[:_MAX_SHOWN_CHARS]}` looks ahead"
@@ -168,9 +167,9 @@ class LookaheadError(RequestError):
 
 
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
-    """Return a Lark lexeme for the strings that a merged schema allows: an intersection of regular expressions.
+    """Return a Lark lexeme for the strings that a merged schema allows. Raises `LookaheadError`.
 
-    ending: a regular expression that is appended to each of them. Raises `LookaheadError`.
+    ending: a regular expression that is appended.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
@@ -196,18 +195,18 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a comment for the grammar with the schema of the parameters; "" if the schema has no `pattern`.
+    """Return a comment with the parameters' schema, if it has a `pattern`.
 
-    The compiler's errors about a lexeme name no field; `octavo.structured_output.schema_faults` finds the field here.
+    The compiler's errors about a lexeme name no field; `octavo.structured_output.schema_faults` finds it here.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return a grammar expression for JSON that matches `schema`, a part of `root`.
+    """Return a grammar expression for the JSON of `schema`, with the definitions in `root` that it uses.
 
-    It contains only the definitions that `schema` uses. Raises `RequestError` if it is too long for any grammar.
+    Raises `RequestError` if it is too long for any grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()
@@ -215,7 +214,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     while left:
         part = left.pop()
         definitions[names[id(part)]] = _with_names(part, root, names, left)
-    if FIELD in root:  # errors of the grammar compiler name this field
+    if FIELD in root:  # for the compiler's errors
         whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -226,10 +225,9 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 
 
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
-    """Return a copy of a schema in which each `$ref` names one of the definitions of `json_of`.
+    """Let each `$ref` name a definition of `json_of`.
 
-    Mutated: names, `id()` of a referenced schema -> the name of its definition; left, to which each schema that is new
-    in names is appended.
+    Mutated: names, `id()` of a referenced schema -> its definition's name; left, to which new schemas are appended.
     """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]
@@ -239,7 +237,7 @@ def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: 
     reference = schema.get("$ref")
     referred = resolve(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
     if isinstance(referred, dict):
-        if id(referred) not in names:  # two spellings of a reference share a definition
+        if id(referred) not in names:  # two spellings share a definition
             names[id(referred)] = f"part{len(names)}"
             left.append(referred)
         renamed["$ref"] = f"#/$defs/{names[id(referred)]}"

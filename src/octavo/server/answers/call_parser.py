@@ -1,9 +1,8 @@
 """Base of the parsers that read tool calls while an answer arrives.
 
-A parser holds back a call until the call has ended; in a stream, at most until the arguments have more than
-`HELD_CHARS` characters. If the arguments turn out to be malformed after that, they stay broken JSON: the parser never
-completes them to a value that the model did not write. Text that looks like a call is content if its arguments have
-several readings, if no tool has the call's name, or if a tag is not closed.
+A call is held back until it ends; in a stream, until its arguments have more than `HELD_CHARS` characters. Arguments
+that turn out to be malformed later stay broken JSON. Text that looks like a call is content if its arguments have
+several readings, no tool has its name, or a tag is not closed.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ if TYPE_CHECKING:
     """A generator that yields whenever it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024  # characters of streamed arguments that are held back
+HELD_CHARS = 1024
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # surplus brackets that are skipped before a closing mark
-HALF = "\ufffd"  # the detokenizer's text for an incomplete character
+_MAX_CLOSERS = 8  # surplus brackets before a closing mark
+HALF = "\ufffd"  # an incomplete character
 _AFTER_VALUE = "}]," + _SPACE
-BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"  # a regular expression for grammars
-_AFTER_ARGUMENTS = "}],;{[<>`"  # characters that begin a mark
+BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"
+_AFTER_ARGUMENTS = "}],;{[<>`"  # these begin a mark
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
 
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
-    """Return a pattern for the text that may follow arguments: one of these marks, or the end of the text.
+    """Return a pattern for the text after arguments: a mark, or the end.
 
-    is_wrapped: the closing bracket of the object around the arguments may precede the mark.
+    is_wrapped: a closing bracket may precede the mark.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
     either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" within text is no mark
@@ -51,14 +50,14 @@ def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
 
 
 class MalformedError(Exception):
-    """The text is not a call. Any step of reading a call may raise this error."""
+    """The text is not a call. Any step may raise this error."""
 
 
 @dataclass(slots=True)
 class Call:
     """A call that is being read.
 
-    arguments: text that is emitted only at the end of the call. index: None until the name is emitted.
+    arguments: emitted at the end of the call. index: None until the name is emitted.
     """
 
     name: str | None = None
@@ -69,8 +68,7 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    _ends: matches the text that may follow malformed arguments. num_held_chars: how many characters of arguments are
-    held back; None to hold back a call until it has ended.
+    _ends: matches the text after malformed arguments. num_held_chars: None to hold back whole calls.
     """
 
     num_held_chars: int | None = HELD_CHARS
@@ -86,16 +84,16 @@ class ToolParser:
         self._parameters = {each.name: each.parameters for each in functions}
         self._only_one = only_one
         self._num_calls = 0
-        self._text = ""  # text that is not yet emitted
-        self._num_reported = 0  # characters of the answer before `_text`
-        self._position = 0  # an index of `_text`
+        self._text = ""
+        self._num_reported = 0  # characters before `_text`
+        self._position = 0  # in `_text`
         self._is_over = False
         self._is_cut = False  # the model did not end the answer
         self._parts: list[Part] = []
-        self._held: list[Part] | None = None  # parts of a call that may turn out to be text
-        self._held_text: list[str] = []  # the text of the parts in `_held`
-        self._num_held_chars = 0  # characters of the held call's arguments
-        self._broken = ""  # the text that was read of the last malformed call
+        self._held: list[Part] | None = None  # parts of a possible call
+        self._held_text: list[str] = []  # the text of `_held`
+        self._num_held_chars = 0  # of arguments in `_held`
+        self._broken = ""  # the last malformed call
         self._budget = SearchBudget()
         self._steps = self._read()
 
@@ -117,12 +115,10 @@ class ToolParser:
     def _read(self) -> Wait[None]:
         raise NotImplementedError
 
-    # --- steps that formats share
-
     def _content(self, *openers: str) -> Wait[str]:
-        """Emit content up to the opener of a call, skip the opener and return it; "" at the end of the answer.
+        """Emit content up to an opener, and return the opener; "" at the end of the answer.
 
-        White space before the opener is held back, because this space is content only if no call follows.
+        White space before it is held back: it is content only if no call follows.
         """
         while True:
             found = [(start, each) for each in openers if (start := self._text.find(each)) >= 0]
@@ -142,7 +138,6 @@ class ToolParser:
             yield
 
     def _num_begun(self, openers: tuple[str, ...]) -> int:
-        """Count the characters at the end of the text that may be the beginning of an opener."""
         if self._is_over and not self._is_cut:
             return 0
         end = self._text.rstrip(HALF)
@@ -150,7 +145,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
-        """Return whether a head begins at index `start`. If the answer was cut off within a head, drop the text."""
+        """Drops the text if the answer was cut off within a head."""
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -170,7 +165,7 @@ class ToolParser:
         return (yield from self._attempt(call, self._members(call)))
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
-        """Read a call by `steps`. If the text is no call, emit it as content and return False."""
+        """Read a call. If the text is no call, emit it as content and return False."""
         self._held, self._held_text, self._num_held_chars = [], [], 0
         start = self._position
         try:
@@ -186,7 +181,6 @@ class ToolParser:
         return True
 
     def _roll_back(self, call: Call) -> None:
-        """Turn the text of a malformed call into content. The parser looks for no other call in this text."""
         before = "".join(self._held_text)
         self._text, self._num_reported = before + self._text, self._num_reported - len(before)
         self._position += len(before)
@@ -195,13 +189,11 @@ class ToolParser:
             self._num_calls, call.index = call.index, None
 
     def _commit(self) -> None:
-        """Emit the held call; hold back no further parts of it."""
         if self._held is not None:
             self._parts += self._held
             self._held, self._held_text = None, []
 
     def _report_cut(self, call: Call) -> bool:
-        """If the answer was cut off within the call, emit the known part of the call and return True."""
         if not (self._is_cut_here() if call.index is None else self._is_at_cut()):
             return False
         if call.index is None and call.name in self._names:
@@ -220,7 +212,6 @@ class ToolParser:
         return self._is_cut and self._position == len(self._text)
 
     def _drop_cut(self, expected: str) -> None:
-        """Drop the rest of the text if the answer was cut off within `expected`."""
         if self._is_cut and expected.startswith(self._text[self._position :].rstrip(HALF)):
             self._drop_rest()
 
@@ -245,7 +236,6 @@ class ToolParser:
             self._report_whole(call)
 
     def _report_whole(self, call: Call) -> None:
-        """Emit a call without arguments, or with arguments in a string or before the name."""
         arguments = "{}" if call.arguments in {None, "", "null"} else str(call.arguments).strip()
         scanner = StrictObject()
         if scanner.scan(arguments, 0) != len(arguments) or not scanner.is_over:
@@ -278,18 +268,18 @@ class ToolParser:
                 yield from self._recover(call, "".join(reported))
                 break
             if self._is_over:
-                self._position = len(self._text)  # the parser looks for no call within a value
+                self._position = len(self._text)  # a value contains no calls
                 self._reject(call)
             yield
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair arguments if their final quote and bracket may be text of a string. reported: the arguments' text."""
+        """Repair arguments whose final quote and bracket may be text of a string."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
             yield from self._recover(call, reported)
-        # at the end of the answer the character is "", which every text contains
+        # at the end of the answer, `char` is "", which every text contains
         elif char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
             while not self._is_over:
                 yield
@@ -309,7 +299,7 @@ class ToolParser:
         return bool(closers) and '"}' in self._text[self._position : min(closers)]
 
     def _recover(self, call: Call, reported: str) -> Wait[None]:
-        """Wait for the end of the answer, then repair the arguments or raise `MalformedError`."""
+        """Wait for the end of the answer, then repair the arguments."""
         while not self._is_over:
             yield
         text, known = reported + self._text, self._known_keys(call)
@@ -335,8 +325,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the end of a call that is malformed at `position`.
 
-        Another call that begins before the closing mark may be part of a string. So the other call is never run: the
-        text up to its own closing mark is content.
+        A call before the closing mark may be part of a string, so it is content up to its own closing mark.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -349,7 +338,7 @@ class ToolParser:
         return max(position, min(ends, default=position))
 
     def _reject(self, call: Call) -> NoReturn:
-        """Raise `MalformedError`; before, emit the remaining arguments if the call was emitted or cut off."""
+        """Emit the remaining arguments of an emitted or cut-off call; raise `MalformedError`."""
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
             self._report("arguments", self._text[: self._position], call)
@@ -361,7 +350,6 @@ class ToolParser:
         return None if parameters is None else known_keys(parameters)
 
     def _begin(self, call: Call) -> None:
-        """Number the call and emit its name. Raises `MalformedError` if no tool has this name."""
         if call.name not in self._names:
             raise MalformedError
         call.index, self._num_calls = self._num_calls, self._num_calls + 1
@@ -383,7 +371,7 @@ class ToolParser:
                 run = _PLAIN.match(self._text, self._position)
                 assert run is not None
                 self._position = run.end()
-                continue  # a number may continue in the next piece
+                continue  # a number may continue
             elif depth:
                 raise MalformedError
             if depth == 0:
@@ -414,10 +402,9 @@ class ToolParser:
             if not (yield from self._peek()):
                 raise MalformedError
             if stop is not None:
-                self._position += 1  # the escaped character
+                self._position += 1
 
     def _expect(self, text: str) -> Wait[None]:
-        """Skip white space and `text`. Raises `MalformedError`."""
         if not (yield from self._takes_next(text)):
             rest = self._text[self._position :].rstrip(HALF)
             if self._is_cut and rest and text.startswith(rest):
@@ -425,7 +412,6 @@ class ToolParser:
             raise MalformedError
 
     def _takes_next(self, expected: str) -> Wait[bool]:
-        """Skip white space, and `expected` if it follows. Returns whether it does."""
         yield from self._skip_space()
         return (yield from self._takes(expected))
 
@@ -441,7 +427,7 @@ class ToolParser:
             yield
 
     def _follows(self, texts: Sequence[str]) -> Wait[str]:
-        """Return which of these texts follows, or "". If the answer was cut off within one, drop the text."""
+        """Return the text that follows, or "". Drops it if the answer was cut off within it."""
         while True:
             seen = self._text[self._position :]
             if found := next((each for each in texts if seen.startswith(each)), ""):
@@ -454,7 +440,6 @@ class ToolParser:
             yield
 
     def _takes_closer(self, closer: str) -> Wait[None]:
-        """Skip the closing mark, and surplus brackets before the mark."""
         yield from self._drop_space()
         for _ in range(_MAX_CLOSERS):
             if (yield from self._takes_next(closer)):
@@ -476,14 +461,12 @@ class ToolParser:
         return char
 
     def _peek(self) -> Wait[str]:
-        """Return the next character without skipping it; "" at the end of the answer."""
+        """Return the next character; "" at the end of the answer."""
         while self._position == len(self._text):
             if self._is_over:
                 return ""
             yield
         return self._text[self._position]
-
-    # --- emitting parts
 
     def _report(self, kind: str, text: str, call: Call) -> None:
         if call.index is None:

@@ -1,4 +1,4 @@
-"""Base of formats with calls in sections: an opening mark, calls, a closing mark."""
+"""Base of formats with sections: an opening mark, calls, a closing mark."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 NAME = re.compile(r"[\w.:/-]*")
-_MAX_FRAMES = 2  # frame marks (see `SectionFormat`) that a grammar allows in a row
-MAX_HEAD_CHARS = 256  # of a head: the text between two marks, with a name, an id or both
+_MAX_FRAMES = 2  # in a row
+MAX_HEAD_CHARS = 256  # between two marks, with a name, an id or both
 
 
 class SectionFormat(ToolFormat):
     """A section begins with `opens` and ends with `closes`; `between` separates two calls.
 
-    The parser does not require the white space in these marks.
-    opener: the first mark of `opens`; the text before `opener` is content. call_opens: the mark that begins each call.
-    strays: marks that begin a call outside of a section. one_each: each call has a section of its own.
-    frames: marks around content or before calls; the parser drops them.
+    The parser does not require the white space in these marks. opener: the first mark of `opens`. strays: begin a call
+    outside of a section. one_each: each call has its own section. frames: marks around content or before calls, which
+    the parser drops.
     """
 
     opens: ClassVar[str]
@@ -40,7 +39,7 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set `frames_content` if there are frames, because answers without tools have them as well."""
+        """Answers without tools have frames, too."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -50,22 +49,22 @@ class SectionFormat(ToolFormat):
         return self.opens + between.join(written) + self.closes
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write one call. index: its number in the answer, from 0."""
+        """Write one call. index: from 0."""
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return the rules of `call`, a call of any function."""
+        """Return rules of `call`."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of sections only, with frames around them."""
+        """Allow sections within frames."""
         opens, between = self._literal(self.opens), self._literal(self.between)
         more = f" ({between} {opens} section)*" if self.one_each and not only_one else ""
         start = self._framed(f"{opens} section{more}")
         return f"start: {start}\n{self._section(functions, only_one=only_one)}\n{self._frame_rule()}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of text and sections."""
+        """Allow text and sections."""
         framed = [f"framed{index}" for index in range(len(self.frames))]
         text = "TEXT" if not framed else f"({' | '.join(framed)})* TEXT"
         several = " | ".join(["head rest", *framed])
@@ -75,12 +74,12 @@ class SectionFormat(ToolFormat):
         return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return a grammar of calls, or of JSON with frames around it."""
+        """Allow calls, or JSON within frames."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
 
     def content(self, schema: str) -> str | None:
-        """Return a grammar of JSON with frames around it; None if the format has no frames."""
+        """Return a grammar of JSON within frames; None without frames."""
         if not self.frames:
             return None
         return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
@@ -117,7 +116,7 @@ class SectionParser(ToolParser):
         is_list_end = form.closes.lstrip().startswith("]")
         self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
         self._one_each = form.one_each
-        self._is_list = not form.one_each and not form.call_opens  # calls have no marks of their own
+        self._is_list = not form.one_each and not form.call_opens  # calls have no marks
         self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
         self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
@@ -128,7 +127,7 @@ class SectionParser(ToolParser):
             if opener in self._frames:
                 self._drop()
                 if not (yield from self._skip_space()):
-                    self._drop()  # blanks after the last frame are not content
+                    self._drop()  # not content
                 continue
             if opener == self._openers[0] and not (yield from self._takes_all(self._opens, self._call_opens)):
                 self._report_content()
@@ -136,7 +135,6 @@ class SectionParser(ToolParser):
             yield from self._calls()
 
     def _calls(self) -> Wait[None]:
-        """Read the calls of a section. A malformed member of a list of calls is content."""
         while True:
             is_call = yield from self._attempt(call := Call(), self._call_steps(call))
             if not is_call and not (self._is_list and (yield from self._skips_broken_member())):
@@ -148,14 +146,14 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Handle the end of a call or of a malformed member of a list."""
+        """Handle the end of a call or of a malformed member."""
 
     def _skips_broken_member(self) -> Wait[bool]:
         """Emit a malformed member of a list of calls as content.
 
-        Returns False if the end of the member is not certain: the text after it may be part of a string.
+        Returns False if its end is not certain: the text after it may be part of a string.
         """
-        while not self._is_over:  # search once, not after each piece of text
+        while not self._is_over:  # search once
             yield
         num_chars = member_end(self._broken + self._text)
         if num_chars is None or num_chars < len(self._broken):
@@ -165,7 +163,6 @@ class SectionParser(ToolParser):
         return True
 
     def _has_next_call(self) -> Wait[bool]:
-        """Skip the marks before the next call of the section. Returns False if no call follows."""
         marks = (self._between, self._call_opens)
         return any(marks) and (yield from self._takes_all(*marks))
 
@@ -174,7 +171,7 @@ class SectionParser(ToolParser):
         yield from self._drop_space()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip these marks, with any white space. Returns False if one is missing; drops a mark that was cut off."""
+        """Skip these marks and white space. Drops a mark that was cut off."""
         for mark in (word for each in marks for word in each.split()):
             if not (yield from self._takes_next(mark)):
                 self._drop_cut(mark)
@@ -182,11 +179,9 @@ class SectionParser(ToolParser):
         return True
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        """Read one call and emit it. Raises `MalformedError`."""
         raise NotImplementedError
 
     def _head(self, marker: str) -> Wait[str]:
-        """Skip a mark and return the text before it. Raises `MalformedError` above `MAX_HEAD_CHARS` characters."""
         while True:
             most = self._position + MAX_HEAD_CHARS + len(marker)
             end = self._text.find(marker, self._position, most)

@@ -1,4 +1,4 @@
-"""Find code in Markdown. A call within backticks is an example, which is not run."""
+"""Find code in Markdown. A call within backticks is an example."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _FENCE = 3
 
 
 class CodeSpans:
-    """Finds out whether a growing text ends within code. last: the last character of the text; "" if it is empty."""
+    """Finds out whether a growing text ends within code. last: its last character, or ""."""
 
     def __init__(self) -> None:
         self.last = ""
-        self._num_open = 0  # backticks that opened the code; 0 outside of code
-        self._num_seen = 0  # backticks at the end of the text, which may open or close code
+        self._num_open = 0  # of opening backticks
+        self._num_seen = 0  # final backticks, which may open or close code
 
     @property
     def is_outside(self) -> bool:
-        """Whether the next character is outside of code, if it is not a backtick."""
+        """Whether the next character is outside of code, if it is no backtick."""
         return not self._num_open and not self._num_seen
 
     def feed(self, text: str) -> None:

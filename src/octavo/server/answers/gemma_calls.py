@@ -42,12 +42,12 @@ class GemmaFormat(SectionFormat):
         """Parse such calls."""
         return GemmaParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
-        """Write the name and the arguments."""
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
+        """Write a call."""
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules that do not constrain objects without named properties and values of several types."""
+        """Allow any objects without named properties, and any values of several types."""
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")
@@ -68,7 +68,7 @@ class GemmaFormat(SectionFormat):
         return "\n".join(rules)
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return the rules of a value; the first rule is `value<place>`."""
+        """The first rule is `value<place>`."""
         schema = merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -117,7 +117,7 @@ def _written(value: Any) -> str:
 
 
 class GemmaParser(ValueParser):
-    """Reads such calls. Strings may also have JSON's quotes."""
+    """Strings may also have JSON's quotes."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -173,7 +173,7 @@ class GemmaParser(ValueParser):
         else:
             word = yield from self._run(_WORD)
             if self._is_cut and self._position == len(self._text):
-                raise MalformedError  # the word may be incomplete
+                raise MalformedError  # may be incomplete
             self._say(_word(word), call)
             self._drop()
 

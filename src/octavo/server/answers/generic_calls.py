@@ -1,7 +1,7 @@
 """Tool calls of models with a chat template that does not support tools.
 
-As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. Calls and results
-in the history are written as such objects as well.
+As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. The history has
+such objects, too.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _CALL, _CALLS, _RESPONSE, _RESULT = "tool_call", "tool_calls", "response", "tool_response"
 _STOPS = re.compile(r'["\\]')
 _ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]")
-_MAX_ESCAPE_CHARS = 12  # the length of an escaped pair of surrogates
+_MAX_ESCAPE_CHARS = 12  # an escaped pair of surrogates
 _SYSTEM_ROLES = {"system", "developer"}
 
 
 class GenericFormat(ToolFormat):
     """An answer is `{"tool_call": {...}}`, `{"tool_calls": [...]}` or `{"response": "..."}`.
 
-    `tool_calls` is possible only if the client allows several calls.
+    `tool_calls` needs a client that allows several calls.
     """
 
     name = "generic"
@@ -55,18 +55,18 @@ class GenericFormat(ToolFormat):
         return f"start: {_calls(only_one)}\n{object_rules(functions, 'name', 'arguments')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of calls, or of text in `response`."""
+        """Allow calls, or text in `response`."""
         return self.or_content(functions, '{"type": "string"}', only_one=only_one)
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return a grammar of calls, or of JSON in `response`."""
+        """Allow calls, or JSON in `response`."""
         start = f"start: {_calls(only_one)} | {_member(_RESPONSE, 'content')}\ncontent: {lark_json(schema)}"
         return f"{start}\n{object_rules(functions, 'name', 'arguments')}"
 
     def messages_with_tools(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
     ) -> list[dict[str, Any]]:
-        """Return messages with calls and results as text, and a system message that describes the tools."""
+        """Write calls and results as text; describe the tools in a system message."""
         names: dict[str, str] = {}
         history = [_as_text(message, names) for message in messages]
         if not tools:
@@ -102,7 +102,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return a message with its calls or result as text. Mutated: names, a call's id -> the name of its function."""
+    """Write calls or a result as text. Mutated: names, a call's id -> its function's name."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
@@ -130,9 +130,9 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    """Reads such objects. An answer of any other form is content."""
+    """Reads such objects. Any other answer is content."""
 
-    _is_content = False  # whether `_value` is reading a response, which is content
+    _is_content = False  # reading a response
 
     def _read(self) -> Wait[None]:
         try:
@@ -148,7 +148,7 @@ class _GenericParser(ToolParser):
             yield
 
     def _object(self) -> Wait[bool]:
-        """Read the object. Returns False if its first key is unknown, or if a call is malformed."""
+        """Return False if the first key is unknown, or if a call is malformed."""
         match (yield from self._key()):
             case "response":
                 yield from self._response()
@@ -187,7 +187,7 @@ class _GenericParser(ToolParser):
             return
         self._drop()
         self._is_content = True
-        with contextlib.suppress(MalformedError):  # a value that was cut off: its text is emitted as content
+        with contextlib.suppress(MalformedError):  # cut-off text is content
             yield from self._value()
         self._report_content()
         self._is_content = False

@@ -1,4 +1,4 @@
-"""The messages of gpt-oss (the Harmony format)."""
+"""Messages of gpt-oss (the Harmony format)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
 class HarmonyFormat(ToolFormat):
-    """A call is a message to a function. The mark that ends a call also ends the answer, so there is one call."""
+    """A call is a message to a function. Its end mark also ends the answer, so there is one call."""
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
@@ -39,13 +39,13 @@ class HarmonyFormat(ToolFormat):
         return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write calls as the models spell them. Chat templates spell calls differently (see `shows`)."""
+        """Write calls as the models do, not the chat templates."""
         return "<|start|>assistant".join(
             f"{self._head(name)}{json_text(arguments)}<|call|>" for name, arguments in calls
         )
 
     def shows(self, text: str, name: str) -> bool:
-        """Return whether a text has a call as chat templates spell it: the recipient before the channel."""
+        """Chat templates write the recipient before the channel."""
         return f"to=functions.{name}<|channel|>commentary" in text
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -53,18 +53,18 @@ class HarmonyFormat(ToolFormat):
         return f"start: begun? {self._calls(functions, only_one=only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of calls, or of a message to the user with or without its head."""
+        """Allow calls, or a message to the user with or without its head."""
         start = f"start: TEXT | begun? {self._literal('<|channel|>final' + _MESSAGE)} SAID | begun? "
         texts = f"TEXT: /([^< \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS}\nSAID: /(.|\\n)*/ {FEW_BLANKS}"
         return f"{start}{self._calls(functions, only_one=only_one)}\n{texts}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return a grammar of calls, or of a message to the user that is JSON."""
+        """Allow calls or JSON."""
         start = f"start: begun? {self._literal('<|channel|>final' + _MESSAGE)} content | {lark_json(schema)} | begun? "
         return f"{start}{self._calls(functions, only_one=only_one)}\ncontent: {lark_json(schema)}"
 
     def content(self, schema: str) -> str:
-        """Return a grammar of a message to the user that is JSON."""
+        """Allow JSON for the user."""
         head = self._literal("<|channel|>final" + _MESSAGE)
         return f"start: begun? {head} content\ncontent: {lark_json(schema)}\n{self._begun()}"
 
@@ -86,7 +86,7 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyParser(MessageParser):
-    """Reads the messages of gpt-oss."""
+    """Reads gpt-oss's messages."""
 
     begins = (
         *("<|start|>", "<|channel|>", "to=", _MESSAGE),
@@ -104,7 +104,7 @@ class HarmonyParser(MessageParser):
         return name, "reasoning" if channel is not None and channel.group(1) == "analysis" else "content"
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Accept a head that lacks `<|message|>`, if it has a channel and no recipient."""
+        """Accept a head without `<|message|>`, if it has a channel and no recipient."""
         found = _BARE_HEAD.match(self._text)
         if found is None:
             return None

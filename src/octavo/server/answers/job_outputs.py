@@ -1,4 +1,4 @@
-"""The outputs of a job's prompts."""
+"""Outputs of prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # `aclose` aborts open requests
 
-_MERGED = 16  # outputs in the queue; each stream limits its own unread outputs
+_MERGED = 16  # outputs; each stream limits its own unread outputs
 _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
     ErrorCode.DEADLINE_PASSED: DeadlineError,
     ErrorCode.GRAMMAR_EXCEEDED: partial(RequestError, parameter="structured_outputs"),
@@ -36,19 +36,18 @@ _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
 
 
 def error_of(output: RequestOutput) -> OctavoError | None:
-    """Return the error that a request ended with, or None."""
+    """Return a request's error."""
     code = output.error_code
     return None if code is None else _ERRORS[code](output.error or code.text)
 
 
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
-    """Return a generator of the outputs of all prompts, in the order in which the outputs arrive.
+    """Return a generator of the outputs of all prompts, in their order of arrival.
 
-    The job's place (a `Permit`) limits how many prompts run in parallel. usage: gets the last output of a request that
-    failed or was cut off, which is not yielded; the reader adds all other outputs. Reading raises `RequestFailedError`
-    if a request failed, `ExecutionError` if a step failed, `DeadlineError` if the deadline passed, `RequestError` if a
-    request was refused or its grammar failed, `AuthenticationError` if the client's key was removed, and
-    `ServerClosingError` if the server shuts down.
+    The job's place limits how many prompts run in parallel. usage: gets the last output of a request that failed or was
+    cut off, which is not yielded; the reader adds all other outputs. Reading raises the request's error:
+    `RequestFailedError`, `ExecutionError` if a step failed, `DeadlineError`, `RequestError` if it was refused or its
+    grammar failed, `AuthenticationError` if its key was removed, or `ServerClosingError`.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
@@ -67,9 +66,9 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 
 
 class MergedOutputs:
-    """Yields the outputs of several streams in the order in which the outputs arrive.
+    """Yields the outputs of streams in their order of arrival.
 
-    At most `at_once` streams are open at a time. Raises the first error; the reader must then call `aclose`.
+    At most `at_once` streams are open. Raises the first error; the reader must then call `aclose`.
     """
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:
@@ -94,7 +93,7 @@ class MergedOutputs:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Close all open streams, which aborts their requests."""
+        """Abort open requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -103,7 +102,7 @@ class MergedOutputs:
 async def _pump(
     waiting: Iterator[AsyncGenerator[RequestOutput, None]], queue: asyncio.Queue[RequestOutput | BaseException | None]
 ) -> None:
-    """Queue the outputs of the waiting streams, one stream after another; then None, or the error of a stream."""
+    """Queue the outputs of streams, one after another; then None, or an error."""
     try:
         for stream in waiting:
             async with aclosing(stream):
@@ -112,6 +111,6 @@ async def _pump(
     except BaseException as error:
         if not is_fault(error):
             raise
-        await queue.put(error)  # `__anext__` raises the error
+        await queue.put(error)  # for `__anext__`
     else:
         await queue.put(None)

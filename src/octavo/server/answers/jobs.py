@@ -1,4 +1,4 @@
-"""A request to answer, and the protocols of the objects that write the answer."""
+"""Jobs, and protocols of the objects that write their answers."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: bytes that clients ignore, sent while there is no event."""
+    """How a stream is sent. keep_alive: bytes that clients ignore."""
 
     media_type: str
     keep_alive: bytes
 
 
 EVENTS = StreamForm("text/event-stream", b": still at work\n\n")
-LINES = StreamForm("application/x-ndjson", b" ")  # clients ignore a blank before JSON
+LINES = StreamForm("application/x-ndjson", b" ")  # clients ignore the blank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A client's request to answer.
 
-    model: the model's name in the answer. place: the job's place in the limiter, held until the job is answered.
-    counts_completions: False to count no generated tokens, if prompts are only scored or computed. deadline: in seconds
-    of the event loop's clock. client_names: the engine's name of a parameter -> the client's name. check: called with
-    each tokenized prompt; raises `RequestError` to refuse the job.
+    model: the name in the answer. place: held until the job is answered. counts_completions: False if prompts are only
+    scored or computed. deadline: in seconds of the event loop's clock. client_names: the engine's name of a parameter
+    -> the client's name. check: called with each tokenized prompt; may raise `RequestError`.
     """
 
     request_id: str
@@ -67,20 +66,20 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # `copy` skips the checks of the parameters, which passed before
+        params = copy(self.params)  # skips passed checks
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
     @property
     def request_ids(self) -> list[str]:
-        """The ids of the requests, one for each prompt."""
+        """One per prompt."""
         count = len(self.prompts)
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
 
 @dataclass(slots=True)  # frozen would double the time to create it for each token
 class ChoiceUpdate:
-    """New output of one choice (a prompt has `n` choices). choice: the index over all prompts."""
+    """New output of one choice. choice: the index over all prompts."""
 
     choice: int
     is_first: bool
@@ -89,39 +88,39 @@ class ChoiceUpdate:
 
 
 class WholeReply(Protocol):
-    """Writes an answer that is not streamed."""
+    """Writes whole answers."""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
-        """Return the answer. outputs: the complete output of each prompt, in the order of the prompts."""
+        """Return the answer. outputs: complete, one for each prompt, in order."""
         ...
 
 
 class Reply(WholeReply, Protocol):
-    """Writes an answer that may be streamed."""
+    """Writes streamed answers, too."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the events for an update; b"" if it needs none. usage: the events' token counts; None: no counts."""
+        """Return the events for an update, or b"". usage: None to show no counts."""
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last events of a stream without an error."""
+        """Return last events."""
         ...
 
     def error(self, error: HttpError) -> bytes:
-        """Return a failed stream's last events."""
+        """Return the last events of a failed stream."""
         ...
 
 
 def event(data: Any, kind: str | None = None) -> bytes:
-    """Encode a server-sent event. kind: the name of the event; None for no name."""
+    """Encode a server-sent event."""
     return (b"" if kind is None else f"event: {kind}\n".encode()) + b"data: " + encoder.encode(data) + b"\n\n"
 
 
 def line(data: Any) -> bytes:
-    """Encode a line of JSON."""
+    """Encode one line."""
     return encoder.encode(data) + b"\n"
 
 
 def json_response(reply: Any) -> Response:
-    """Return a small object, encoded on the event loop."""
+    """Encode a small object on the event loop."""
     return Response(encoder.encode(reply), media_type="application/json")

@@ -1,4 +1,4 @@
-"""Kimi K3's answers: tags, written with three special tokens, enclose content and calls."""
+"""Kimi K3's answers: tags, written with three special tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _JSON_TYPES = ("number", "boolean", "null", "object", "array")
 
 
 class KimiK3Format(TaggedFormat):
-    """Calls are numbered from 1. The tag of an argument names the type of its value."""
+    """Calls are numbered from 1. An argument's tag names the type of its value."""
 
     name = "kimi_k3"
     markers = (_OPEN, _CLOSE, _SEP)
@@ -44,12 +44,12 @@ class KimiK3Format(TaggedFormat):
         return KimiK3Parser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """Return the beginnings with the name first or after the type."""
+        """The name may follow the type."""
         before = ["", *(f' type="{each}"' for each in ("string", *_JSON_TYPES))]
         return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - the seam's
-        """Require the mark of a call, without a name, because attributes may have any order."""
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
+        """Require a call's mark without a name: attributes may have any order."""
         return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
@@ -62,7 +62,7 @@ class KimiK3Format(TaggedFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules that keep the order of the arguments in the schema."""
+        """Keep the schema's order."""
         sep, rules = self._marker(_SEP), [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f'{self.call_opens} tool="{function.name}" index="')
@@ -103,14 +103,14 @@ def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
 
 
 class KimiK3Parser(TaggedParser):
-    """Reads such tags. Attributes may have any order; unknown attributes are ignored."""
+    """Attributes may have any order; unknown ones are ignored."""
 
     def _name(self) -> Wait[str]:
         attributes = yield from self._attributes()
         self._position -= len(_SEP)
         return attributes.get("tool", "")
 
-    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002 - the seam's
+    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002 - interface
         attributes = yield from self._attributes()
         if "key" not in attributes:
             raise MalformedError

@@ -71,7 +71,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 _PROBE = (template_probe.NAME, template_probe.ARGUMENTS)
 _AS_CLIENTS = '"function": {'
 
-# Texts of chat templates that describe a format; all texts of an entry must be in the template.
+# A template must contain all texts of an entry.
 _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<tool_call>", "<function=", "<parameter="), tagged_calls.Qwen3CoderFormat),
     (("<tool_call>", "<arg_key>"), tagged_calls.GLMFormat),
@@ -95,11 +95,11 @@ _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
 def find_tool_format(
     wanted: str, templates: Sequence[str], written: str | None, token_name: Callable[[str], str | None]
 ) -> ToolFormat | None:
-    """Return the format with the name `wanted`; for "auto" the format that chat templates show, or `GenericFormat`.
+    """Return the format `wanted`; for "auto" the format that chat templates show, or `GenericFormat`.
 
-    written: the call of `octavo.server.answers.template_probe` as the templates write it; None if they refuse it.
-    token_name: see `ToolFormat`. If several formats have this name, return the format that the templates show, or the
-    first of them. Returns None for "none", and for "auto" without a chat template.
+    written: the call of `octavo.server.answers.template_probe` as the templates write it; None if they refuse it. If
+    several formats have this name, return the one that the templates show, or the first. Returns None for "none", and
+    for "auto" without a chat template.
     """
     if wanted == "none":
         return None
@@ -113,9 +113,9 @@ def find_tool_format(
 
 
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
-    """Return the format that writes the templates' call exactly, or else the first format that reads this call.
+    """Return the format that writes the templates' call exactly, or the first that reads it.
 
-    If the templates write no call, or copy the client's JSON of it, return the format that they describe.
+    If the templates write no call, or copy the client's JSON, return the format that they describe.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

@@ -1,4 +1,4 @@
-"""Find the end of a malformed member of a list of calls."""
+"""Malformed list members."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 def member_end(text: str) -> int | None:
     """Return the length of the object or Python call at the beginning of a text; None if it is uncertain.
 
-    An unescaped quote within a string would end the string too early. So the length is certain only if each string is
-    between punctuation marks of JSON or Python, and if brackets match.
+    An unescaped quote would end a string too early. So strings must be between punctuation marks of JSON or Python, and
+    brackets must match.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:
         char, place = found.group(), found.end()
         if char in _STRINGS:
             string = _STRINGS[char].match(text, found.start())
-            before = text[last : found.start()].rstrip()  # the text since the last string or bracket
+            before = text[last : found.start()].rstrip()  # since the last string or bracket
             if string is None or (before or text[max(last - 1, 0) : last])[-1:] not in _BEFORE:
                 return None
             place = string.end()

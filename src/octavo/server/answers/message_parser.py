@@ -1,4 +1,4 @@
-"""Base of the parsers of answers made of messages: a head with the recipient, text, and an end mark."""
+"""Base of the parsers of messages: a head with the recipient, text, and an end mark."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class MessageParser(ToolParser):
     """Reads messages. Text without a head is content.
 
-    A message that is no call of a known function is text of the kind that its head names. begins: texts that begin a
-    head. head_parts: marks within heads. head_closes: the mark that ends a head. ends: marks that end a message.
-    breaks: marks that end a message and begin the next message.
+    A message that calls no known function is text of the kind that its head names. begins: texts that begin a head.
+    head_parts: marks within heads. head_closes: ends a head. ends: marks that end a message. breaks: marks that also
+    begin the next message.
     """
 
     begins: ClassVar[tuple[str, ...]]
@@ -28,22 +28,22 @@ class MessageParser(ToolParser):
     ends: ClassVar[tuple[str, ...]]
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
-        """Return the function that a head names as the recipient, or None, and the kind of the message's text."""
+        """Return the function that a head names, or None, and the kind of the message's text."""
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length of a head that lacks `head_closes`, and the kind of the text after it; else None."""
+        """Return the length of a head that lacks `head_closes`, and the kind of its text; else None."""
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        """Read a call and the end mark of its message."""
+        """Read a message's call."""
         raise NotImplementedError
 
     def _read(self) -> Wait[None]:
         while True:
             if not (yield from self._begins()):
                 if self._is_over and self._position == len(self._text):
-                    return  # blanks after the last message are not content
+                    return
                 yield from self._body("content")
                 continue
             try:
@@ -80,7 +80,7 @@ class MessageParser(ToolParser):
         return self._text[:end]
 
     def _drop_cut_head(self) -> None:
-        """Drop a head that was cut off. If a head lacks `head_closes`, keep the text after the head."""
+        """Drop a head that was cut off. Keep the text after a head that lacks `head_closes`."""
         bare = self._bare_head()
         rest = "" if bare is None else self._text[bare[0] :].rstrip(HALF)
         if not rest or any(each.startswith(rest) for each in (*self.head_parts, self.head_closes)):

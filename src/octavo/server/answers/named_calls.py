@@ -24,7 +24,7 @@ _INDEX_RULE = "/[0-9]{1,3}/"
 class NamedFormat(SectionFormat):
     """A call is `call_opens`, a head, `arguments_open`, the arguments and `call_closes`.
 
-    head: the template of a head, with the places {name} and {index}. head_pattern: matches a head.
+    head: a template with {name} and {index}. head_pattern: matches a head.
     """
 
     head: ClassVar[str] = "{name}"
@@ -37,12 +37,12 @@ class NamedFormat(SectionFormat):
         return NamedParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write the head and the arguments."""
+        """Write a call."""
         head = self.head.replace("{name}", name).replace("{index}", str(index))
         return f"{self.call_opens}{head}{self.arguments_open}{json_text(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return one rule for each function."""
+        """One for each function."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             before, _, after = f"{self.call_opens}{self.head}{self.arguments_open}".partition("{index}")
@@ -92,7 +92,7 @@ class DeepSeekV3Format(NamedFormat):
 
 
 class DeepSeekV31Format(NamedFormat):
-    """DeepSeek V3.1: a call has only a name and arguments."""
+    """DeepSeek V3.1: only a name and arguments."""
 
     name = "deepseek_v31"
     markers = DeepSeekV3Format.markers
@@ -103,7 +103,7 @@ class DeepSeekV31Format(NamedFormat):
 
 
 class KimiK2Format(NamedFormat):
-    """Kimi K2: the number of the call follows the name."""
+    """Kimi K2: the call's number follows the name."""
 
     name = "kimi_k2"
     markers = (
@@ -120,7 +120,7 @@ class KimiK2Format(NamedFormat):
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require the name of a function after the opener of a call, within a section or without one."""
+        """Require a function's name after the opener of a call, within or without a section."""
         names = [f"{prefix}{each.name}" for each in functions for prefix in ("functions.", "")]
         call_starts = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
         return {
@@ -130,7 +130,7 @@ class KimiK2Format(NamedFormat):
 
 
 class SolarFormat(NamedFormat):
-    """Solar Open: each call has an id."""
+    """Solar Open: calls have ids."""
 
     name = "solar_open"
     markers = (
@@ -156,7 +156,7 @@ class SolarFormat(NamedFormat):
 
 
 class FunctionaryFormat(NamedFormat):
-    """Functionary 3.1, and Llama 3.1 if the prompt asks for it: a tag with the name of the function."""
+    """Functionary 3.1, and Llama 3.1 if the prompt asks for it: a tag with the function's name."""
 
     name = "functionary_v3_1"
     markers = ("<function=", "</function>")

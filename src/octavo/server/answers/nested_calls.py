@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 MARK = "]<]minimax[>["
-_ITEM = "item"  # the tag of a list's item
+_ITEM = "item"  # a list item's tag
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
-_ANY_TEXT = "/[^\\]](.|\\n)*/"  # text that cannot be read as a tag, even if the mark is not a token
+_ANY_TEXT = "/[^\\]](.|\\n)*/"  # cannot be read as a tag, even if the mark is not a token
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
 class MiniMaxM3Format(SectionFormat):
-    """An object has a tag for each key, a list a tag `item` for each item. Any other value is text without quotes."""
+    """An object has a tag for each key, a list has `item` tags. Other values are text without quotes."""
 
     name = "minimax_m3"
     markers = (MARK, "<tool_call>", "</tool_call>")
@@ -50,12 +50,12 @@ class MiniMaxM3Format(SectionFormat):
         """Parse nested tags."""
         return NestedParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
         """Write tags."""
         return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules that keep the order of the schema's properties. A part without a schema may be any value."""
+        """Keep the schema's order. A part without a schema may be any value."""
         mark = self._marker(MARK)
         rules = [
             choice_of(len(functions)),
@@ -71,7 +71,7 @@ class MiniMaxM3Format(SectionFormat):
         return "\n".join(rules)
 
     def _members(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return the rules of an object; the first rule is `members<place>`."""
+        """The first rule is `members<place>`."""
         options = alternatives(schema, root)
         if len(options) == 1:
             return self._members_of(place, options[0], root)
@@ -97,7 +97,7 @@ class MiniMaxM3Format(SectionFormat):
         return [f"members{place}: {' '.join(uses)}", *rules]
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return the rules of a value with the mark after the value; the first rule is `value<place>`."""
+        """Return the rules of a value and the mark after it; the first is `value<place>`."""
         mark, schema = self._marker(MARK), merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -134,7 +134,7 @@ def _written(value: Any) -> str:
 
 
 class NestedParser(ValueParser):
-    """Reads such calls. The schema decides the type of a value; without a schema, the form of the value decides."""
+    """The schema decides the type of a value; without a schema, the value's form."""
 
     def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -167,7 +167,7 @@ class NestedParser(ValueParser):
         self._say_closed("]", call)
 
     def _next_tag(self, around: str) -> Wait[str]:
-        """Skip the next tag. Returns the name in an opening tag; "" for the closing tag of `around`."""
+        """Return the name in an opening tag; "" for the closing tag of `around`."""
         if (yield from self._takes_next(f"{MARK}</{around}>")):
             self._drop()
             return ""
@@ -179,7 +179,7 @@ class NestedParser(ValueParser):
         return key
 
     def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[bool]:
-        """Read a value and emit it. Returns False if the value is omitted."""
+        """Return False if the value is omitted."""
         end = MarkEnd(f"{MARK}<{tag}>", f"{MARK}</{tag}>")
         if is_text(schema, self._root):
             self._say('"', call)
@@ -204,7 +204,6 @@ class NestedParser(ValueParser):
         return written is not None
 
     def _opened_tag(self) -> Wait[str | None]:
-        """Return the name in the next opening tag without skipping the tag; None if none follows."""
         yield from self._skip_space()
         place = self._position
         name = None

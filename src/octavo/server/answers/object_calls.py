@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """A call is an object. id_key: the object's first key, for the number of the call; None if calls have no number."""
+    """A call is an object. id_key: its first key, for the number of the call; None without numbers."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
@@ -41,7 +41,7 @@ class ObjectFormat(SectionFormat):
 
 
 class ObjectParser(SectionParser):
-    """Reads calls that are objects."""
+    """Reads objects."""
 
     def __init__(self, form: ObjectFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -153,12 +153,12 @@ class ApertusFormat(SectionFormat):
         """Parse such objects."""
         return _KeyedParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
         """Write an object."""
         return json_text({name: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return one rule for each function."""
+        """One for each function."""
         rules = [choice_of(len(functions)), "COLON: /: ?/"]
         for index, function in enumerate(functions):
             name = json.dumps(json.dumps(function.name))

@@ -1,4 +1,4 @@
-"""Split an answer's text into reasoning, content and tool calls while it arrives.
+"""Split an answer into reasoning, content and tool calls while it arrives.
 
 The parts do not depend on the pieces in which the text arrives.
 """
@@ -14,8 +14,8 @@ from octavo.engine.stop_strings import num_held_back_chars
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MAX_HELD_SPACE = 256  # characters of white space that are held back; longer white space is text
-MAX_BLANKS = 8  # white space between two characters of a call's head
+MAX_HELD_SPACE = 256  # characters; longer space is emitted
+MAX_BLANKS = 8  # between characters of a call's head
 _BLANKS = " \t\r\n"
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
@@ -25,9 +25,9 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    text: for `call` the tool's name; for `arguments` a piece of the call's JSON. This JSON is incomplete if the answer
-    was cut off, and broken if a long call was malformed. call: the index of the call. start: the number of characters
-    before the part in the answer; a call may begin later.
+    text: for `call` the tool's name; for `arguments` a piece of JSON, which is incomplete if the answer was cut off,
+    and broken if a long call was malformed. call: the call's index. start: characters before the part in the answer; a
+    call may begin later.
     """
 
     kind: PartKind
@@ -38,9 +38,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """How a family of models marks its reasoning.
+    """A family's marks of reasoning.
 
-    is_found_by_opens: chat templates show this form by `opens`; other families' templates contain `closes` as well.
+    is_found_by_opens: chat templates show this form by `opens`; other families' templates also contain `closes`.
     """
 
     name: str
@@ -56,17 +56,17 @@ class AnswerParser(Protocol):
     """Parses one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """Add text of the answer; return the parts that are certain now."""
+        """Add text; return the parts that are certain now."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Flush the buffered text. If the answer was cut off, drop an incomplete marker or head of a call."""
+        """Flush the buffered text. If the answer was cut off, drop an incomplete mark or head of a call."""
         ...
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join neighbouring parts of one kind and drop empty parts. Content is joined only if adjacent in the answer."""
-    if len(parts) == 1 and parts[0].text:  # the usual case
+    """Join neighbouring parts of one kind, content only if adjacent; drop empty parts."""
+    if len(parts) == 1 and parts[0].text:  # usual
         return [*parts]
     runs: list[list[Part]] = []
     for part in parts:
@@ -84,18 +84,18 @@ def _go_together(part: Part, following: Part) -> bool:
 
 
 def without_space(text: str) -> int:
-    """Return the length to emit: without final white space, of which at most `MAX_HELD_SPACE` is held back."""
+    """Return the length without final white space, of which at most `MAX_HELD_SPACE` characters are held back."""
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
 class CallStarts:
-    """Texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters of a head."""
+    """Texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted(texts)
 
     def starts_at(self, text: str, start: int) -> bool | None:
-        """Return whether one of the texts begins at index `start`; None if more text is needed."""
+        """Return whether a text begins at `start`; None if more text is needed."""
         seen, num_blanks = "", 0
         for place in range(start, len(text)):
             is_blank = text[place] in _BLANKS
@@ -110,7 +110,7 @@ class CallStarts:
 
 
 class PlainParser:
-    """Treats text as content."""
+    """Treats all text as content."""
 
     def __init__(self) -> None:
         self._num_chars = 0
@@ -120,16 +120,16 @@ class PlainParser:
         start, self._num_chars = self._num_chars, self._num_chars + len(text)
         return [Part("content", text, start=start)] if text else []
 
-    def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002 - the signature is the protocol's
+    def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002 - interface
         """See `AnswerParser`."""
         return []
 
 
 class ReasoningParser:
-    """Splits off the reasoning at the beginning of an answer, and drops white space around its marks.
+    """Splits off the reasoning at the beginning, and drops white space around its marks.
 
-    next_parser: the parser of the text after the reasoning. is_open: the prompt ends with an opening mark.
-    interrupts: other marks that end the reasoning if one of the mark's heads follows; `next_parser` gets these marks.
+    is_open: the prompt ends with an opening mark. interrupts: other marks that end the reasoning if one of their heads
+    follows; `next_parser` gets them.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class ReasoningParser:
         self._ends = (form.closes, *self._interrupts)
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
-        self._num_chars = 0  # of the answer so far
-        self._num_chars_before = 0  # characters of the answer before the text for `next_parser`
+        self._num_chars = 0  # so far
+        self._num_chars_before = 0  # before the text for `next_parser`
         self._has_begun = False
         self._has_next_text = False
 
@@ -201,7 +201,7 @@ class ReasoningParser:
     def _end(self) -> tuple[int, str | None]:
         """Return the end of the reasoning and the mark that ends it.
 
-        If there is no such mark yet, return the index at which a mark may begin, and None.
+        Without such a mark, return the index at which one may begin, and None.
         """
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:

@@ -1,4 +1,4 @@
-"""Prompts that are computed for another engine."""
+"""Prefills for another engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Prefilled(Struct):
-    """The response after all prompts of a request are computed."""
+    """The response after all prompts are computed."""
 
     id: str
     model: str
@@ -29,15 +29,15 @@ class Prefilled(Struct):
 def prefill_of(job: Job) -> Job:
     """Return a job that only computes another job's prompts.
 
-    A model computes a prompt only to sample a token, so the job samples one token for each prompt and discards it. The
-    engine that writes the answer applies the client's parameters.
+    A model computes a prompt only to sample a token, so one token is sampled for each prompt and discarded. The decode
+    engine applies the client's parameters.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     return replace(job, params=params, stream=False, counts_completions=False)
 
 
 class PrefillReply:
-    """Writes the response `Prefilled`."""
+    """Writes `Prefilled`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -29,21 +29,21 @@ _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 class PythonFormat(SectionFormat):
-    """Writes JSON with Python's True, False and None; reads Python's strings as well."""
+    """Writes JSON with Python's True, False and None; reads Python's strings, too."""
 
     between: ClassVar[str] = ", "
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse lists between marks."""
+        """Parse marked lists."""
         return PythonParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
         """Write keyword arguments."""
         written = [f"{key}={_value(value)}" for key, value in arguments.items()]
         return f"{name}({', '.join(written)})"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules that keep the order of the arguments in the schema."""
+        """Keep the schema's order."""
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
             found = [_argument_rules(place, each, function.parameters) for place, each in _options_of(index, function)]
@@ -58,13 +58,12 @@ def _value(value: Any) -> str:
 
 
 def _options_of(index: int, function: Function) -> list[tuple[str, dict[str, Any]]]:
-    """Return the merged schema of each option of the parameters, with the infix for the names of its rules."""
     options = alternatives(function.parameters, function.parameters)
     return [(f"{index}" if len(options) == 1 else f"{index}_o{number}", each) for number, each in enumerate(options)]
 
 
 def _argument_rules(place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return a grammar expression of arguments, and its rules; `place` is part of the rules' names."""
+    """Return a grammar expression and its rules; their names contain `place`."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties.items()) if isinstance(properties, dict) else []
     if not named:
@@ -99,14 +98,14 @@ class PythonicFormat(PythonFormat):
     opener, opens, closes = "[", "[", "]"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse lists with or without marks."""
+        """Parse lists."""
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Return a grammar of text and a list of calls.
 
-        If the answer begins with a bracket, it must be a list of calls. Within text, a list must begin with the call of
-        a function. A call is certain after the name of its first argument; without arguments, after its end.
+        An answer that begins with a bracket must be a list of calls. Within text, a list must begin with the call of a
+        function. A call is certain after its first argument's name; without arguments, after its end.
         """
         call_starts = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(call_starts)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
@@ -134,7 +133,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a pattern for each possible name of the first argument, with the rules of the text after the name."""
+    """Return a pattern for each possible first argument's name, with the rules of the text after it."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:

@@ -35,7 +35,7 @@ class PythonParser(ValueParser):
         self._commit()
 
     def _has_next_call(self) -> Wait[bool]:
-        """See `SectionParser`. Calls on lines of their own have no mark between two calls."""
+        """See `SectionParser`. Calls on separate lines have no mark between them."""
         if self._between:
             return (yield from super()._has_next_call())
         char = yield from self._skip_space()
@@ -67,9 +67,9 @@ class PythonParser(ValueParser):
         return key
 
     def _python_value(self, call: Call) -> Wait[str]:
-        """Skip a value, and return its JSON. Raises `MalformedError`.
+        """Skip a value, and return its JSON.
 
-        If the answer was cut off within a string, list or dict, emit the JSON of its beginning before the error.
+        If the answer was cut off within a string, list or dict, emit its beginning and raise `MalformedError`.
         """
         start = self._position
         scanner = ValueScanner(start)
@@ -78,7 +78,7 @@ class PythonParser(ValueParser):
                 yield
             value = literal_json(scanner.value(self._text, end))
         except NotALiteralError:
-            if scanner.is_begun and (self._is_cut or not scanner.line_ends):  # look for no call in a value
+            if scanner.is_begun and (self._is_cut or not scanner.line_ends):
                 self._position = len(self._text)
             if scanner.is_begun and self._is_cut and (begun := scanner.begun_json(self._text)) is not None:
                 self._say(begun, call)
@@ -88,10 +88,10 @@ class PythonParser(ValueParser):
 
 
 class PythonListParser(PythonParser):
-    """Reads lists of calls, between Llama 4's marks or without marks.
+    """Reads lists of calls, with or without Llama 4's marks.
 
-    A list without marks may be code. Within text such a list must begin with the name of a function, and must not be a
-    subscript or in Markdown's code. Each call in the list must begin with a keyword argument or have no arguments.
+    A list without marks may be code. Within text it must begin with the name of a function, and must not be a subscript
+    or in Markdown's code. Each of its calls must begin with a keyword argument or have no arguments.
     """
 
     _is_tagged = False
@@ -114,7 +114,7 @@ class PythonListParser(PythonParser):
                 self._report_content()
 
     def _list(self) -> Wait[None]:
-        """Read the calls of a list. A list without marks may be code, so a malformed member ends such a list."""
+        """A malformed member ends a list without marks, which may be code."""
         self._is_list = self._is_tagged
         yield from self._calls()
 
@@ -155,7 +155,7 @@ class PythonListParser(PythonParser):
         super()._report_content()
 
     def _is_cut_here(self) -> bool:
-        """See `ToolParser`. If the list has no marks, the text must also begin like a list of calls."""
+        """See `ToolParser`. Without marks, the text must also begin like a list of calls."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -164,8 +164,8 @@ class PythonListParser(PythonParser):
 
 
 def _may_become(text: str, head: str) -> bool:
-    """Return whether a text that was cut off may be the beginning of a call with this head.
+    """Return whether a text that was cut off may begin a call with this head.
 
-    The text may end within the head, or after the head with the letters of an argument's name or a closing bracket.
+    It may end within the head, or after it with the letters of an argument's name or a closing bracket.
     """
     return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)

@@ -18,7 +18,7 @@ _MARK, _USER = ">>>", "all"
 
 
 class RecipientsFormat(ToolFormat):
-    """A call is a line with the function's name, and the arguments as JSON. The prompt ends with the first mark."""
+    """A call is a line with the function's name, and JSON. The prompt ends with the first mark."""
 
     name = "functionary_v3_2"
     markers = ()
@@ -26,11 +26,11 @@ class RecipientsFormat(ToolFormat):
     reserved_names = frozenset({_USER})
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> RecipientsParser:
-        """Parse the parts of an answer."""
+        """Parse the parts."""
         return RecipientsParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write a mark before each call, as chat templates do."""
+        """Write marked calls."""
         return "".join(f"{_MARK}{name}\n{json_text(arguments)}" for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -39,7 +39,7 @@ class RecipientsFormat(ToolFormat):
         return f'start: "{_MARK}"? call{more}\n{self._calls(functions)}'
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of text and calls: a function's name at the beginning or after a mark begins a call."""
+        """Allow text and calls. A function's name at the beginning or after a mark begins a call."""
         names = "|".join(pattern(each.name) for each in functions)
         text = f"/(.|\\n)*/ {FEW_BLANKS} & ~/({names})\\n(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", self._calls(functions)]
@@ -50,12 +50,12 @@ class RecipientsFormat(ToolFormat):
         return "\n".join([f"start: {start}", f"later: {later}", *rules])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return a grammar of calls, or of JSON for the user."""
+        """Allow calls or JSON."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", "start: calls | head? content", 1) + f"\n{_HEAD_RULE}"
 
     def content(self, schema: str) -> str:
-        """Return a grammar of JSON for the user."""
+        """Allow JSON for the user."""
         return f"start: head? content\ncontent: {lark_json(schema)}\n{_HEAD_RULE}"
 
     def _calls(self, functions: Sequence[Function]) -> str:
@@ -74,7 +74,7 @@ _HEAD_RULE = f'head: "{_MARK}"? {_head(_USER)}'
 
 
 class RecipientsParser(ToolParser):
-    """Reads such parts. A mark without a known recipient is content."""
+    """A mark without a known recipient is content."""
 
     _ends = ending(_MARK)
     _call_openers = (_MARK,)
@@ -94,7 +94,6 @@ class RecipientsParser(ToolParser):
             self._report_content()
 
     def _recipient(self) -> Wait[str]:
-        """Skip a line with a known recipient and return the recipient; "" if no such line follows."""
         found = yield from self._follows([f"{name}\n" for name in (_USER, *self._names)])
         self._position += len(found)
         return found.strip()

@@ -26,10 +26,9 @@ class TaggedFormat(SectionFormat):
     """A call is `call_opens`, the name, `named`, arguments and `call_closes`.
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
-    is_padded: one line feed before a value and one after it are not part of the value.
-    raw_marks: two marks that may enclose a value; the text between them may be anything.
-    head_pattern: matches the text between `call_opens` and `named`.
-    text_mark: follows the name of an argument that is a string. json_mark: follows any other argument's name.
+    is_padded: one line feed before a value and one after it are not part of it. raw_marks: may enclose any value.
+    head_pattern: matches the text between `call_opens` and `named`. text_mark, json_mark: follow the name of a string
+    argument, and of any other one.
     """
 
     named: ClassVar[str]
@@ -49,12 +48,12 @@ class TaggedFormat(SectionFormat):
         return TaggedParser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts with which arguments of these names begin."""
+        """Return the texts that begin arguments."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - the seam's
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
         """Write tags."""
         pad = "\n" if self.is_padded else ""
         written = [self.call_opens, name, self.named]
@@ -65,7 +64,7 @@ class TaggedFormat(SectionFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules that keep the order of the arguments in the schema."""
+        """Keep the schema's order."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
@@ -75,7 +74,7 @@ class TaggedFormat(SectionFormat):
         return "\n".join(rules)
 
     def _arguments(self, place: str, parameters: dict[str, Any]) -> tuple[str, list[str]]:
-        """Return a grammar expression of arguments, and its rules; `place` is part of the rules' names."""
+        """Return a grammar expression and its rules; their names contain `place`."""
         options = alternatives(parameters, parameters)
         if len(options) == 1:
             return self._arguments_of(place, options[0], parameters)
@@ -110,7 +109,7 @@ class TaggedFormat(SectionFormat):
     def _value(
         self, name: str, schema: dict[str, Any], root: dict[str, Any], *, is_json: bool
     ) -> tuple[str, list[str]]:
-        """Return a grammar expression of a value and its end mark, and the rules of the expression."""
+        """Return a grammar expression of a value and its end mark, and its rules."""
         pad = '"\\n" ' if self.is_padded else ""
         closes = f"{pad}{self._literal(self.value_closes)}"
         if not is_json and (options := _texts(schema)):
@@ -133,7 +132,6 @@ class TaggedFormat(SectionFormat):
 
 
 def _texts(schema: dict[str, Any]) -> list[str]:
-    """Return the strings of `const` or `enum`; [] if the schema allows any other value."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) and values and all(isinstance(each, str) for each in values) else []
 
@@ -150,7 +148,7 @@ class Qwen3CoderFormat(TaggedFormat):
 
 
 class SeedOSSFormat(TaggedFormat):
-    """ByteDance's Seed-OSS: values are not on lines of their own."""
+    """ByteDance's Seed-OSS: values share a line with their tags."""
 
     name = "seed_oss"
     markers = ("<seed:tool_call>", "</seed:tool_call>", *Qwen3CoderFormat.markers[2:])
@@ -185,12 +183,12 @@ class GLMFormat(TaggedFormat):
     value_closes, argument_closes = "</arg_value>", "\n"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require the name of a function after the opener of a call."""
+        """Require a function's name after the opener."""
         return _named_after(self, functions)
 
 
 class GLM47Format(TaggedFormat):
-    """GLM 4.7: `GLMFormat` without line feeds."""
+    """GLM 4.7, without line feeds."""
 
     name = "glm47"
     markers = GLMFormat.markers
@@ -198,7 +196,7 @@ class GLM47Format(TaggedFormat):
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require the name of a function after the opener of a call."""
+        """Require a function's name after the opener."""
         return _named_after(self, functions)
 
 

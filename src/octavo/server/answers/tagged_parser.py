@@ -1,4 +1,4 @@
-"""Read calls made of tags."""
+"""Read tagged calls."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 
 
 class TaggedParser(ValueParser):
-    """Emits strings piece by piece, and any other value when the value is complete.
+    """Emits strings piece by piece, other values when they are complete.
 
     The closing tag of the section also ends a call that has an argument, and a call of a function without parameters.
     Any other call without its own closing tag is text.
     """
 
-    _given: set[str]  # names of the call's arguments so far; empty after a complete call
+    _given: set[str]  # names of arguments so far; empty after a complete call
 
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
         self._form, self.is_padded = form, form.is_padded
         closes = form.closes if form.one_each else ""
         opens = form.opener if closes else form.call_opens or form.opener
-        self._pair = opens.strip(), (closes or form.call_closes).strip()  # the marks around a call
+        self._pair = opens.strip(), (closes or form.call_closes).strip()  # around a call
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
         self._given = set()
@@ -46,7 +46,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content; read no calls in it, which may be part of a value."""
+        """Emit the rest of a malformed call as content: a call in it may be part of a value."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
@@ -58,7 +58,7 @@ class TaggedParser(ValueParser):
         yield from self._skip_space()
         name = yield from self._name()
         if not (yield from self._peek()):
-            raise MalformedError  # the name may be incomplete
+            raise MalformedError  # may be incomplete
         call.name = name
         if not (yield from self._takes_named()):
             raise MalformedError
@@ -74,22 +74,21 @@ class TaggedParser(ValueParser):
         self._report("arguments", "}" if reported else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:
-        """Skip the mark after the name. Returns whether an argument or the end of the call follows the mark."""
+        """Skip the mark after the name. Returns whether an argument or the end of the call follows."""
         form = self._form
         if not (yield from self._takes_all(form.named)):
             return False
         return (yield from self._sees(form.argument_opens, form.call_closes, form.closes))
 
     def _takes_end(self, call: Call) -> Wait[bool]:
-        """Skip the closing mark of a call. Returns whether the call is complete."""
         closes = self._form.call_closes.strip()
         if closes and (yield from self._takes_all(closes)):
             return True
         if closes.startswith("</") and (yield from self._takes_all(closes[:-1])):
-            for char in "/>":  # the rest of a misspelled tag
+            for char in "/>":  # a misspelled tag
                 yield from self._takes(char)
             return True
-        # A call without arguments and without a closing mark may be a sentence about the marks.
+        # Otherwise it may be a sentence about the marks.
         parameters = self._parameters.get(call.name or "", {})
         may_end = self._given or not closes or not property_names(parameters, parameters)
         return bool(may_end) and (yield from self._sees(self._closes))
@@ -106,7 +105,7 @@ class TaggedParser(ValueParser):
         return (yield from self._run(NAME))
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Read an argument and emit it after `separator`. Returns "" if no argument of the call was emitted so far."""
+        """Emit an argument after `separator`. Returns "" if the call has no emitted argument."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         is_named = key in property_names(parameters, parameters)
@@ -143,14 +142,14 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Raise `MalformedError` if a value begins with the mark before the value: the mark may be written twice."""
+        """Refuse a value that begins with the mark before it, which may be written twice."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):
                 raise MalformedError
 
     def _value_end(self) -> Wait[str]:
-        """Skip the first of `raw_marks` if it follows. Returns the mark that closes the value."""
+        """Skip the first of `raw_marks`. Returns the mark that closes the value."""
         marks = self._form.raw_marks
         if marks is None or not (yield from self._takes(marks[0])):
             self._drop_cut("" if marks is None else marks[0])
@@ -163,7 +162,7 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Skip a head. Returns the argument's name, and whether its mark says that it is a string (None: no mark)."""
+        """Return the argument's name, and whether its mark says that it is a string (None: no mark)."""
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

@@ -30,9 +30,9 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
-    """The prompt of a question, and the text that a tool call adds to the prompt, as a chat template writes them.
+    """A question's prompt, and the text that a tool call adds to it.
 
-    prompt, call: None if the template refuses the messages.
+    None: the template refuses the messages.
     """
 
     prompt: str | None = None
@@ -40,7 +40,7 @@ class TemplateProbe:
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render the question and the call. render: the chat template; raises `RequestError` to refuse messages."""
+        """Render both. render: raises `RequestError` to refuse messages."""
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])

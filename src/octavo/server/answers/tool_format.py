@@ -1,4 +1,4 @@
-"""Base of the formats of tool calls."""
+"""Base of call formats."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Function:
     """A client's tool.
 
-    parameters: the JSON schema of the arguments. strict: calls must match `parameters`. field: the request's field that
-    has the schema, for error messages.
+    parameters: the JSON schema of the arguments. strict: calls must match it. field: the request's field with the
+    schema.
     """
 
     name: str
@@ -34,13 +34,12 @@ class Function:
 class ToolFormat:
     """One family's format of tool calls. Grammars are in llguidance's dialect of Lark.
 
-    takes_one: the chat templates refuse several calls in one message, so an answer may have several calls only if the
-    client asks for parallel calls. frames_content: marks enclose the content as well, so the parser also reads answers
-    without tools. reads_reasoning: the parser separates the reasoning as well. reserved_names: names that mean no tool.
-    needs_grammar: the models write no calls without a grammar. describes_tools: the chat templates cannot show tools,
-    so `messages_with_tools` writes the tools as text. markers: the marks that separate calls from text; the detokenizer
-    keeps these marks even if they are special tokens. token_name: returns the name in a grammar (`<[123]>`) of a text
-    that is one token; None for any other text.
+    takes_one: chat templates refuse several calls in one message, so an answer has several only if the client asks for
+    parallel calls. frames_content: marks enclose the content, too, so the parser also reads answers without tools.
+    reserved_names: mean no tool. needs_grammar: the models write no calls without a grammar. describes_tools: the chat
+    templates cannot show tools, so `messages_with_tools` writes them as text. markers: separate calls from text; the
+    detokenizer keeps them even if they are special tokens. token_name: returns a token's name in a grammar (`<[123]>`);
+    None if the text is not one token.
     """
 
     name: ClassVar[str]
@@ -56,38 +55,38 @@ class ToolFormat:
         self._token_name = token_name
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser of one answer. only_one: drop all calls after the first."""
+        """Make a parser. only_one: drop all calls after the first."""
         raise NotImplementedError
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - the seam's
-        """Return the marks that begin a call within unclosed reasoning, each with the heads that must follow."""
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
+        """Return the marks that begin a call within unclosed reasoning, with the heads that must follow."""
         return {}
 
     def new_call_id(self) -> str:
-        """Return a new id for a call."""
+        """Return a new id."""
         return f"call_{new_id()[:24]}"
 
     def messages_with_tools(
         self,
         messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],  # noqa: ARG002 - the seam's
+        tools: Sequence[dict[str, Any]],  # noqa: ARG002 - interface
         *,
-        is_required: bool,  # noqa: ARG002 - the seam's
-        only_one: bool,  # noqa: ARG002 - the seam's
+        is_required: bool,  # noqa: ARG002 - interface
+        only_one: bool,  # noqa: ARG002 - interface
     ) -> list[dict[str, Any]]:
-        """Return the messages for the chat template; see `describes_tools`."""
+        """Return the template's messages."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Write calls (names and arguments) as the models do."""
         raise NotImplementedError
 
-    def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - a family may know its own writing otherwise
-        """Return whether a chat template's text has the call in a spelling that differs from `write`."""
+    def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - interface
+        """Return whether a chat template's text has the call in another spelling than `write`'s."""
         return False
 
-    def content(self, schema: str) -> str | None:  # noqa: ARG002 - the seam's
-        """Return the grammar of an answer that is JSON of a schema; None if no marks enclose the JSON."""
+    def content(self, schema: str) -> str | None:  # noqa: ARG002 - interface
+        """Return the grammar of JSON of a schema; None if no marks enclose it."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -99,7 +98,7 @@ class ToolFormat:
         raise NotImplementedError
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of calls, or of JSON that matches a schema."""
+        """Return the grammar of calls, or of JSON of a schema."""
         forced = self.forced(functions, only_one=only_one).replace("start:", "calls:", 1)
         return f"start: calls | content\ncontent: {lark_json(schema)}\n{forced}"
 
@@ -107,7 +106,6 @@ class ToolFormat:
         return (self._token_name(text) if text in self.markers else None) or json.dumps(text, ensure_ascii=False)
 
     def _pieces(self, text: str) -> list[str]:
-        """Split a text before and after each marker."""
         either = "|".join(re.escape(each) for each in sorted(self.markers, key=len, reverse=True))
         return [piece for piece in re.split(f"({either})", text) if piece]
 
@@ -115,7 +113,6 @@ class ToolFormat:
         return " ".join(map(self._marker, self._pieces(text)))
 
     def _text_after(self, opener: str) -> str:
-        """Return the rules of text up to the opener of a call. The opener consists of marks and words."""
         first, *more = self._pieces(opener)
         tokens = [self._token_name(each) if each in self.markers else None for each in (first, *more)]
         if tokens[0] is not None:
@@ -127,14 +124,14 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule `call`: one of `call0` to `call<count - 1>`."""
+    """Return the rule `call`."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
-    """Return the rules of arguments in the order of the schema; a call uses the rule `first<place>_0`.
+    """Return the rules of arguments in the schema's order; a call uses the rule `first<place>_0`.
 
-    Rule `first<place>_<i>` allows the arguments from number i on if the call has no argument before them; rule
+    Rule `first<place>_<i>` allows the arguments from number i on if there is no argument before them;
     `further<place>_<i>` is for a call that has one. are_needed: whether each argument is required.
     """
     rules = []
@@ -149,7 +146,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return the rules of calls that are objects. The lexemes are JSON's, so a grammar may allow other JSON as well."""
+    """Return the rules of calls that are objects. Their lexemes are JSON's, so a grammar may allow other JSON, too."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))
@@ -159,5 +156,5 @@ def object_rules(functions: Sequence[Function], name_key: str, arguments_key: st
 
 
 def json_text(value: Any) -> str:
-    """Write JSON as chat templates do."""
+    """Write like chat templates."""
     return json.dumps(value, ensure_ascii=False)

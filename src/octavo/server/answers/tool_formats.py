@@ -1,4 +1,4 @@
-"""The call formats of Hermes, Llama and Mistral."""
+"""Call formats of Hermes, Llama and Mistral."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class HermesFormat(ToolFormat):
     markers = (HermesParser.opener, HermesParser.closer)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse objects between tags."""
+        """Parse tagged objects."""
         return HermesParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write each object and its tags on separate lines."""
+        """Write each object and tag on its own line."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in written)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of consecutive calls."""
+        """Allow calls only."""
         opener = self._marker(HermesParser.opener)
         more = "" if only_one else f' ("\\n" {opener} rest)*'
         return f"start: {opener} rest{more}\n{self._rest(functions)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of text and calls."""
+        """Allow text and calls."""
         start = "start: TEXT | head rest" if only_one else "start: (head rest)* TEXT"
         return f"{start}\n{self._text_after(HermesParser.opener)}\n{self._rest(functions)}"
 
@@ -60,18 +60,18 @@ class LlamaFormat(ToolFormat):
         return LlamaParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write objects with semicolons between them."""
+        """Separate objects by semicolons."""
         return "; ".join(json_text({"name": name, "parameters": arguments}) for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of calls, with an optional tag before them."""
+        """Allow a tag first."""
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of text and calls.
+        """Allow text and calls.
 
-        If the answer begins with an object, the object must be a call. Within text, an object is a call if it begins
-        with the name of a function and the key of the arguments.
+        An object at the beginning must be a call. Within text, an object is a call if it begins with a function's name
+        and the key of the arguments.
         """
         text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
@@ -98,16 +98,16 @@ class MistralFormat(ToolFormat):
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse the forms of this class and of `NamedMistralFormat`."""
+        """Parse `NamedMistralFormat`, too."""
         return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write a list of objects."""
+        """Write a list."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return f"[TOOL_CALLS][{', '.join(written)}]"
 
     def new_call_id(self) -> str:
-        """Return an id of nine characters, as Mistral's templates require."""
+        """Mistral's templates require nine characters."""
         return new_id()[:9]
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -115,7 +115,7 @@ class MistralFormat(ToolFormat):
         return f"start: {self._marker(MistralParser.opener)} rest\n{self._rest(functions, only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of text, which may end with calls."""
+        """Allow calls after text."""
         head = self._text_after(MistralParser.opener)
         return f"start: TEXT | head rest\n{head}\n{self._rest(functions, only_one)}"
 
@@ -128,7 +128,7 @@ class NamedMistralFormat(MistralFormat):
     """Mistral's models since 2025: a mark, a name, a mark and the arguments."""
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write each call with its marks."""
+        """Write marked calls."""
         return "".join(f"[TOOL_CALLS]{name}[ARGS]{json_text(arguments)}" for name, arguments in calls)
 
     def _rest(self, functions: Sequence[Function], only_one: bool) -> str:

@@ -1,4 +1,4 @@
-"""Parsers of the formats in `tool_formats`."""
+"""Parsers for `tool_formats`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """Llama 3: {"name": ..., "parameters": ...}; several calls have semicolons or line feeds between them.
 
-    Within text the name must come first and the arguments second, because any other object that names a tool may
-    describe the tool.
+    Within text the name must be first and the arguments second: another object that names a tool may describe it.
     """
 
     opener = "<|python_tag|>"
@@ -61,10 +60,7 @@ class LlamaParser(ToolParser):
                 self._report_content()
 
     def _object(self) -> Wait[bool]:
-        """Read a call and the semicolon after it. Returns False if no object follows or the call is malformed.
-
-        A malformed call is emitted as content.
-        """
+        """Read a call and the semicolon after it, if any."""
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
         yield from self._takes_next(";")
@@ -72,7 +68,7 @@ class LlamaParser(ToolParser):
         return True
 
     def _is_cut_here(self) -> bool:
-        """See `ToolParser`. If there is no tag, the text must also begin like a call."""
+        """See `ToolParser`. Without a tag, the text must also begin like a call."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -125,7 +121,7 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a name and its marks. If the answer was cut off within them, skip that text; raise `MalformedError`."""
+        """Skip a name and its marks; skip all text if the answer was cut off there."""
         if head is not None:
             self._position = brace
             return

@@ -1,4 +1,4 @@
-"""The tools of a request."""
+"""A request's tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class Choice:
     """A request's choice of tools. mode: auto, none or required.
 
-    named: the tool that must be called; None for any. allowed: the tools that may be called; None for all.
+    named: must be called; None for any. allowed: may be called; None for all.
     """
 
     mode: str = "auto"
@@ -43,11 +43,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools that one request may call.
+    """The tools that a request may call.
 
-    functions: the tools that may be called. given: all tools of the request, as chat templates read them. is_limited:
-    some tools of `given` may not be called. is_required: the answer must have a call. named: the tool that must be
-    called; None for any. only_one: an answer has at most one call. format: None if no tool may be called.
+    functions: may be called. given: all tools, as chat templates read them. is_limited: some of `given` may not be
+    called. is_required: the answer must have a call. format: None if no tool may be called.
     """
 
     functions: tuple[Function, ...] = ()
@@ -69,8 +68,7 @@ class Toolbox:
     ) -> Toolbox:
         """Make a toolbox. Raises `RequestError`.
 
-        described: the tools, each with its description. parallel: whether an answer may have several calls; None for
-        the default of `format`.
+        described: tools and descriptions. parallel: allow several calls in an answer; None for the format's default.
         """
         choice = choice or Choice()
         if len(described) > MAX_TOOLS:
@@ -105,7 +103,7 @@ class Toolbox:
     def template_input(
         self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return the messages and the tools for the chat template; None if the template gets no tools."""
+        """Return the chat template's messages and tools."""
         if tool_format is None:
             return [*messages], None
         options = {"is_required": self.is_required, "only_one": self.only_one}
@@ -113,15 +111,15 @@ class Toolbox:
         return shown, None if tool_format.describes_tools else [*self.given] or None
 
     def parser(self) -> AnswerParser:
-        """Return a new parser for one answer."""
+        """Make a parser."""
         if self.format is None:
             return PlainParser()
         return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the structure of an answer; None if it is free. content: the structure of an answer without calls.
+        """Return the structure of an answer; None if it is free. Raises `RequestError`.
 
-        Raises `RequestError` if `content` is not JSON, or if a schema cannot be part of a grammar.
+        content: the structure without calls, which must be JSON.
         """
         if self.format is None:
             return content
@@ -148,7 +146,6 @@ class Toolbox:
             raise RequestError(message, parameter="tools") from None
 
     def _in_grammar(self, content: StructuredOutputsParams | None) -> Sequence[Function]:
-        """Return the functions for the grammar; none if no grammar is needed."""
         if self.is_required:
             return _bounded([each for each in self.functions if self.named in {None, each.name}])
         if content is not None:
@@ -174,15 +171,15 @@ NO_TOOLS = Toolbox()
 
 
 def _lenient(function: Function) -> Function:
-    """Return a copy for which the compiler enforces only the keywords that a grammar can express."""
+    """Enforce only what a grammar can express."""
     return replace(function, parameters={**function.parameters, LENIENT: True})
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Return copies whose parameters name the request's field, for errors of the grammar compiler.
+    """Name the request's field in each schema, for errors of the grammar compiler.
 
-    Raises `RequestError` if a schema is malformed, or if all schemas together are too long: a format may repeat a part
-    of a schema for each reference to the part.
+    Raises `RequestError` for a malformed schema, or if all are too long together: a format may repeat a part for each
+    reference.
     """
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
@@ -204,7 +201,7 @@ def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
 
 
 def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:
-    """Return a tool and its description. place: the name of the field, for errors. Raises `RequestError`."""
+    """Return a tool and its description. place: the field's name, for errors. Raises `RequestError`."""
     if not isinstance(fields, dict):
         raise RequestError(f"{place} must be an object with a name", parameter=place)
     name, description = fields.get("name"), fields.get("description")
@@ -223,7 +220,7 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
 
 
 def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
-    """Raise `RequestError` unless a tool has the type `served`. form: an example of a tool, for the message."""
+    """Raise `RequestError` unless a tool has the type `served`. form: an example for the message."""
     if not isinstance(tool, dict):
         raise RequestError(f"{place} must be {form}", parameter=place)
     kind = tool.get("type")
@@ -239,10 +236,7 @@ def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
 
 
 def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_tools: bool) -> Choice:
-    """Read OpenAI's tool_choice. Raises `RequestError`.
-
-    name_of: returns the name in a tool of `wanted`. has_tools: the request has the field `tools`.
-    """
+    """Read OpenAI's tool_choice. Raises `RequestError`."""
     if wanted is None or wanted == "none":
         return Choice(wanted or "auto")
     if not has_tools:
@@ -277,7 +271,7 @@ def _read_allowed(fields: Any, name_of: Callable[[dict[str, Any]], Any]) -> Choi
 def read_chat_tools(
     tools: Any, tool_choice: Any, parallel_tool_calls: bool | None, tool_format: ToolFormat | None
 ) -> Toolbox:
-    """Read the fields about tools of /v1/chat/completions. Raises `RequestError`."""
+    """Read `tools` and `tool_choice`. Raises `RequestError`."""
     described = []
     for index, tool in enumerate(tools or []):
         place = f"tools[{index}]"

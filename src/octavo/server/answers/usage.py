@@ -1,4 +1,4 @@
-"""Token counts of a request."""
+"""Token counts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class PromptTokensDetails(Struct):
-    """Kinds of prompt tokens. cached_tokens: prompt tokens with a prefix hit."""
+    """Kinds of prompt tokens. cached_tokens: tokens with a prefix hit."""
 
     cached_tokens: int = 0
 
 
 class CompletionTokensDetails(Struct):
-    """Kinds of generated tokens: tokens of the reasoning, and accepted draft tokens.
+    """Kinds of generated tokens.
 
     rejected_prediction_tokens: rejected draft tokens, which do not count as generated tokens.
     """
@@ -32,9 +32,9 @@ class CompletionTokensDetails(Struct):
 class Receipt(Struct):
     """The cost of a request.
 
-    computed_tokens: positions that the model computed, without cached positions. recomputed_tokens: computed positions
-    that a preemption had lost, and rejected draft tokens. wasted_tokens: tokens that were generated after a stop
-    string. Positions that are computed between the end of a request and the engine's notice of the end do not count.
+    computed_tokens: positions that the model computed. recomputed_tokens: lost by a preemption, or rejected drafts.
+    wasted_tokens: generated after a stop string. Positions between the end of a request and the engine's notice of it
+    do not count.
     """
 
     computed_tokens: int = 0
@@ -52,7 +52,7 @@ class Receipt(Struct):
 
 
 class Usage(Struct):
-    """Token counts over all prompts and choices of a request. receipt: octavo's extension, set after a request ends."""
+    """Token counts over all prompts and choices. receipt: octavo's extension, set after a request ends."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -63,22 +63,22 @@ class Usage(Struct):
 
 
 class UsageCounter:
-    """Counts the tokens of outputs. counts_completions: see `Job`."""
+    """Counts the tokens of outputs."""
 
     def __init__(self, *, counts_completions: bool = True) -> None:
         self._counts_completions = counts_completions
         self._prompts: dict[str, tuple[int, int]] = {}
         self._num_completion_tokens = 0
         self._ended: dict[str, RequestMetrics] = {}
-        self._finish_reasons: dict[tuple[str, int], str] = {}  # by request id and choice
+        self._finish_reasons: dict[tuple[str, int], str] = {}
 
     @property
     def metrics(self) -> list[RequestMetrics]:
-        """The metrics of ended requests."""
+        """Ended requests' metrics."""
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count the prompt of an output once, and the tokens of `completions`."""
+        """Count an output's prompt once, and the tokens of `completions`."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None:
             self._ended.setdefault(output.request_id, output.metrics)
@@ -88,7 +88,7 @@ class UsageCounter:
                 self._finish_reasons.setdefault((output.request_id, completion.index), completion.finish_reason)
 
     def summary(self) -> dict[str, Any]:
-        """Return the counts for a log; {} before the first output."""
+        """Return counts for logs."""
         if not self._prompts:
             return {}
         usage = self.usage()

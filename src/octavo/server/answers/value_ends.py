@@ -21,7 +21,7 @@ _NO_BLANK = re.compile(r"\S")
 
 
 def slips_of(tag: str) -> str:
-    """Return a pattern of a mark; of a closing tag with its misspellings: `</a>`, `</a/>`, `</a >`, `</a`."""
+    """Return a pattern of a mark. A closing tag may be misspelled: `</a>`, `</a/>`, `</a >`, `</a`."""
     if tag.startswith("</") and tag.endswith(">"):
         return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
     return re.escape(tag)
@@ -33,7 +33,7 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 class ValueEnd(Protocol):
-    """Searches a growing text for the end of a value. looked_at: an index; the end is not before it."""
+    """Searches a growing text for the end of a value. looked_at: the end is not before this index."""
 
     looked_at: int
 
@@ -42,20 +42,19 @@ class ValueEnd(Protocol):
         ...
 
     def drop(self, text: str) -> None:
-        """Adjust the indices: the caller removes `text`, which belongs to the value, from the beginning."""
+        """Adjust the indices: the caller removes `text` from the beginning."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
         """Return the indices at which the value and its closing mark end; None if more text is needed.
 
-        is_over: no more text follows. Raises `MalformedError` if the value then has no end, or if the text may be read
-        in two ways.
+        is_over: no more text follows. Raises `MalformedError` if the value then has no end, or has two readings.
         """
         ...
 
 
 class MarkEnd:
-    """Ends a value at its closing mark. A value that contains its opening mark lacks the closing mark."""
+    """Ends a value at its closing mark. If the opening mark comes first, the closing mark is missing."""
 
     def __init__(self, opens: str, closes: str) -> None:
         self._marks, self._closes, self.looked_at = (opens, closes), closes, 0
@@ -85,11 +84,10 @@ class TagEnd:
     """Ends a value at its closing tag, or before another mark.
 
     A closing tag is text unless an argument, the end of the call or the end of the answer follows. Without a closing
-    tag the value ends before a known argument that was not given yet, and before the end of the call. The methods raise
-    `MalformedError` if another reading is equally likely, and return None if more text is needed.
+    tag, the value ends before a known argument that was not given yet, and before the end of the call. The methods
+    raise `MalformedError` if another reading is equally likely, and return None if more text is needed.
 
-    closes: the closing tag. call_starts: the beginnings of known arguments that may follow. is_text: False if the value
-    is JSON, which contains no tag. is_padded: see `TaggedFormat`.
+    call_starts: known arguments that may follow. is_text: False if the value is JSON, which contains no tag.
     """
 
     def __init__(
@@ -110,23 +108,23 @@ class TagEnd:
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._call_starts, self._opens, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
-        # A call begins with these marks (a name for "") and then one of `_call_follows`. The opener alone is text.
+        # Marks that begin a call ("": a name) before one of `_call_follows`. The opener alone is text.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
-        self._num_open = 0  # calls within the value that have begun and not ended
+        self._num_open = 0  # open calls within the value
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
-        self._has_tags = False  # the value contains a closing tag as text
-        # Indices up to which the text after the mark at `looked_at` was searched; 0: not searched yet.
+        self._has_tags = False  # contains a closing tag as text
+        # Searched up to these indices; 0: not searched yet.
         self._ahead_at = self._inner_at = self._call_at = 0
         self._inner_depth = 0  # open calls at `_inner_at`
-        self._surplus_at = 0  # marks before this index belong to calls within the value; 0: not known
+        self._surplus_at = 0  # marks before it belong to calls within the value
         self.looked_at = 0
-        self._before = ""  # the last characters that the caller removed
+        self._before = ""  # the end of removed text
 
     def num_certain(self, text: str) -> int:
         """See `ValueEnd`."""
         end = min(self.looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
-        return end - (self._is_loose and text.endswith("\n", 0, end))  # a line feed may separate two arguments
+        return end - (self._is_loose and text.endswith("\n", 0, end))  # may separate two arguments
 
     def drop(self, text: str) -> None:
         """See `ValueEnd`."""
@@ -164,9 +162,9 @@ class TagEnd:
         return self._judged_mark(text, place, is_over=is_over)
 
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a mark belongs to a call within the value; None if more text is needed.
+        """Return whether a mark belongs to a call within the value.
 
-        It does if all calls within the value end after the mark, and one more call ends after them.
+        It does if all calls within the value end after it, and one more call ends after them.
         """
         if not self._num_open:
             return False
@@ -216,7 +214,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # The closing mark of a section alone is text, because two tags would be missing.
+        # The closing mark of a section alone is text: two tags would be missing.
         is_placed = self._is_alone_on_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -225,19 +223,19 @@ class TagEnd:
         if ends is not False:
             return None if ends is None else False
         if self._breaks[0] in text[place + 1 : self._next_call(text, place, is_over=is_over)[0]]:
-            raise MalformedError  # the call has two ends; the first may be text
+            raise MalformedError  # the first end may be text
         return self._broken_off(text, place)
 
     def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
         if not self._is_padded and not self._is_loose and self._is_text:
-            raise MalformedError  # the head may be text as well
+            raise MalformedError  # the head may be text
         if self._is_padded and text[end : end + 1] != "\n":
             return None if end == len(text) and not is_over else False
         is_line = self._written(text, place)[-1:] == "\n" or not self._is_text
         return self._broken_off(text, place) if is_line else False
 
     def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
-        """Judge the beginning of an argument that is not in the schema: text, unless a closing tag lost a part."""
+        """Judge an argument that is not in the schema: text, unless a closing tag lost a part."""
         rest = text[place : place + _MAX_MARK_CHARS]
         if not is_over and any(each.startswith(rest) for each in self._call_starts):
             return None
@@ -248,13 +246,13 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a mark that ends or begins a section or a call follows the mark at `place`.
+        """Return whether a section or a call begins or ends after the mark at `place`.
 
-        At the end of the answer, return whether the format has only one closing mark. None: more text is needed.
+        At the end of the answer, return whether the format has only one closing mark.
         """
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
-        if not rest:  # the answer may have ended within the value
+        if not rest:  # the value may be cut
             return len(self._breaks) == 1 if is_over else None
         after = (*self._breaks, *self._openers)
         if rest.startswith(after):
@@ -272,14 +270,14 @@ class TagEnd:
             return False
         is_ended = self._is_ended(text, closer, follows, is_over=is_over)
         if is_ended and closer.group() != self._closes and not self._is_only_slip(text, closer):
-            raise MalformedError  # the tag may be text as well
+            raise MalformedError  # the tag may be text
         return closer.span() if is_ended else is_ended
 
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
-        """Return whether a closing tag ends the value; None if more text is needed.
+        """Return whether a closing tag ends the value.
 
-        The tag ends the value if a known argument follows, or exactly the text that the format writes after a value.
-        Otherwise a later closing tag may end the value.
+        It does if a known argument follows, or exactly the text that the format writes after a value. Otherwise a later
+        closing tag may end it.
         """
         if follows == "head":
             return True
@@ -293,7 +291,6 @@ class TagEnd:
         return None if is_later is None else not is_later
 
     def _is_regular_end(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether the closing marks of the call and its section follow; None if more text is needed."""
         for mark in self._end:
             place = _after_blanks(text, place)
             if not text.startswith(mark, place):
@@ -317,7 +314,7 @@ class TagEnd:
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
-        """Return the kind of text after a closing tag; "" for plain text, None if more text is needed.
+        """Return the kind of text after a closing tag; "" for plain text.
 
         "head": a known argument, or the answer ends here or within a mark. "argument": an unknown argument, or the same
         closing tag again. "end": the end of the call or of its section.
@@ -330,7 +327,7 @@ class TagEnd:
         if any(rest.startswith(each) for each in self._call_starts):
             return "head"
         if rest.startswith((self._opens, self._closes)):
-            return "argument"  # a tag that is doubled breaks the call
+            return "argument"  # a doubled tag breaks the call
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
@@ -352,9 +349,9 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return the index of the next call, or the length of the text if no call follows.
+        """Return the index of the next call, or the length of the text.
 
-        The second value is True if the head of the call is complete, or if the answer ends within the head.
+        The second value is True if the head of the call is complete, or if the answer ends within it.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
@@ -368,17 +365,16 @@ class TagEnd:
         return len(text), False
 
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
-        """Return the ends of a value without a closing tag. Raises `MalformedError` if its end is uncertain."""
         written = self._written(text, place)
         if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
-            raise MalformedError  # it is unknown which line feeds are part of the value
+            raise MalformedError  # which line feeds belong to the value is unknown
         if self._is_text and self._ends_in_part_of_tag(written, 1):
             raise MalformedError
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)
         return place - is_line, place
 
     def _ends_in_part_of_tag(self, written: str, num_chars: int) -> bool:
-        """Return whether a text ends with a closing tag that lost a part, but kept at least `num_chars` characters."""
+        """Return whether a text ends with a closing tag that lost a part, but kept `num_chars` characters."""
         pad, closes, size = "\n" if self._is_padded else "", self._closes, len(self._closes)
         nums = range(num_chars, size)
         parts = tuple(pad + closes[:end] + closes[size - num + end :] for num in nums for end in range(num + 1))

@@ -1,4 +1,4 @@
-"""Base of the parsers that read arguments in another notation than JSON, and emit them as JSON."""
+"""Base of the parsers that read arguments in other notations than JSON."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MAX_WORD_CHARS = 512
 
 
 class ValueParser(SectionParser):
-    """Emits the name of an argument together with the first piece of the argument's value."""
+    """Emits the name of an argument together with the first piece of its value."""
 
     is_padded = False
-    _held_piece = ""  # text that is emitted before the next value
+    _held_piece = ""  # emitted before the next value
 
     def _arguments(self, call: Call, steps: Wait[None]) -> Wait[None]:
         self._begin(call)
@@ -41,7 +41,6 @@ class ValueParser(SectionParser):
         self._report("arguments", closer, call)
 
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
-        """Skip and return what `letters` matches. Raises `MalformedError` above `_MAX_WORD_CHARS` characters."""
         while True:
             found = letters.match(self._text, self._position)
             end = self._position if found is None else found.end()
@@ -54,16 +53,16 @@ class ValueParser(SectionParser):
             yield
 
     def _read_value(self, text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-        """Return the JSON of a value's text; None to omit the value. Raises `MalformedError`."""
+        """Return a value's JSON; None to omit it."""
         try:
             return value_text(text, schema, root)
         except UnreadableError:
             raise MalformedError from None
 
-    # --- values that are text without quotes before a mark
+    # --- text before a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool = False) -> Wait[None]:
-        """Emit a string piece by piece, and its closing quote; the caller has emitted the opening quote."""
+        """Emit a string piece by piece, and its closing quote."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._report("arguments", _escaped(self._text[: self._position]), call)
@@ -77,7 +76,7 @@ class ValueParser(SectionParser):
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
         """Return the ends of a string and its mark; None if more text is needed.
 
-        Raises `MalformedError`. If the answer was cut off, emits the known text before.
+        If the answer was cut off, emit the known text and raise `MalformedError`.
         """
         try:
             return ends.find(self._text, is_over=self._is_over)

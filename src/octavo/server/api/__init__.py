@@ -1,1 +1,1 @@
-"""The HTTP APIs. Functions that read a request's fields raise `RequestError`, which names the field's path."""
+"""HTTP APIs. Functions that read fields raise `RequestError`, which names the field's path."""

@@ -1,4 +1,4 @@
-"""Types of the objects in a conversation, and the fields of each type."""
+"""Types of the objects in a conversation, and their fields."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Why a field is harmless.
 CACHE = "hint for a prompt cache: this server caches every prefix"
 LABEL = "name or number of data that the API's own server stores"
-# Why a type is refused.
 MEDIA = "this server reads text only, no images, sound or files"
 
 
@@ -24,8 +22,8 @@ MEDIA = "this server reads text only, no images, sound or files"
 class Fields:
     """The fields of one type of object.
 
-    read: the fields that this server reads. harmless: field -> why it changes nothing. unsupported: field -> the only
-    values that are not refused.
+    read: this server reads them. harmless: field -> why it changes nothing. unsupported: field -> the only values that
+    are not refused.
     """
 
     read: frozenset[str]
@@ -33,7 +31,7 @@ class Fields:
     unsupported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], place: str) -> None:
-        """Raise `RequestError` for an unsupported value; ignore unknown fields. place: the object's path."""
+        """Raise `RequestError` for an unsupported value. place: the object's path."""
         further = given.keys() - self.read - self.harmless.keys()
         for name in further & self.unsupported.keys():
             if not any(given[name] == neutral for neutral in self.unsupported[name]):
@@ -45,16 +43,16 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class BlockTypes:
-    """The types of objects that one place of a conversation accepts.
+    """The types of objects that one place accepts.
 
-    taken: accepted type -> the type's fields. refused: refused type -> the reason.
+    taken: type -> its fields. refused: type -> the reason.
     """
 
     taken: Mapping[str, Fields]
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, block: Any, place: str, default: str | None = None) -> str:
-        """Check an object and return its type. default: the type of an object without the field `type`."""
+        """Check an object and return its type. default: if it has no field `type`."""
         kind = block.get("type", default) if isinstance(block, dict) else None
         fields = self.taken.get(kind) if isinstance(kind, str) else None
         if isinstance(kind, str) and fields is not None:
@@ -69,12 +67,12 @@ class BlockTypes:
 
 
 def fields(*read: str, harmless: Mapping[str, str] | None = None, **unsupported: tuple[Any, ...]) -> Fields:
-    """Make `Fields`. `read` always includes the field `type`."""
+    """`read` always includes `type`."""
     return Fields(frozenset({"type", *read}), harmless or {}, unsupported)
 
 
 def text_field(given: Mapping[str, Any], name: str, place: str) -> str:
-    """Return the value of a string field."""
+    """Return a string."""
     text = given.get(name)
     if not isinstance(text, str):
         raise RequestError(f"{place}.{name} must be a string", parameter=f"{place}.{name}")

@@ -1,4 +1,4 @@
-"""Checks conversations, converts them for chat templates, and answers them, for all APIs."""
+"""Checks conversations, converts them for chat templates, and answers them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Conversation:
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Check messages of chat completions and return them for the chat template, with content as in `read_content`."""
+    """Check messages of chat completions and convert them for the chat template."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -85,7 +85,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     is_answer = role == "assistant"
     refusal = result.pop("refusal", None) if is_answer else None
     content = message.get("content")
-    if content is None and is_answer:  # the template renders calls without text
+    if content is None and is_answer:  # the template renders such calls
         result["content"] = None if "tool_calls" in result else ""
     else:
         types = ANSWER_PARTS if is_answer else TEXT_PARTS
@@ -98,7 +98,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
-    """Check a message's content; return a string, or a list of text parts, which the chat template joins."""
+    """Check a message's content; return a string, or text parts, which the chat template joins."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -107,7 +107,7 @@ def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict
 
 
 def read_prediction(prediction: Any) -> str:
-    """Return the text that a client predicts as the answer, or ""."""
+    """Return the predicted answer, or ""."""
     if prediction is None:
         return ""
     PREDICTIONS.check(prediction, "prediction")
@@ -121,7 +121,7 @@ def _read_part(part: Any, place: str, types: BlockTypes) -> dict[str, str]:
 
 
 def text_part(text: str) -> dict[str, str]:
-    """Return a text part."""
+    """Make a part."""
     return {"type": "text", "text": text}
 
 
@@ -136,16 +136,16 @@ def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
 
 
 def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
-    """Return a tool call's arguments as an object. text: a JSON string, an object, or None."""
+    """Return a tool call's arguments. text: a JSON string, an object, or None."""
     if text is not None and not isinstance(text, str | dict):
         raise RequestError(f"{place} must be a JSON object in a string", parameter=place)
     return text if isinstance(text, dict) else read_arguments(text or "")
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Return the chat template's options for a reasoning effort.
+    """Return the options for a reasoning effort.
 
-    `enable_thinking` is set as well, because some templates know only this option.
+    Some templates know only `enable_thinking`.
     """
     if effort is None:
         return {}
@@ -155,13 +155,13 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the chat template's options: continue the last message if it is the assistant's, or else begin one."""
+    """Continue the assistant's last message, or begin one."""
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 
 
 def template_options(request: ChatFields) -> dict[str, Any]:
-    """Return the options that a request gives to the chat template."""
+    """Return a request's options."""
     options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     options |= {name: wanted for name in _GENERATION if (wanted := getattr(request, name)) is not None}
     options.setdefault("add_generation_prompt", True)
@@ -178,7 +178,7 @@ def template_arguments(
 ) -> dict[str, Any]:
     """Return the options in vLLM's chat_template_kwargs.
 
-    reserved: names that are refused. In most APIs the messages decide whether the answer continues the last one.
+    reserved: refused names. In most APIs the messages decide whether the answer continues the last one.
     """
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
@@ -191,7 +191,7 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation and tokenize the text, on a thread unless the request is tiny.
 
-    is_prompt: refuse a prompt that leaves no room for an answer. Returns the prompt's text and token ids, and also the
+    is_prompt: refuse a prompt that leaves no room for an answer. Returns the prompt's text and token ids, and the
     prediction's token ids if the engine speculates.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
@@ -251,9 +251,9 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], token_name: Callable[[int], Any]
 ) -> Response:
-    """Answer with the number of tokens of a conversation's prompt. Options of the answer are not checked.
+    """Count the tokens of a conversation's prompt, without checks of the answer's options.
 
-    spell: makes the response's body from the number of tokens.
+    token_name: makes the response's body.
     """
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:

@@ -1,4 +1,4 @@
-"""Tables of the fields that clients of other servers send."""
+"""Fields of other servers' clients."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_MAX_NAMED = 100  # unknown fields that are logged; clients choose the names
+_MAX_NAMED = 100  # clients choose the names
 _MAX_NAME_CHARS = 40
-_MAX_LOOKED_AT = 1000  # fields of a request; the event loop waits meanwhile
+_MAX_LOOKED_AT = 1000  # the event loop waits meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class As:
-    """An alias of the field `name`. `a.b` is the part b of the field a.
+    """An alias of the field `name`. `a.b` is part b of field a.
 
-    nothing: values of the alias that, like null, request nothing.
+    nothing: values that, like null, request nothing.
     """
 
     name: str
@@ -32,7 +32,7 @@ class As:
 
 
 class Off(tuple[Any, ...]):
-    """An unsupported field: it would change the answer unless it is null or has one of these values."""
+    """A field that would change the answer unless it is null or has one of these values."""
 
     __slots__ = ()
 
@@ -47,7 +47,7 @@ class OffPrompt(Off):
     __slots__ = ()
 
 
-Table = dict[str, As | Off | str]  # a string is the reason why the field changes nothing
+Table = dict[str, As | Off | str]  # a string: why the field changes nothing
 
 _WHO = "identifies the client: this server uses the API key"
 _CACHE = "hint for a prompt cache: this server caches every prefix, and no token depends on it"
@@ -67,7 +67,7 @@ def each(value: T, *names: str) -> dict[str, T]:
 
 
 def _of(switch: str, *names: str) -> Table:
-    """Return a table of fields that are harmless because they need the field `switch`, which is refused."""
+    """These need `switch`, which is refused."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 
@@ -100,7 +100,7 @@ VLLM: Table = {
 _SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"
 LLAMA_CPP: Table = {
     "grammar": As("structured_outputs.grammar", ("",)),
-    "json_schema": As("structured_outputs.json"),  # SGLang has this field as well
+    "json_schema": As("structured_outputs.json"),  # SGLang's, too
     "n_cmpl": As("n"),
     "n_predict": As("max_tokens"),
     "n_probs": As("logprobs", (0,)),
@@ -130,7 +130,7 @@ LLAMA_CPP: Table = {
     "backend_sampling": "chooses the device that samples tokens",
     "sse_ping_interval": "interval of comments in a silent stream: an option of the server sets it",
 }
-# llama.cpp's penalties may cover only the last tokens; octavo's penalties cover all tokens.
+# llama.cpp's penalties may cover only the last tokens.
 PENALTY_RANGE: dict[str, Off] = {"repeat_last_n": Off(-1), "penalize_nl": Off(True)}
 SGLANG: Table = {
     "ebnf": As("structured_outputs.grammar"),
@@ -170,7 +170,7 @@ OLLAMA: Table = {
     **each(_LOADED, "keep_alive"),
     "num_ctx": "context length: --max-model-len sets it",
 }
-# Fields of gateways, LM Studio, mlx-lm and DashScope.
+# Gateways, LM Studio, mlx-lm and DashScope.
 GATEWAYS: Table = {
     "enable_thinking": As("chat_template_kwargs.enable_thinking"),
     **each(Off(), "adapters", "repetition_context_size"),
@@ -218,13 +218,13 @@ def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
-# vLLM's fields that most routes do not support.
+# vLLM's, on few routes.
 _TOKEN_FIELDS = {
     **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),
     "truncation_side": OffPrompt("left", "right"),
 }
-# The fields that routes without aliases refuse.
+# Refused by routes without aliases.
 UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **_TOKEN_FIELDS,
@@ -232,14 +232,14 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **{name: Off(*value.nothing) for name, value in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
-# Refused and ignored fields of routes that generate no answer.
+# Refused and ignored without an answer.
 OF_PROMPTS: dict[str, tuple[Any, ...]] = _joined(OffPrompt, UNSUPPORTED_OR_ALIAS)
 OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)
 
 
 class ExtraFields:
-    """Checks those fields of requests that a route does not declare."""
+    """Checks undeclared fields."""
 
     def __init__(self) -> None:
         self._named: set[str] = set()
@@ -273,14 +273,14 @@ class ExtraFields:
             logger.log(level, "unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
     def warn_once(self, name: str, message: str) -> None:
-        """Log a warning about a field once."""
+        """Log a warning once."""
         if name not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add(name)
             logger.warning(message)
 
 
 def refuse(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `RequestError` for the first unsupported field that would change the answer."""
+    """Raise `RequestError` for the first unsupported field."""
     for name, neutral in unsupported.items():
         value = given.get(name)
         if value is not None and not any(value == each for each in neutral):

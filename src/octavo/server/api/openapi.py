@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the routes and their types."""
+"""The OpenAPI document."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ TgiError = TypedDict("TgiError", {"error": str, "error_type": str})
 OllamaError = TypedDict("OllamaError", {"error": str})
 AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error": AnthropicErrorObject})
 
-_PARAMETER, _CONVERTOR = re.compile(r"{(\w+)"), re.compile(r":\w+}")  # in a path of Starlette
+_PARAMETER, _CONVERTOR = re.compile(r"{(\w+)"), re.compile(r":\w+}")  # in Starlette's paths
 _OLDER = "The same route under its older name."
-_ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # all other APIs have OpenAI's
+_ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # other APIs have OpenAI's
 
 _STATUSES = {
     400: "The request is invalid, or it does not have exactly one Host header; see the error.",
@@ -67,7 +67,7 @@ async def openapi(service: Service, http_request: Request) -> Response:
 
 
 def describe(service: Service, routes: Routes) -> _Object:
-    """Return the OpenAPI document."""
+    """Make the document."""
     schemes = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -115,7 +115,7 @@ def _operation(route: Route, path: str, schemas: dict[Any, _Object]) -> _Object:
 
 
 def _errors(route: Route, declared: Endpoint, schemas: dict[Any, _Object]) -> _Object:
-    # Before a request reaches its route, an error has OpenAI's form.
+    # Before its route, a request's error has OpenAI's form.
     kinds = dict.fromkeys((_ERRORS.get(route.api, Error), Error))
     either = [schemas[kind] for kind in kinds]
     statuses = {status for status in _STATUSES if declared.body is not None or status not in _POST_ONLY}
@@ -131,7 +131,7 @@ def _content(media_type: str, schema: _Object) -> _Object:
     return {"content": {media_type: {"schema": schema}}}
 
 
-@functools.cache  # takes long, and runs on the event loop
+@functools.cache  # slow, on the event loop
 def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
     endpoints = [find_endpoint(route) for route in routes if route.is_described]
     bodies = sorted({each.body for each in endpoints if each.body is not None}, key=lambda body: body.__name__)

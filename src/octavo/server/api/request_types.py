@@ -1,4 +1,4 @@
-"""Types that the OpenAPI document shows. The routes check the values themselves, so that errors name a field's path."""
+"""Types that the OpenAPI document shows. The routes check the values, so that errors name a field's path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tools = Annotated[list[T], Field(max_length=MAX_TOOLS)]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Shows `kind` in the OpenAPI document instead of the type that pydantic checks."""
+    """Shows `kind` in the OpenAPI document instead of the checked type."""
 
     kind: Any
 
@@ -33,7 +33,7 @@ class Shown:
 
 
 def within(name: str, *more: int) -> Shown:
-    """Show the limits of the field `name` of `SamplingParams`. more: allowed numbers outside the limits."""
+    """Show the limits of the field `name` of `SamplingParams`. more: further numbers."""
     limits = LIMITS[name]
     low = Field(gt=limits.low) if limits.is_open else Field(ge=limits.low)
     number = Annotated[int if limits.is_whole else float, low, Field(le=limits.high)]  # type: ignore[valid-type]
@@ -47,7 +47,7 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_STRING_CHARS)]
 StopTexts = Annotated[list[Annotated[StopText, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
 LogitBias = Annotated[
     dict[str, float],
-    BeforeValidator(lambda given: {} if given == [] else given),  # llama.cpp writes an empty bias as []
+    BeforeValidator(lambda given: {} if given == [] else given),  # llama.cpp's empty bias
     WithJsonSchema({
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
@@ -73,7 +73,7 @@ ResponseFormat = TypedDict(
     "ResponseFormat", {"type": Literal["text", "json_object", "json_schema"], "json_schema": NotRequired[Object]}
 )
 
-# --- conversations of chat completions
+# --- chat completions
 TextPart = TypedDict("TextPart", {"type": Literal["text"], "text": str})
 Content = str | list[TextPart]
 CalledFunction = TypedDict("CalledFunction", {"name": str, "arguments": str})
@@ -116,7 +116,7 @@ ChatChoice = Mode | NamedChatTool | AllowedChatChoice
 
 Prediction = TypedDict("Prediction", {"type": Literal["content"], "content": Content})
 
-# --- conversations of /api/chat
+# --- /api/chat
 OllamaFunction = TypedDict("OllamaFunction", {"name": str, "arguments": NotRequired[Object]})
 OllamaCall = TypedDict("OllamaCall", {"id": NotRequired[str | None], "function": OllamaFunction})
 OllamaMessage = TypedDict(
@@ -131,7 +131,7 @@ OllamaMessage = TypedDict(
     },
 )
 
-# --- conversations of /v1/messages
+# --- /v1/messages
 ToolUse = TypedDict("ToolUse", {"type": Literal["tool_use"], "id": str, "name": str, "input": Object})
 ToolResult = TypedDict(
     "ToolResult", {"type": Literal["tool_result"], "tool_use_id": str, "content": NotRequired[Content]}
@@ -152,7 +152,7 @@ ThinkingConfig = TypedDict("ThinkingConfig", {"type": Literal["enabled", "disabl
 OutputFormat = TypedDict("OutputFormat", {"type": Literal["json_schema"], "schema": Object})
 OutputConfig = TypedDict("OutputConfig", {"effort": str | None, "format": OutputFormat}, total=False)
 
-# --- conversations of /v1/responses
+# --- /v1/responses
 InputText = TypedDict("InputText", {"type": Literal["input_text", "output_text"], "text": str})
 InputContent = str | list[InputText]
 MessageItem = TypedDict(

@@ -1,4 +1,4 @@
-"""Converts a request's fields to `SamplingParams`."""
+"""Makes `SamplingParams` of fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.requests import SamplingFields
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
-_SCHEMA_KEYS = ("schema", "value")  # the schema's key in a json_object: llama.cpp's and huggingface_hub's
+_SCHEMA_KEYS = ("schema", "value")  # llama.cpp's and huggingface_hub's
 _ANY_SEED = -1  # in vLLM, llama.cpp and Ollama
 _NAMES = [field.name for field in fields(SamplingParams)]
 
@@ -22,7 +22,7 @@ _NAMES = [field.name for field in fields(SamplingParams)]
 def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) -> SamplingParams:
     """Build sampling parameters from fields with the same names.
 
-    defaults: for missing and null fields. given: fields that the API names or reads differently.
+    defaults: for missing and null fields. given: differing fields.
     """
     known = type(request).model_fields
     named = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
@@ -34,7 +34,7 @@ def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) 
 
 
 def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
-    """Read OpenAI's response_format or vLLM's structured_outputs."""
+    """Read response_format or structured_outputs."""
     wanted, fields = read_response_format(request.response_format), request.structured_outputs
     if fields is None:
         return wanted
@@ -47,9 +47,9 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
 
 
 def token_limit(given: int | None, default: int | None) -> int | None:
-    """Return the maximum number of tokens of an answer; None if only the context limits it.
+    """Return the maximum number of tokens; None if only the context limits it.
 
-    given: the client's limit; -1 means no limit, None means `default`.
+    given: -1 means no limit, None means `default`.
     """
     if given == -1:
         return None
@@ -83,7 +83,7 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
 
 
 def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """Convert the keys of a logit bias to token ids."""
+    """Convert the keys to token ids."""
     if not biases:
         return None
     for key in biases:

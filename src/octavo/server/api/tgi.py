@@ -1,4 +1,4 @@
-"""The API of text-generation-inference, which `huggingface_hub.InferenceClient` uses."""
+"""The API of text-generation-inference and `huggingface_hub.InferenceClient`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
-# A field `options` next to `inputs` is for Hugging Face's service, not for Ollama.
+# `options` next to `inputs` is for Hugging Face's service, not for Ollama.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
 _CLIENT_NAMES = {
@@ -150,7 +150,7 @@ async def generate_either(service: Service, http_request: Request, request: Gene
 async def _generate(
     service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
 ) -> Response:
-    """Continue a prompt. in_list: return a list of one answer, as TGI does at /."""
+    """in_list: return a list of one answer, as TGI does at /."""
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
     service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)
@@ -225,7 +225,7 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
 
 
 def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_tokens: int) -> None:
-    """Raise `RequestError`, with TGI's message, if prompt and `max_new_tokens` together exceed the context."""
+    """Raise TGI's error if prompt and `max_new_tokens` exceed the context."""
     num_tokens = len(processed.prompt_token_ids)
     if num_new_tokens and num_tokens + num_new_tokens > max_total_tokens:
         raise RequestError(
@@ -243,7 +243,7 @@ def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
     value = grammar.value
     if kind == "json" and isinstance(value, str):
         value = _parsed(value)
-    if grammar.type == "json_schema" and isinstance(value, dict):  # an object with name and schema, as in OpenAI's API
+    if grammar.type == "json_schema" and isinstance(value, dict):  # with name and schema, as in OpenAI's API
         value = value.get("schema")
     if kind is None or (kind == "json" and not isinstance(value, dict)):
         raise RequestError("grammar must be {type: json, value: a schema} or {type: regex, ...}", parameter="grammar")
@@ -265,7 +265,7 @@ def _end(service: Service, text: str, num_kept: int) -> dict[str, Any]:
 
 
 class GenerateReply:
-    """Converts outputs to answers of TGI's API."""
+    """Writes TGI's answers."""
 
     def __init__(self, service: Service, wanted: GenerateParameters, inputs: str, *, in_list: bool = False) -> None:
         self._is_special = service.engine.input_processor.tokenizer.is_special
@@ -278,7 +278,7 @@ class GenerateReply:
         self._num_tokens = 0
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return an event for each new token, but at least one event."""
+        """Return an event for each token, but at least one."""
         completion = update.completion
         self._text += completion.text
         tokens = self._tokens(completion)
@@ -314,11 +314,11 @@ class GenerateReply:
             last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
-        """Return nothing: the last token's event ends the stream."""
+        """The last event ends the stream."""
         return b""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:
-        """Return the whole answer."""
+        """Return the answer."""
         (output,) = outputs
         (completion,) = output.outputs
         generated = Generated(self._prefix + completion.text)
@@ -338,7 +338,7 @@ class GenerateReply:
         return [generated] if self._in_list else generated
 
     def error(self, error: HttpError) -> bytes:
-        """Return the event of an error."""
+        """Return its event."""
         return TGI.event(error)
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:
@@ -364,7 +364,7 @@ class GenerateReply:
         ]
 
     def _prefill_token(self, token_id: int, logprob: Logprob | None) -> PrefillToken:
-        if logprob is None:  # the prompt's first token
+        if logprob is None:  # the first token
             return PrefillToken(token_id, self._texts.tokenizer.decode_token(token_id) or "", None)
         return PrefillToken(token_id, logprob.decoded_token or "", logprob.logprob)
 

@@ -1,4 +1,4 @@
-"""Tokens of TGI's API."""
+"""TGI's tokens."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ class Token(PrefillToken):
 
 
 class TokenTexts:
-    """Gives each token the text that it adds. The texts of the visible (not special) tokens, joined, are the answer."""
+    """Gives each token the text that it adds. The texts of visible (not special) tokens, joined, are the answer."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         """detokenizer: starts after the prompt and skips special tokens."""
         self._detokenizer = detokenizer
-        self._held = ""  # text for the next visible token
+        self._held = ""  # for the next visible token
         self._num_chars = 0
 
     def share(self, tokens: list[Token], whole: str | None) -> str:
         """Set the texts of the next tokens, except special tokens.
 
-        whole: the answer's text if these are the answer's last tokens, otherwise None. A stop string may end the answer
-        within a token. The text of bytes that never became a character goes to the last visible token, or is returned
-        if no token is visible.
+        whole: the answer's text if these are its last tokens. A stop string may end the answer within a token. The text
+        of incomplete characters goes to the last visible token, or is returned if no token is visible.
         """
         visible = None
         for token in tokens:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as in vLLM and llama.cpp's server."""
+"""Tokenization as in vLLM and llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def detokenize(service: Service, http_request: Request, request: Detokeniz
 
 
 async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
-    """Run the work and encode its result on a thread."""
+    """Encode results on the thread."""
     with service.enter(http_request, 1) as place:
         content = await service.read(http_request, place, lambda: encoder.encode(work()))
     return Response(content, media_type="application/json")

@@ -1,4 +1,4 @@
-"""The engine's metrics for Prometheus. A metric that vLLM has as well has vLLM's name."""
+"""Metrics for Prometheus, with vLLM's names if vLLM has them."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ _HISTOGRAMS = (
 
 
 class EngineCollector(Collector):
-    """Reads the engine's metrics when Prometheus requests them."""
+    """Reads metrics when requested."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family for each metric."""
+        """Yield one family each."""
         engine, model = self._service.engine, [self._service.model_names[0]]
         stats = engine.client.stats
         for family, figures in ((gauge, _GAUGES), (counter, _COUNTERS)):
@@ -169,7 +169,7 @@ class EngineCollector(Collector):
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """Yield the capacities. As in vLLM, sizes of the KV cache are also labels of one metric."""
+    """As in vLLM, sizes of the KV cache are also labels of one metric."""
     for attribute, name, text in _CAPACITY:
         yield gauge(name, text, _MODEL, [(model, getattr(capacity, attribute))])
     config = [*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)]
@@ -178,10 +178,7 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
 
 
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """Yield the counters of each KV cache tier.
-
-    A tier's bandwidth is bytes / seconds. The time that a tier saved is computing time minus waiting time.
-    """
+    """A tier's bandwidth is bytes / seconds. The time that it saved is computing time minus waiting time."""
     for attribute, name, text in _TIER_COUNTERS:
         yield counter(name, text, [*_MODEL, "tier"], _each(stats.tiers, attribute, model))
     counts = {
@@ -198,10 +195,7 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
 
 
 def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
-    """Yield the counters of speculation.
-
-    The acceptance rate at a draft position is the position's accepted tokens / its draft tokens.
-    """
+    """The acceptance rate at a draft position is its accepted tokens / its draft tokens."""
     for attribute, text in _DRAFT_COUNTERS:
         yield counter(f"spec_decode_{attribute}", text, _MODEL, [(model, getattr(drafts, attribute))])
     for attribute, text in _DRAFT_POSITIONS:

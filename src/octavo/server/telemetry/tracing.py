@@ -1,7 +1,7 @@
-"""Reports requests as OpenTelemetry spans. A name that vLLM has as well is vLLM's.
+"""Reports requests as OpenTelemetry spans, with vLLM's names if vLLM has them.
 
-Each admitted request becomes a span `llm_request`, even if the request fails later. The span's parent is the client's
-`traceparent`, and its children are the phases `queue`, `prefill` and `decode`. Spans contain no text.
+Each admitted request becomes a span `llm_request`, even if it fails later. Its parent is the client's `traceparent`,
+and its children are the phases `queue`, `prefill` and `decode`. Spans contain no text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTEXT = frozenset({b"traceparent", b"tracestate"})
 
 
 class Tracing:
-    """Sends spans from its own thread. If the collector is unreachable, spans are lost, but requests are not affected.
+    """Sends spans from its own thread. If the collector is unreachable, spans are lost.
 
     endpoint: the collector's URL for OTLP over HTTP, like http://localhost:4318/v1/traces.
     """
@@ -44,14 +44,14 @@ class Tracing:
     ) -> None:
         """Make the spans of a request that has ended.
 
-        reason: why the request was refused or cut off, or None. details: the fields of the request's audit line. A
-        request without the field "usage" was not admitted and gets no span.
+        reason: why it was refused or cut off, or None. details: the fields of its audit line. Without the field "usage"
+        it was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
             return
         end = time.time_ns()
-        shift = end - time.monotonic_ns()  # from the engine's clock to wall-clock time, in ns
+        shift = end - time.monotonic_ns()  # from the engine's clock to wall-clock time
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _CONTEXT
         }
@@ -73,7 +73,7 @@ class Tracing:
         span.end(end)
 
     def close(self) -> None:
-        """Send the remaining spans, for at most `_FLUSH_S` seconds, and shut down."""
+        """Send the remaining spans, for at most `_FLUSH_S`."""
         self._provider.force_flush(round(1000 * _FLUSH_S))
         self._provider.shutdown()
 
@@ -110,7 +110,7 @@ def _attributes(
 def _phases(metrics: list[RequestMetrics]) -> Iterator[tuple[str, float, float]]:
     """Yield (name, start, end) of each phase, in seconds of the engine's clock.
 
-    With several prompts, a phase starts when the first prompt reaches it, and `decode` ends when the last prompt ends.
+    With several prompts, a phase starts when the first prompt reaches it, and `decode` ends with the last prompt.
     """
     if not metrics:
         return

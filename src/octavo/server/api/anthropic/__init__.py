@@ -1,1 +1,1 @@
-"""Anthropic's API: messages and count_tokens."""
+"""Anthropic's API."""

@@ -1,4 +1,4 @@
-"""Converts Anthropic's conversations to the messages that chat templates read."""
+"""Converts Anthropic's conversations for chat templates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.server.api.extra_fields import each
 
 if TYPE_CHECKING:
     Message = dict[str, Any]
-    Placed = tuple[Any, str]  # a block and its path in the request
+    Placed = tuple[Any, str]  # with its path
 
 _ACCOUNTING = "x-anthropic-billing-header"
 _ROLES = {"user", "assistant", "system"}
@@ -63,7 +63,7 @@ SEARCH_BLOCKS = BlockTypes({"text": TEXT})
 
 
 def read_conversation(system: Any, messages: Any) -> list[Message]:
-    """Convert an Anthropic conversation to messages. Consecutive turns of one role are joined."""
+    """Convert a conversation to messages. Consecutive turns of one role are joined."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     turns = [_read_blocks(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -75,9 +75,9 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 
 
 def _read_system(system: Any) -> list[Message]:
-    """Return the system message without Claude Code's note for Anthropic's accounting.
+    """Drop Claude Code's note for Anthropic's accounting.
 
-    The note differs in every request. With the note, a conversation would never hit the prefix cache.
+    The note differs in every request, so a conversation with it would never hit the prefix cache.
     """
     blocks = system
     if isinstance(system, list):
@@ -115,7 +115,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
             case "thinking":
                 thoughts.append(text_field(block, "thinking", place))
             case "redacted_thinking":
-                text_field(block, "data", place)  # checked only: its content is encrypted
+                text_field(block, "data", place)  # it is encrypted
             case kind:
                 texts.append(_read_text(kind, block, place))
     message: Message = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
@@ -127,7 +127,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
 
 
 def _read_turn(role: str, blocks: list[Placed]) -> list[Message]:
-    """Return the messages of a turn. Each tool result becomes its own message, because chat templates need this."""
+    """Chat templates need a message for each tool result."""
     types = USER_BLOCKS if role == "user" else SYSTEM_BLOCKS
     kinds = [(types.check(block, place), block, place) for block, place in blocks]
     messages: list[Message] = []
@@ -182,7 +182,7 @@ def _read_result(block: dict[str, Any], place: str) -> Message:
         raise RequestError(f"{place}.is_error must be true or false", parameter=f"{place}.is_error")
     text = "" if content is None else _read_texts(content, f"{place}.content", RESULT_BLOCKS)
     if is_error and not text:
-        text = "error"  # chat templates have no field for errors
+        text = "error"  # templates have no field for errors
     return {"role": "tool", "tool_call_id": call_id, "content": text or ""}
 
 

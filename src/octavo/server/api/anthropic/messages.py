@@ -15,7 +15,7 @@ from octavo.http.errors import client_field_names
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
 from octavo.server.answers.tools import Choice, Toolbox, check_tool_type, read_function
-from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads it
 from octavo.server.api import request_types as types
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
@@ -65,7 +65,7 @@ _THINKING = BlockTypes(
 )
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off(), "chat_template", "compaction", "container", "thread"),
-    **each(Off(), "output_format"),  # older name of output_config.format
+    **each(Off(), "output_format"),  # its older name
     **each(Off([]), "fallbacks", "mcp_servers"),
     **UNSUPPORTED_OR_ALIAS,
 }
@@ -74,7 +74,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class ThreadsUnsupportedError(RequestError):
     """A request asks the server to store the conversation.
 
-    Anthropic's SDK reads `details` of this error, and then sends the whole conversation.
+    Anthropic's SDK reads `details`, and then sends the whole conversation.
     """
 
     details: ClassVar[Mapping[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
@@ -236,11 +236,11 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
     return Toolbox.make(described, tool_format, choice, parallel=parallel)
 
 
-_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by the kind of a `Part`
+_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by part
 
 
 class MessageReply:
-    """Converts outputs to messages."""
+    """Writes messages."""
 
     def __init__(self, job: Job, form: AnswerForm) -> None:
         self._job = job
@@ -253,7 +253,7 @@ class MessageReply:
         self._end: dict[str, Any] = {}
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return the events of an update."""
+        """Return new events."""
         begun = b""
         if update.is_first:
             num_cached = update.output.num_cached_tokens
@@ -263,15 +263,15 @@ class MessageReply:
         return begun + self._take(update.completion)
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last events."""
+        """Return last events."""
         return self._emit("message_delta", delta=self._end, usage=_usage_of(usage)) + self._emit("message_stop")
 
     def error(self, error: HttpError) -> bytes:
-        """Return the event of an error."""
+        """Return an error's event."""
         return ANTHROPIC.event(error)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
-        """Return the whole answer."""
+        """Return the answer."""
         ((completion,),) = (output.outputs for output in outputs)
         self._take(completion)
         return Message(self._job.request_id, self._job.model, self._blocks, **self._end, usage=_usage_of(usage))
@@ -334,7 +334,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Return a signature: clients send back only signed thoughts. This server never reads the signature."""
+    """Clients send back only signed thoughts. This server never reads the signature."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate."""
+"""Ollama's generating routes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def generate(service: Service, http_request: Request, request: PromptReque
 
 
 def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
-    """Check a request's fields. Return the fields of the request's `Job`, except prompts and parameters."""
+    """Check a request. Return its `Job`'s fields, except prompts and parameters."""
     name, is_stream = request.settle(service), request.stream is not False
     client_names = {"structured_outputs": "tools" if request.format in (None, "") else "format"}
     return {
@@ -102,20 +102,20 @@ def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
 
 
 def _loaded(service: Service, request: AnswerRequest, body: Answer) -> Response:
-    """Answer an empty request, by which Ollama loads or unloads a model. Here the model stays loaded in both cases."""
+    """An empty request loads or unloads Ollama's models. Here the model stays loaded."""
     service.check_ready()
     body.done, body.done_reason = True, "unload" if request.is_unloading else "load"
     return json_response(body)
 
 
 class OllamaReply:
-    """Converts outputs to lines of JSON. The last line has the token counts. Each tool call is sent as a whole."""
+    """Writes lines of JSON. The last line has the token counts. Each tool call is sent as a whole."""
 
     def __init__(self, service: Service, request: AnswerRequest, _job: Job, form: AnswerForm, *, is_chat: bool) -> None:
         self._piece = service.engine.output_processor.piece
         self._request, self._form, self._is_chat = request, form, is_chat
         self._reader = AnswerReader(replace(form, is_whole=True))
-        self._called, self._arguments, self._num_calls = "", "", 0  # of the tool call that the model is writing
+        self._called, self._arguments, self._num_calls = "", "", 0  # the unfinished call's
         self._reason = ""
         self._metrics: RequestMetrics | None = None
 
@@ -130,12 +130,12 @@ class OllamaReply:
         return line(self._ended(self._with_message(AnswerMessage()), usage))
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Answer:
-        """Return the whole answer."""
+        """Return the answer."""
         ((completion,),) = (output.outputs for output in outputs)
         return self._ended(self._take(completion, outputs[0]), usage)
 
     def error(self, error: HttpError) -> bytes:
-        """Return the line of an error during a stream."""
+        """Return an error's line."""
         return OLLAMA.event(error)
 
     def _take(self, completion: CompletionOutput, output: RequestOutput) -> Answer:
@@ -165,10 +165,9 @@ class OllamaReply:
         return body
 
     def _end_call(self, message: AnswerMessage) -> list[Call]:
-        """Return a list with the tool call that has ended, if any.
+        """Return the tool call that has ended, if any.
 
-        A call that was cut off or has invalid arguments is added to the message's content instead. Clients run every
-        call that they receive, and would run such a call without its arguments.
+        A call that was cut off or has invalid arguments becomes content: clients run every call.
         """
         name, text, self._called, self._arguments = self._called, self._arguments, "", ""
         if not name:

@@ -1,4 +1,4 @@
-"""Ollama's routes for embeddings."""
+"""Embeddings for Ollama."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ async def embed_one(service: Service, http_request: Request, request: Embeddings
 
 
 def _none(service: Service, reply: Struct) -> Response:
-    """Answer an empty request, which asks whether the model is ready."""
+    """An empty request asks whether the model is ready."""
     service.check_ready()
     return json_response(reply)
 
 
 class EmbedReply:
-    """Converts outputs to vectors."""
+    """Writes vectors."""
 
     def __init__(self, request: EmbedRequest, _job: Job) -> None:
         self._request = request
@@ -81,7 +81,7 @@ class EmbedReply:
 
 
 class EmbeddingReply:
-    """Converts one output to a vector."""
+    """Writes one vector."""
 
     def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Vector:
         """Return the vector."""

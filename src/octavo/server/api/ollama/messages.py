@@ -1,4 +1,4 @@
-"""Converts Ollama's messages to those of chat completions."""
+"""Converts Ollama's messages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from octavo.server.api.conversation import read_messages
 def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
     """Check messages and convert them to those of chat completions.
 
-    Some chat templates require ids of tool calls, which clients of this API may omit. A missing id is made from the
-    call's position, so it is the same in every turn.
+    Some chat templates require ids of tool calls, which clients may omit. A missing id is made from the call's
+    position, so it is the same in every turn.
     """
     open_calls: dict[Any, Any] = {}
     return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])
 
 
 def _openai_message(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
-    """open_calls: call id -> tool name, for calls without a result so far; mutated."""
+    """Mutated: open_calls, call id -> tool name, for calls without a result."""
     if not isinstance(message, dict):
         return message
     if message.get("images"):
@@ -49,7 +49,7 @@ def _with_id(call: Any, candidates: str) -> Any:
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
-    """Return call id -> tool name. `read_messages` reports malformed calls."""
+    """`read_messages` reports malformed calls."""
     named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
     functions = [call.get("function") for call in named]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from octavo.server.service import Service
 
-API_VERSION = "0.12.11"  # Ollama's version: clients require a minimum
-_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # Ollama's value for never
+API_VERSION = "0.12.11"  # clients require a minimum
+_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # Ollama's "never"
 _SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
 
 
@@ -105,7 +105,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _rounded(number: int) -> str:
-    """Write a number like 134.5M; "" for 0, which means unknown."""
+    """Write a number like 134.5M; "" for 0 (unknown)."""
     for unit, suffix in _SUFFIXES.items():
         if number >= unit:
             return f"{number / unit:.1f}{suffix}"

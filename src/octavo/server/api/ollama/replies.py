@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads the types of fields
-from octavo.server.api.openai.replies import TokenLogprob  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads it
+from octavo.server.api.openai.replies import TokenLogprob  # noqa: TC001 - msgspec reads it
 
 
 def _now() -> datetime:

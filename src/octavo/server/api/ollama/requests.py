@@ -1,4 +1,4 @@
-"""Requests of Ollama's API. None means "the default"."""
+"""Ollama's requests. None means "the default"."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _LOADING = "configures the loading of a model: it is already loaded"
-# Options in neither of these two tables are unknown to Ollama as well.
+# Ollama knows no other option.
 _HARMLESS_OPTIONS = {
     **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
     **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),
@@ -45,7 +45,7 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED_OR_ALIAS,
-    **each(Off(False, True), "shift", "truncate"),  # with any value, a prompt that is too long is refused
+    **each(Off(False, True), "shift", "truncate"),  # a prompt that is too long is refused
     "_debug_render_only": Off(False),
     "chat_template": Off(),
     "chat_template_kwargs": Off({}),
@@ -56,10 +56,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _LAST_N = 64  # tokens; Ollama's default
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_NO_LIMIT = (-2, 0)  # they mean no limit, like -1: a full context ends an answer
-_ZERO_TIME = re.compile(
-    r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)"
-)  # zero, as a duration of Go
+_NO_LIMIT = (-2, 0)  # no limit, like -1: a full context ends an answer
+_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # Go's durations
 _CLIENT_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
@@ -100,12 +98,12 @@ class AnswerRequest(Body):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: types.NumLogprobs | None = None
-    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends num_predict here
+    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends it here
     keep_alive: Annotated[Any, Shown(float | str | None)] = None
     cache_salt: types.CacheSalt | None = None  # vLLM's
 
     def settle(self, service: Service) -> str:
-        """Check the fields and return the served name of the model. Raises `ModelNotFoundError`."""
+        """Return the served model name. Raises `ModelNotFoundError`, `RequestError`."""
         name = served_name(service, self.model)
         given, options = self.model_extra or {}, self.options or Options()
         if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
@@ -118,7 +116,7 @@ class AnswerRequest(Body):
         return name
 
     def params(self, service: Service) -> SamplingParams:
-        """Return the sampling parameters. Without num_predict, the checkpoint's token limit applies, if any."""
+        """Without num_predict, the checkpoint's limit applies."""
         options, defaults = self.options or Options(), service.default_params
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -150,7 +148,7 @@ class AnswerRequest(Body):
         return isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0
 
     def template_options(self, service: Service) -> dict[str, Any]:
-        """Return the chat template's options for `think`."""
+        """Return the template options for `think`."""
         if self.think is None or self.think == "":
             return {}
         if self.think and not service.answer_style.has_reasoning:
@@ -175,13 +173,13 @@ class PromptRequest(AnswerRequest):
 
 
 class _VectorsRequest(Body):
-    """Fields that both routes for embeddings share. options: ignored, because no token is sampled."""
+    """options: ignored, because no token is sampled."""
 
     model: str
     options: dict[str, Any] | None = None
 
     def settle(self, service: Service) -> str:
-        """Check the fields and return the served name of the model. Raises `ModelNotFoundError`."""
+        """Return the served model name. Raises `ModelNotFoundError`."""
         service.extra_fields.check(self.model_extra, OF_PROMPTS, OF_ANSWERS)
         return served_name(service, self.model)
 
@@ -191,7 +189,7 @@ class EmbedRequest(_VectorsRequest):
 
     input: Annotated[Any, Shown(str | list[str])] = None
     truncate: bool | None = None
-    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=0)])] | None = None  # 0: all; Ollama's own clients send it
+    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=0)])] | None = None  # 0: all
 
 
 class EmbeddingsRequest(_VectorsRequest):
@@ -208,7 +206,7 @@ class ShowRequest(Body):
 
 
 def served_name(service: Service, name: str) -> str:
-    """Return the served name for a name with or without Ollama's tag `:latest`. Raises `ModelNotFoundError`."""
+    """Return the served name, with or without Ollama's tag `:latest`. Raises `ModelNotFoundError`."""
     try:
         return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
     except ModelNotFoundError:

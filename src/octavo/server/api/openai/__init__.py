@@ -1,1 +1,1 @@
-"""OpenAI's API, with vLLM's additional fields."""
+"""OpenAI's API, with vLLM's fields."""

@@ -87,10 +87,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
-    """Return the sampling parameters.
-
-    The newer field max_completion_tokens replaces max_tokens. Without both, the checkpoint's limit applies, if any.
-    """
+    """max_completion_tokens replaces max_tokens. Without both, the checkpoint's limit applies."""
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
     given, names = request.max_tokens, {"logprobs": "top_logprobs"}
@@ -107,7 +104,7 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
 
 
 class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
-    """Converts outputs to chat completions."""
+    """Writes chat completions."""
 
     def __init__(self, service: Service, request: ChatCompletionRequest, job: Job, form: AnswerForm) -> None:
         super().__init__(job)
@@ -120,7 +117,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
         """Return the choice's next chunk, or None while all text is held back.
 
-        If all text is content, each step has a chunk even without text, so that a client sees when tokens arrive.
+        If all text is content, each step has a chunk, so that a client sees when tokens arrive.
         """
         completion = update.completion
         if update.choice not in self._answers:
@@ -165,7 +162,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         return chat_logprobs(completion.logprobs, num_top, self._piece, as_ids=as_ids)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
-        """Return all n choices."""
+        """Return all choices."""
         (output,) = outputs
         choices = [self._choice(each) for each in output.outputs]
         counts = self._counted(usage)
@@ -189,7 +186,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
 
 
 class _Answer:
-    """The state of one choice."""
+    """One choice's state."""
 
     def __init__(self, form: AnswerForm, reasoning_field: str | None) -> None:
         self.reader = AnswerReader(form)
@@ -198,7 +195,7 @@ class _Answer:
         self._has_calls = False
 
     def message(self, completion: CompletionOutput) -> ChatMessage:
-        """Return the message of a whole answer."""
+        """Return a message."""
         delta = self._delta(completion)
         message = ChatMessage(delta.content or (None if delta.tool_calls else ""))
         message.reasoning_content, message.tool_calls = delta.reasoning_content, delta.tool_calls
@@ -209,7 +206,7 @@ class _Answer:
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
-        """Return the next delta, or None if it is empty."""
+        """Return the next delta, or None."""
         delta = self._delta(completion)
         return None if delta == ChatDelta() else self._named(delta)
 
@@ -241,7 +238,7 @@ class _Answer:
         return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return "tool_calls" if a complete answer has calls, unless tool_choice names the function to call."""
+        """Return "tool_calls" if a complete answer has calls, unless tool_choice names the function."""
         is_call = self._has_calls and self._toolbox.named is None
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 

@@ -1,4 +1,4 @@
-"""Shared code of chat completions and completions."""
+"""Shared code for completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 
 
 def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
-    """Return the fields of a request's `Job`, except prompts and parameters."""
+    """Return a `Job`'s fields, except prompts and parameters."""
     options = request.stream_options
     return {
         "stream": bool(request.stream),
@@ -36,7 +36,7 @@ def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]
 
 
 class OpenAIReply(Generic[Choice, Chunk]):
-    """Base of replies that are streamed as chunks."""
+    """Base of streamed replies."""
 
     _done = b"data: [DONE]\n\n"
 
@@ -44,9 +44,9 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the chunks of an update. usage: the token counts so far, for each chunk, or None.
+        """Return the chunks of an update. usage: for each chunk, or None.
 
-        The finish reason comes in a chunk after all text, so a client may stop reading at the finish reason.
+        The finish reason comes after all text, so a client may stop reading there.
         """
         choices = [self._grown(update)]
         if update.completion.finished:
@@ -57,11 +57,11 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return b"".join(map(event, chunks))
 
     def end(self, usage: Usage) -> bytes:
-        """Return the end of the stream."""
+        """End the stream."""
         return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
 
     def error(self, error: HttpError) -> bytes:
-        """Return an error and the end of the stream."""
+        """End a failed stream."""
         return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
@@ -75,8 +75,8 @@ class OpenAIReply(Generic[Choice, Chunk]):
         raise NotImplementedError
 
     def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Add the fields that only a choice's first chunk has."""
+        """Complete a first chunk."""
 
     def _counted(self, usage: Usage) -> Usage:
-        """Add details to the token counts."""
+        """Add details to the counts."""
         return usage

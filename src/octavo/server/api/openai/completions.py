@@ -73,7 +73,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
             deadline=http_request.state.deadline,
             **openai_options(request, "prompt"),
         )
-        if request.prompt_logprobs is None:  # only an echo sets them
+        if request.prompt_logprobs is None:  # only an echo sets it
             job.client_names["prompt_logprobs"] = job.client_names.get("logprobs", "logprobs")
         return await answer(service, http_request, job, CompletionReply(job, echo, request))
 
@@ -81,7 +81,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
 async def truncated(
     service: Service, http_request: Request, place: Permit, prompts: list[Any], truncation: Truncation
 ) -> list[Any]:
-    """Return the truncated prompts."""
+    """Return truncated prompts."""
     if truncation.num_tokens is None:
         return prompts
     inputs = service.engine.input_processor
@@ -91,10 +91,7 @@ async def truncated(
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters.
-
-    An echo with logprobs also needs the prompt's log probabilities. An echo with max_tokens 0 only scores the prompt.
-    """
+    """An echo with logprobs also needs the prompt's log probabilities; with max_tokens 0 it only scores the prompt."""
     if request.best_of not in (None, request.n or 1):
         raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
     max_tokens = token_limit(request.max_tokens, defaults.max_tokens)
@@ -129,20 +126,20 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The echo of prompts, computed once for all choices of a prompt.
+    """The echo of prompts, computed once for all choices.
 
-    is_wanted: the client requests an echo. is_alone: the answer is only the echo.
+    is_alone: the answer is only the echo.
     """
 
     is_wanted: bool
     is_alone: bool
     processor: OutputProcessor
     skip_special_tokens: bool
-    texts: dict[str, str] = field(default_factory=dict)  # by request id
+    texts: dict[str, str] = field(default_factory=dict)
     places: dict[str, list[TokenPlace]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
-        """Return the prompt's text to echo; "" without an echo."""
+        """Return text to echo."""
         if not self.is_wanted:
             return ""
         if output.prompt is not None:
@@ -171,13 +168,13 @@ class Echo:
 
 
 class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
-    """Converts outputs to text completions."""
+    """Writes completions."""
 
     def __init__(self, job: Job, echo: Echo, request: CompletionRequest) -> None:
         super().__init__(job)
         self._echo = echo
         self._request = request
-        self._scored: dict[int, PlacedLogprobs] = {}  # by choice
+        self._scored: dict[int, PlacedLogprobs] = {}
 
     def _grown(self, update: ChoiceUpdate) -> CompletionChoice | None:
         choice = self._choice(update.choice, update.completion, update.output, with_prompt=update.is_first)
@@ -194,7 +191,7 @@ class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
         return Completion(self._job.request_id, self._job.created, self._job.model, choices, usage=shown)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
-        """Return n choices for each prompt, in the order of the prompts."""
+        """Return n choices for each prompt, in order."""
         choices = [
             self._whole_choice(index * self._job.params.n + completion.index, completion, output)
             for index, output in enumerate(outputs)

@@ -16,7 +16,7 @@ from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers.answering import answer_complete
 from octavo.server.answers.jobs import Job
-from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads the types
+from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads it
 from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off, each
 from octavo.server.api.openai.completions import read_prompts, truncated
 from octavo.server.api.openai.requests import Body, Priority, TruncationFields
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_INPUTS = 2048  # as in OpenAI's API
-# Fields of vLLM, llama.cpp, TEI and gateways.
+# Of vLLM, llama.cpp, TEI and gateways.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in OF_PROMPTS.items() if name not in TruncationFields.model_fields},
     **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},
@@ -128,7 +128,7 @@ async def embed_prompts(
     dimensions: int | None = None,
     **options: Any,
 ) -> Response:
-    """Turn prompts into vectors. Raises `RequestError` if `dimensions` is not between 1 and the model's hidden size.
+    """Turn prompts into vectors. Raises `RequestError` unless `dimensions` is 1 to the hidden size.
 
     options: further fields of the `Job`.
     """
@@ -150,7 +150,7 @@ async def embed_prompts(
 
 
 class EmbeddingReply:
-    """Converts outputs to embeddings."""
+    """Writes embeddings."""
 
     def __init__(self, request: EmbeddingRequest, job: Job) -> None:
         self._job = job

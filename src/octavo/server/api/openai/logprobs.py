@@ -1,4 +1,4 @@
-"""Log probabilities in the forms of the APIs."""
+"""Log probabilities for APIs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
-    Piece: TypeAlias = Callable[[int], str | bytes]  # by token id; special tokens have text as well
+    Piece: TypeAlias = Callable[[int], str | bytes]  # by token id; special tokens have text, too
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
 Position = dict[int, "Logprob"]  # by token id; the token at the position is first
-_LOWEST = -9999.0  # instead of -infinity, which JSON lacks; as in vLLM
+_LOWEST = -9999.0  # JSON lacks -infinity; as in vLLM
 
 
 def chat_logprobs(
@@ -30,8 +30,7 @@ def chat_logprobs(
 ) -> replies.ChatLogprobs | None:
     """Convert the log probabilities of a chat choice, if any.
 
-    num_top: number of most probable tokens to show at each position. as_ids: write each token as token_id:123, as in
-    vLLM.
+    num_top: most probable tokens at each position. as_ids: write tokens as token_id:123, as in vLLM.
     """
     if positions is None:
         return None
@@ -45,14 +44,14 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs the log probabilities of tokens with the places of the tokens, once the places are certain."""
+    """Pairs log probabilities with the tokens' places, once these are certain."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return the pairs that became certain, earlier tokens included. is_over: no tokens follow."""
+        """Add tokens. Return the pairs that became certain."""
         self._waiting += positions
         places = self._places.add(token_ids)
         if is_over:
@@ -63,20 +62,20 @@ class PlacedLogprobs:
 class ContentLogprobs:
     """Finds the log probabilities of an answer's content by the places of the tokens.
 
-    A token belongs to the content if the token has at least a part of one of the content's characters.
+    A token belongs to the content if it has a part of one of the content's characters.
     """
 
     def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
-        """hides_end: the token that ends the answer has no text in the answer."""
+        """hides_end: the token that ends the answer has no text in it."""
         self._places = PlacedLogprobs(places)
         self._num_top = num_top
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_returned = False  # the last content ended within the first token
+        self._is_returned = False  # content ended within the first token
 
     def add(self, completion: CompletionOutput) -> None:
-        """Add the tokens of an output."""
+        """Add tokens."""
         if completion.logprobs is None:
             return
         is_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
@@ -85,7 +84,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the tokens of the answer's next part that no earlier call returned; none for parts without content."""
+        """Return the tokens of the answer's next part that no earlier call returned."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_returned = False
@@ -111,8 +110,8 @@ def completion_logprobs(
 ) -> replies.CompletionLogprobs:
     """Convert the log probabilities of a completion choice.
 
-    positions: None for the first token of an echoed prompt. The prompt's other positions are `TokenLogprobs`, because
-    making objects for up to 40,000 alternatives would take too long.
+    positions: None for the first token of an echoed prompt. Its other positions are `TokenLogprobs`: making objects for
+    up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))
@@ -139,9 +138,9 @@ def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
 
 
 def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:
-    """Return text -> score; if two tokens have the same text, the key of the second is its id."""
+    """If two tokens have the same text, the key of the second is its id."""
     texts = list(map(texts_by_id.__getitem__, scores))
-    is_start = texts[0] == " " + place.text  # the tokenizer strips a space at the start of a text
+    is_start = texts[0] == " " + place.text  # the tokenizer strips a space at the start
     texts[0] = place.text
     if is_start:
         texts = [text.removeprefix(" ") for text in texts]
@@ -155,7 +154,7 @@ def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenText
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
-    """Convert a prompt's log probabilities to vLLM's form."""
+    """Convert to vLLM's form."""
     text_of = positions.texts.__getitem__
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:
@@ -163,7 +162,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         entries = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, entries, strict=True))
-        by_id[names[0]] = entries[0]  # its rank among the best may differ: ties
+        by_id[names[0]] = entries[0]  # its rank may differ: ties
         result.append(by_id)
     return result
 

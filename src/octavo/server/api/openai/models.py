@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}."""
+"""OpenAI's model list."""
 
 from __future__ import annotations
 

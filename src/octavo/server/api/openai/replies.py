@@ -1,4 +1,4 @@
-"""Answers of OpenAI's API. They are structs, because pydantic takes ten times as long to encode a model."""
+"""Answers of OpenAI's API: structs, because pydantic takes ten times as long to encode a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from octavo.server.answers.usage import (  # noqa: TC001 - msgspec reads the types of fields
+from octavo.server.answers.usage import (  # noqa: TC001 - msgspec reads it
     CompletionTokensDetails,
     Receipt,
     Usage,
@@ -111,7 +111,7 @@ class ChatDelta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET  # instead of reasoning_content, if the server is configured so
+    reasoning: str | UnsetType = UNSET  # if the server is configured so
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

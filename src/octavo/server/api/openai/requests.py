@@ -1,4 +1,4 @@
-"""Requests: OpenAI's fields and vLLM's. None means "the default"."""
+"""OpenAI's requests, with vLLM's fields. None means "the default"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.server.api.extra_fields import ExtraFields
 
-# The check of a list stops at the first bad element, so that millions of them do not become millions of errors.
+# The check stops at the first bad element: millions of them must not become millions of errors.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -84,7 +84,7 @@ class OtherNames(BaseModel):
 
 
 class Aliased(BaseModel):
-    """Base of requests that accept other servers' names of fields."""
+    """Accepts other servers' names of fields."""
 
     aliases: ClassVar[dict[str, As]]
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -150,7 +150,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         self.check_truncation()
 
     def _check_penalties(self) -> None:
-        """Refuse penalties that cover only the last tokens, because octavo's penalties cover all tokens."""
+        """Refuse penalties that cover only the last tokens."""
         if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
             message = "repeat_penalty needs repeat_last_n: -1, because penalties cover all tokens"
             raise RequestError(message, parameter="repeat_penalty")
@@ -159,7 +159,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
             refuse({name: getattr(self, name) for name in PENALTY_RANGE}, PENALTY_RANGE)
 
     def named_as_sent(self) -> AbstractContextManager[None]:
-        """Return a context in which errors name fields as the client sent them."""
+        """Let errors name fields as the client sent them."""
         return client_field_names(self._sent_as, in_text=True)
 
     def client_names(self, **names: str) -> dict[str, str]:
@@ -218,7 +218,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """Check the fields. n_probs also sets logprobs, because top_logprobs needs logprobs."""
+        """n_probs also sets logprobs, because top_logprobs needs it."""
         super().settle(extra_fields)
         if self.n_probs:
             self.logprobs = True

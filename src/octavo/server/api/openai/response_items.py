@@ -1,4 +1,4 @@
-"""Converts the items of OpenAI's Responses API to messages."""
+"""Converts items to messages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_items(instructions: str | None, given: Any) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class _Turn:
-    """A message that is assembled from items."""
+    """A message from items."""
 
     role: str
     texts: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class _Turn:
         self.calls += other.calls
 
     def message(self) -> dict[str, Any]:
-        """Return the message. The chat template renders calls without text, and joins text parts."""
+        """The chat template renders calls without text, and joins text parts."""
         content: Any = None if self.calls else ""
         if self.role in {"assistant", "system"}:
             content = ("" if self.role == "assistant" else "\n\n").join(self.texts) or content
@@ -134,7 +134,7 @@ def _texts(content: str | list[dict[str, str]]) -> list[str]:
 
 
 def _read_thoughts(item: dict[str, Any], place: str) -> list[str]:
-    """Return the texts of a reasoning item's content, or else of its summary, which other servers send instead."""
+    """Other servers send a summary without content."""
     for name, types in (("content", THOUGHTS), ("summary", SUMMARIES)):
         parts = item.get(name)
         texts = []

@@ -102,7 +102,7 @@ class ResponsesRequest(SamplingControls):
     parallel_tool_calls: bool | None = None
     reasoning: Annotated[dict[str, Any], Shown(types.Reasoning)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None  # only about padding, which this server never sends
+    stream_options: dict[str, Any] | None = None  # only about padding
     text: Annotated[dict[str, Any], Shown(types.TextConfig)] | None = None
     tool_choice: Annotated[Any, Shown(types.ResponsesChoice | None)] = None
     tools: Annotated[list[Any], Shown(types.Tools[types.ResponsesTool])] | None = None
@@ -188,11 +188,11 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
     return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 
 
-_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by the kind of a `Part`
+_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by part
 
 
 class ResponseReply:
-    """Converts outputs to responses."""
+    """Writes responses."""
 
     def __init__(self, outputs: OutputProcessor, request: ResponsesRequest, job: Job, form: AnswerForm) -> None:
         self._form = form
@@ -227,7 +227,7 @@ class ResponseReply:
         )
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return the events of an update."""
+        """Return new events."""
         if update.is_first:
             self._emit("response.created", response=self._response)
             self._emit("response.in_progress", response=self._response)
@@ -235,13 +235,13 @@ class ResponseReply:
         return self._take_events()
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last event: the whole answer."""
+        """Return a complete response."""
         self._finish(usage)
         self._emit(f"response.{self._response.status}", response=self._response)
         return self._take_events()
 
     def error(self, error: HttpError) -> bytes:
-        """Return the answer with status "failed" as an event."""
+        """Return a failed response."""
         if not self._num_events:
             self._emit("response.created", response=self._response)
         self._response.status = "failed"
@@ -250,7 +250,7 @@ class ResponseReply:
         return self._take_events()
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ResponseObject:
-        """Return the whole answer."""
+        """Return the answer."""
         ((completion,),) = (output.outputs for output in outputs)
         self._take(completion)
         self._finish(usage)

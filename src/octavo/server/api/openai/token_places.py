@@ -1,4 +1,4 @@
-"""The places of tokens in a completion's text."""
+"""Tokens' places."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
     from octavo.engine.tokenizer_interface import DetokenizerFactory
 
-BYTES = "bytes:"  # begins the spelling of bytes that are not text
-_MOST_SKIPPED_BYTES = 32  # of a prompt that belong to no token, such as white space next to a special token
+BYTES = "bytes:"  # begins bytes that are not text
+_MOST_SKIPPED_BYTES = 32  # of a prompt that belong to no token, such as white space
 _CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a character
 
 
 class TokenPlace(NamedTuple):
     """The place of a token in a text.
 
-    offset: number of characters before the token. text: the token's text, or a hidden token's name.
-    num_chars: number of characters of which the token has at least a part; 0 for a hidden token.
+    offset: characters before the token. text: the token's text, or a hidden token's name. num_chars: characters of
+    which the token has a part; 0 for a hidden token.
     """
 
     offset: int
@@ -34,7 +34,7 @@ class TokenPlace(NamedTuple):
 
 
 def piece_text(piece: str | bytes) -> str:
-    r"""Return a token as text, or as `bytes:\xf0\x9f`, OpenAI's form of a part of a character."""
+    r"""Return text, or `bytes:\xf0\x9f`, OpenAI's form of a part of a character."""
     if isinstance(piece, str):
         return piece
     try:
@@ -50,7 +50,7 @@ def _bytes_text(data: bytes) -> str:
 class TokenPlaces:
     """Finds the places of tokens while their text grows.
 
-    The places of tokens in a run of byte tokens (`octavo.engine.detokenizer`) are certain only after the run.
+    Places in a run of byte tokens (`octavo.engine.detokenizer`) are certain only after the run.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class TokenPlaces:
         """offset: of the first token, in characters."""
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        self._offset = offset  # the end of all text that is certain
-        self._run = b""  # bytes of the run, including the prompt's
+        self._offset = offset  # the end of certain text
+        self._run = b""  # with the prompt's bytes
         self._num_prompt_bytes = 0
         self._waiting: list[tuple[int, int]] = []  # tokens of the run, and the number of bytes before each
 
     def add(self, token_ids: Iterable[int]) -> list[TokenPlace]:
-        """Add tokens. Return the places that became certain by this call, including those of earlier tokens."""
+        """Return the places that became certain."""
         places: list[TokenPlace] = []
         for token_id in token_ids:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
@@ -81,12 +81,12 @@ class TokenPlaces:
         return places
 
     def finish(self) -> list[TokenPlace]:
-        """Return the places of all tokens that have none yet."""
+        """Return the remaining places."""
         return self._end_run(self._detokenizer.finish())
 
     def _place_text(self, token_id: int, piece: str) -> list[TokenPlace]:
         text = self._detokenizer.add([token_id])
-        num_chars_before = max(len(text) - len(piece), 0)  # at the start of a text, a space may be stripped
+        num_chars_before = max(len(text) - len(piece), 0)  # a space may be stripped at the start
         places = self._end_run(text[:num_chars_before])
         places.append(TokenPlace(self._offset, text[num_chars_before:], token_id, len(text) - num_chars_before))
         self._offset += len(text) - num_chars_before
@@ -143,9 +143,9 @@ def _continues(data: bytes, position: int) -> bool:
 
 
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
-    """Find the places of a prompt's tokens in the prompt. A token that is not found gets 0 characters.
+    """Find the places of a prompt's tokens. A token that is not found gets 0 characters.
 
-    The tokens' joined text may differ from the prompt. For example, a tokenizer may add a space.
+    The tokens' joined text may differ from the prompt: a tokenizer may add a space.
     """
     data, places, position = prompt.encode(), [], 0
     num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]

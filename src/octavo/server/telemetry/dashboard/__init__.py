@@ -1,1 +1,1 @@
-"""A page that shows an engine's work live."""
+"""Shows an engine live."""

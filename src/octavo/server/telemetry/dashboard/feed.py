@@ -1,4 +1,4 @@
-"""The stream of data that the dashboard's page shows."""
+"""The page's data."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_WATCHERS = 16
-LINGER_S = 10.0  # a page that is reloaded keeps its history
+LINGER_S = 10.0  # a reloaded page keeps its history
 _encode = msgspec.json.Encoder().encode
 
 
 class Dashboard:
     """The live view of one engine, which all viewers share. Used on the server's event loop only.
 
-    The engine sends snapshots while a viewer is connected, and for `LINGER_S` after the last viewer disconnected.
+    The engine sends snapshots until `LINGER_S` after the last viewer disconnected.
     """
 
     def __init__(self, service: Service) -> None:
@@ -44,22 +44,22 @@ class Dashboard:
         self._closing: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        """Take a viewer's place. Raises `QueueFullError` if all `MAX_WATCHERS` places are taken."""
+        """Take a viewer's place, or raise `QueueFullError`."""
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboard pages are open, which is the limit; close one")
         self._num_watchers += 1
 
     def exit(self) -> None:
-        """Release a viewer's place."""
+        """Release a place."""
         self._num_watchers -= 1
         if not self._num_watchers and self._closing is None:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
     async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events: first a `hello`, then a `frame` a few times a second, and finally a `bye`.
+        """Yield server-sent events: a `hello`, then a `frame` a few times a second, and finally a `bye`.
 
-        The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. A frame is
-        made only after the previous frame was sent, so frames do not accumulate for a slow viewer.
+        The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Frames do
+        not accumulate for a slow viewer: each is made after the previous one was sent.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())
@@ -69,7 +69,7 @@ class Dashboard:
         yield _event("bye", {})
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """Return how long a request spent in which phase, and why. Raises `NotFoundError`."""
+        """Return a request's phases and their reasons. Raises `NotFoundError`."""
         view = self._view
         if view is None:
             raise NotFoundError("requests are recorded only while a dashboard is open: open /dashboard first")
@@ -116,10 +116,10 @@ class Dashboard:
                 loop = asyncio.get_running_loop()
 
                 def listen(snapshot: Snapshot) -> None:
-                    with contextlib.suppress(RuntimeError):  # the event loop is closed: no viewers remain
+                    with contextlib.suppress(RuntimeError):  # the event loop is closed
                         loop.call_soon_threadsafe(view.take, snapshot)
 
-                with contextlib.suppress(EngineDeadError):  # the page shows that the engine is dead
+                with contextlib.suppress(EngineDeadError):  # the page shows it
                     await self._service.engine.watch(listen)
             return self._view
 
@@ -137,7 +137,7 @@ class Dashboard:
 
 
 def read_static() -> dict[str, tuple[bytes, str]]:
-    """Return the dashboard's static files: name -> (content, media type)."""
+    """Return name -> (content, media type)."""
     types = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     folder = Path(__file__).parent / "static"
     return {

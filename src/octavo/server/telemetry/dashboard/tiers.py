@@ -1,4 +1,4 @@
-"""The dashboard's table of the KV cache's tiers."""
+"""KV cache tiers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, Any]]:
     """Return a row for each tier. A figure is None if it is unknown or has no meaning for the tier.
 
-    hit_rate: share of the looked-up prompt tokens. loads_per_s, saves_per_s: bytes per second. spared: seconds of
-    computing that loads saved, minus the seconds of waiting for the loads.
+    hit_rate: share of looked-up prompt tokens. loads_per_s, saves_per_s: bytes per second. spared: seconds of computing
+    that loads saved, minus the seconds of waiting for them.
     """
     return [
         {

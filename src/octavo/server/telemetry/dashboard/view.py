@@ -1,4 +1,4 @@
-"""The state that the dashboard shows."""
+"""The dashboard's state."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from octavo.data.snapshot import BlockMap, Snapshot
 
 HISTORY_S = 600
-_RECENT_S = 10  # the time that current percentiles cover
+_RECENT_S = 10  # for current percentiles
 _MOST_OPEN_STEPS = 2
 _NUM_STEPS = 240
 _NUM_ENDED = 200
 _NUM_ROWS = 100
 _NUM_ROWS_ENDED = 30
-_MAX_TIMES = 512  # kept for one second
+_MAX_TIMES = 512  # for one second
 WAITING, PROMPT, GENERATING, PREEMPTED = "waiting", "prompt", "generating", "preempted"
 _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
 
 class Times:
-    """Durations in seconds, for percentiles. Beyond `_MAX_TIMES` durations, only every n-th one is kept."""
+    """Durations in seconds, for percentiles. Beyond `_MAX_TIMES`, only every n-th one is kept."""
 
     __slots__ = ("_every", "_num_seen", "values")
 
@@ -53,8 +53,8 @@ class Times:
 class Second:
     """The figures of one second of the engine's clock.
 
-    prefill, generated: numbers of tokens. running, waiting, usage: as of the second's last step. loaded_bytes,
-    saved_bytes: KV moved from and to other tiers. ttft, itl: time to first token, inter-token latency.
+    prefill, generated: tokens. running, waiting, usage: as of the second's last step. loaded_bytes, saved_bytes: KV
+    moved from and to other tiers. ttft, itl: time to first token, inter-token latency.
     """
 
     revision: int
@@ -75,7 +75,7 @@ class Second:
             self.percentiles, self.ttft, self.itl = self._percentiles(), None, None
 
     def row(self, second: int) -> list[float | None]:
-        """Return the second's row for the page's chart."""
+        """Return chart data."""
         times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes)
         return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times, *moved]
 
@@ -89,8 +89,8 @@ class Second:
 class Step:
     """A step that has ended.
 
-    start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True if they are prompt
-    tokens), in the order of the batch. drafts: (request's number, number of draft tokens, number of accepted ones).
+    start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True for prompt tokens), in
+    the order of the batch. drafts: (request's number, number of draft tokens, number of accepted ones).
     """
 
     number: int
@@ -100,7 +100,7 @@ class Step:
     drafts: list[tuple[int, int, int]]
 
     def row(self) -> list[Any]:
-        """Return the step's row for the page."""
+        """Return page data."""
         return [self.number, round(self.start, 4), round(self.seconds, 5), self.parts, self.drafts]
 
 
@@ -123,7 +123,7 @@ class Shown:
     ended: float | None = None
 
     def row(self, now: float) -> dict[str, Any]:
-        """Return the request's row for the page. Durations are in seconds."""
+        """Return the request for the page, with durations in seconds."""
         return {
             "number": self.number,
             "id": self.request_id,
@@ -143,7 +143,7 @@ class LiveView:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.epoch = 0  # grows when all state is dropped
+        self.epoch = 0  # grows if state is dropped
         self._forget()
 
     def _forget(self) -> None:
@@ -152,7 +152,7 @@ class LiveView:
         self.steps: deque[Step] = deque(maxlen=_NUM_STEPS)
         self.num_steps = 0
         self.blocks: BlockMap | None = None
-        self.revision = 0  # grows with every snapshot
+        self.revision = 0
         self.num_running = self.num_waiting = self.num_preemptions = 0
         self._moment: tuple[tuple[int, int], dict[str, Any]] = ((-1, -1), {})
         self.num_queried = self.num_hit = 0
@@ -166,7 +166,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state from a snapshot. If the snapshot `is_first`, all earlier state is dropped before."""
+        """Update the state. If the snapshot `is_first`, drop all earlier state before."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -179,14 +179,14 @@ class LiveView:
             self._settle(int(snapshot.events[-1].time))
         self._prune()
 
-    # --- reading ------------------------------------------------------------------------------------------------------
+    # --- reading ---
 
     def numbers(self) -> dict[str, int]:
-        """Return request id -> number, for all known requests."""
+        """Return request id -> number."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
-        """Return (number, request id) of each request with a number above `number`."""
+        """Return (number, request id) above a number."""
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
@@ -197,7 +197,7 @@ class LiveView:
         """Return the rows of all seconds before `now` that changed after `revision` or are not before `second`.
 
         A past second can change: a long step is reported when it ends, but its prompt tokens count in the second in
-        which the step began.
+        which it began.
         """
         self._fill(now)
         return [
@@ -214,12 +214,12 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Return those kept steps that were not among the first `number` steps that the view saw."""
+        """Return the kept steps after the first `number` steps."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the figures of the last seconds. All viewers share one computation."""
+        """Return the last seconds' figures, computed once."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -261,7 +261,7 @@ class LiveView:
         return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return rows of live requests, then of recently ended ones."""
+        """Return live requests, then ended ones."""
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
@@ -269,7 +269,7 @@ class LiveView:
         ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # None: the id was reused
         return [shown.row(now) for shown in [*live[: _NUM_ROWS - len(ended)], *ended]]
 
-    # --- following ----------------------------------------------------------------------------------------------------
+    # --- following ---
 
     def _second(self, time: float) -> Second:
         second = self._seconds.get(int(time))
@@ -313,7 +313,7 @@ class LiveView:
                 self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
             case events.RequestEvent():
                 shown = self._shown.get(event.request_id)
-                if shown is not None:  # None: the request began before the first snapshot
+                if shown is not None:  # else it began before the first snapshot
                     self._follow_one(shown, event)
 
     def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
@@ -353,7 +353,7 @@ class LiveView:
             shown.num_left -= count
             parts.append((shown.number, count, is_prompt))
         self._open_steps[event.step] = event, parts
-        if len(self._open_steps) > _MOST_OPEN_STEPS:  # the end of the oldest step was missed
+        if len(self._open_steps) > _MOST_OPEN_STEPS:  # its end was missed
             del self._open_steps[min(self._open_steps)]
         self.num_running, self.num_waiting = event.num_running, event.num_waiting
         second = self._second(event.time)
@@ -361,7 +361,7 @@ class LiveView:
         second.running, second.waiting, second.usage = event.num_running, event.num_waiting, event.kv_cache_usage
 
     def _close_step(self, end: events.StepCompleted | events.StepFailed) -> None:
-        """Record a step that has ended. If it was scheduled ahead, it began when the previous step ended."""
+        """A step that was scheduled ahead began when the previous step ended."""
         opened = self._open_steps.pop(end.step, None)
         if opened is not None:
             event, parts = opened
@@ -385,7 +385,7 @@ class LiveView:
             else:
                 itl.add(now - shown.last_token)
             shown.last_token = now
-            if shown.ended is None:  # after the end, num_generated is the total
+            if shown.ended is None:  # else num_generated is the total
                 shown.num_generated += count
                 if shown.state == PROMPT:
                     self._move(shown, GENERATING)
@@ -401,7 +401,7 @@ class LiveView:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the smallest of `values` that at least a `share` (0 to 1) of them do not exceed; None without values."""
+    """Return the smallest of `values` that at least a `share` (0 to 1) of them do not exceed."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
