@@ -73,10 +73,10 @@ def build_engine(
     progress: Callable[[int, int], None] | None = None,
     kv_store: StoreFactory | None = None,
 ) -> Engine:
-    """Load the checkpoint, size the KV cache, and return an engine that is ready.
+    """Load the checkpoint, size the KV cache, and return a ready engine.
 
-    sink: receives the event stream. progress(done, total): called with bytes of packed weights.
-    kv_store: as in `build_core`. Raises `ConfigError` and `ModelError`.
+    progress(done, total): called with bytes of packed weights. kv_store: as in `build_core`. Raises `ConfigError` and
+    `ModelError`.
     """
     served = ServedModel.find(config.model)
     input_processor, output_processor = make_processors(config.model, served)
@@ -95,7 +95,7 @@ def build_core(
 ) -> EngineCore:
     """Build a scheduler and a worker with loaded weights. Raises `ConfigError` and `ModelError`.
 
-    reads_ahead: read the vocabulary for grammars now; otherwise the first grammar reads it, and all requests wait.
+    reads_ahead: read the vocabulary for grammars now, not at the first grammar while all requests wait.
     kv_store(block_bytes): makes a store that is asked before the configured ones, such as a `MemoryStore` over a pool
     of several engines.
     """
@@ -205,7 +205,7 @@ def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store
 
 
 def _stats(store: TieredStore | None) -> EngineStats:
-    """Return figures with all tiers, so that a rate includes a tier's first event."""
+    """Return figures with all tiers, so that rates include first events."""
     stats = EngineStats()
     if store is not None:
         stats.kv_stores = store.figures
@@ -288,7 +288,7 @@ def _recorded(
     store: RecordedConnector | None,
     fingerprint: EngineFingerprint,
 ) -> Scheduler | RecordingScheduler:
-    """Return the scheduler, wrapped to write a journal if there is a path."""
+    """Wrap the scheduler to write a journal, if wanted."""
     if path is None:
         return scheduler
     try:
@@ -311,7 +311,7 @@ def resolve_scheduler(
     if cost is None:
         bits = WEIGHT_BITS[quantization] if architecture.stored is None else architecture.stored.bits
         if architecture.block_bytes and quantization is None:
-            bits = 4  # products of any kind of blocks are about as fast as those of int4
+            bits = 4  # products of any blocks are about as fast as int4's
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
     if step_ms is None:
         step_ms = DEFAULT_MIXED_STEP_MS if config.batching is BatchingMode.MIXED else 0.0
@@ -319,7 +319,7 @@ def resolve_scheduler(
 
 
 def fit_reservation(config: ResolvedSchedulerConfig, num_kv_tokens: int) -> ResolvedSchedulerConfig:
-    """Lower TGI's limits to the engine's capacity, and log it. num_kv_tokens: of the KV cache."""
+    """Lower TGI's limits to the engine's capacity. num_kv_tokens: of the KV cache."""
     there = {
         "max_batch_total_tokens": (num_kv_tokens, "the KV cache is not larger"),
         "max_batch_prefill_tokens": (
@@ -337,7 +337,7 @@ def fit_reservation(config: ResolvedSchedulerConfig, num_kv_tokens: int) -> Reso
 
 
 def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
-    """Return the instruction set of bfloat16 products of compiled kernels, if these are used."""
+    """Return the instruction set of compiled bfloat16 products, if any."""
     if dtype != "bfloat16" or config.kernels not in {"auto", "cpu"} or resolve_device(config.device).type != "cpu":
         return None
     return default_instruction_set() if config.isa == "auto" else config.isa

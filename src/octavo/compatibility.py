@@ -1,7 +1,6 @@
 """Arguments of vLLM that octavo lacks, and their values that change nothing here.
 
-Such a value is accepted with a warning, so scripts for vLLM run. Any other value is refused, so that no argument is
-silently ignored.
+Such a value is accepted with a warning. Any other value is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
 
 
 def accept_arguments(arguments: Mapping[str, Any]) -> None:
-    """Warn once about arguments that change nothing. Raises `ConfigError` for any other argument."""
+    """Warn once about arguments without effect. Raises `ConfigError` for others."""
     for name, value in arguments.items():
         accepted = ACCEPTED_ARGUMENTS.get(name)
         if accepted is None:

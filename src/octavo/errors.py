@@ -1,4 +1,4 @@
-"""Errors that octavo raises on purpose. `octavo.http.errors` has further errors, for servers only.
+"""Errors that octavo raises on purpose. Servers have more in `octavo.http.errors`.
 
     OctavoError
     ├── ConfigError
@@ -15,14 +15,14 @@
         └── EngineDeadError
             └── EngineRestartingError
 
-`assert` is for octavo's own bugs only. An error that a user can cause is one of these or of `octavo.http.errors`.
+`assert` is for octavo's own bugs only.
 """
 
 from __future__ import annotations
 
 
 class OctavoError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors."""
 
 
 class ConfigError(OctavoError):
@@ -33,11 +33,11 @@ class ConfigError(OctavoError):
 
 
 class ModelError(OctavoError):
-    """A checkpoint is missing, broken, or of an unknown kind. The message names the file and its problem."""
+    """A checkpoint is missing, broken, or of an unknown kind. The message names the file."""
 
 
 class RequestError(OctavoError):
-    """One request cannot be served as it was sent. parameter: public name of the invalid field."""
+    """A request cannot be served. parameter: public name of the invalid field."""
 
     def __init__(self, message: str, *, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class PromptTooLongError(RequestError):
 
     @classmethod
     def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True, least_output_tokens: int = 1) -> None:
-        """Raise the error if a prompt is so long that the output does not fit.
+        """Raise the error if the output does not fit after a prompt.
 
         is_all: False if `num_tokens` are counted so far. least_output_tokens: as in `SamplingParams`.
         """
@@ -68,7 +68,7 @@ class PromptTooLongError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too many requests are open or waiting. The client may retry in about `retry_after_s` seconds."""
+    """Too many requests are open or waiting. Retry in about `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, parameter: str | None = None, retry_after_s: float = 1.0) -> None:
         super().__init__(message, parameter=parameter)
@@ -76,7 +76,7 @@ class QueueFullError(RequestError):
 
 
 class SlowReaderError(RequestError):
-    """The output was not read in time, so the request was aborted."""
+    """The request was aborted: its output was not read in time."""
 
 
 class EngineError(OctavoError):
@@ -84,19 +84,19 @@ class EngineError(OctavoError):
 
 
 class ExecutionError(EngineError):
-    """A step failed in the worker."""
+    """A worker's step failed."""
 
 
 class RequestFailedError(EngineError):
-    """Work for one request failed, because of a bug in octavo or in a library. The message names its id."""
+    """A bug in octavo or a library ended one request."""
 
 
 class FingerprintError(EngineError):
-    """The engine computed a table differently the second time, or other numbers than at an earlier start."""
+    """A table was computed differently the second time, or checksums differ from an earlier start."""
 
 
 class DeadlineError(EngineError):
-    """The request's deadline passed before it finished."""
+    """The request's deadline passed."""
 
 
 class EngineDeadError(EngineError):
@@ -108,4 +108,4 @@ class EngineDeadError(EngineError):
 
 
 class EngineRestartingError(EngineDeadError):
-    """The engine's process has ended, with all its requests, and is being restarted."""
+    """The engine's process has ended, with all its requests, and restarts."""

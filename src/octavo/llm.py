@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 class LLMEngine(Engine):
     """An engine built from configurations; the caller runs its steps.
 
-    device: "cpu", "cuda", or None for the best available one; the same as `DeviceConfig(device=...)`.
-    sink: receives the event stream (`octavo.data.events`). kv_store: as in `octavo.build.build_core`.
-    progress(done, total): called with bytes of packed weights. Raises `ConfigError` and `ModelError`.
+    device: as in `DeviceConfig`; None for the best available one. sink: receives the event stream
+    (`octavo.data.events`). kv_store: as in `octavo.build.build_core`. progress(done, total): called with bytes of
+    packed weights. Raises `ConfigError` and `ModelError`.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class AsyncLLM(AsyncEngine):
     async def launch(cls, config: EngineConfig | None = None, *, max_unread_outputs: int | None = None) -> Self:
         """Start an engine, and return once it has loaded its model. Needs the packages of octavo[server].
 
-        max_unread_outputs: a request with more unread outputs is ended; None for no limit.
-        Raises `ConfigError` and `ModelError`.
+        max_unread_outputs: a request with more unread outputs is ended; None for no limit. Raises `ConfigError` and
+        `ModelError`.
         """
         loading = asyncio.get_running_loop().run_in_executor(None, launch_engine, config or EngineConfig())
         try:
@@ -109,11 +109,11 @@ class AsyncLLM(AsyncEngine):
         return cls(engine, max_unread_outputs=max_unread_outputs)
 
     async def __aenter__(self) -> Self:
-        """Return the engine, which is running already."""
+        """Return the running engine."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Shut down on a thread instead of the event loop. Open streams end with `EngineDeadError`."""
+        """Shut down on a thread. Open streams end with `EngineDeadError`."""
         await asyncio.to_thread(self.shutdown)
 
 
@@ -131,8 +131,8 @@ class LLM:
 
     The model
       model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in model.
-      tokenizer: directory or hub id of another tokenizer. skip_tokenizer_init: True takes and returns token ids only.
-      dtype: number format of weights: "auto" (the checkpoint's), "bfloat16", "float16", "float32".
+      tokenizer: directory or hub id of another tokenizer. skip_tokenizer_init: take and return token ids only.
+      dtype: of weights: "auto" (the checkpoint's), "bfloat16", "float16", "float32".
       quantization: None, "int8", "int4", "int4_all" or "fp8": rounds the weights at load. group_size: input features
       that share a scale in int4. packed_cache_bytes: disk space for packed weights, which later starts read; 0: none.
       max_model_len: maximum tokens of prompt and answer together; None for the checkpoint's.
@@ -142,9 +142,8 @@ class LLM:
 
     Steps
       max_num_seqs: maximum sequences in a step; None: 64, on a GPU 256. max_num_batched_tokens: maximum tokens in a
-      step; None: 1,024 because no user waits for a step, on a GPU 8,192. enable_chunked_prefill: compute long prompts
-      in chunks.
-      long_prefill_token_threshold: maximum tokens of one prompt in a step; 0: no such limit.
+      step; None: 1,024, on a GPU 8,192. enable_chunked_prefill: compute long prompts in chunks.
+      long_prefill_token_threshold: maximum tokens of one prompt in a step; 0: no limit.
       scheduling_policy: "fcfs", "priority", "deadline" or "fair".
 
     The KV cache
@@ -160,9 +159,9 @@ class LLM:
       isa: instruction set of the CPU kernels, "auto" for the best. num_threads: None for one per core.
       enforce_eager: no CUDA graphs.
 
-    others: further fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by name, such as
-    admission="reservation" (mixed_step_ms is 0 by default, so prompts may fill a step), and arguments of vLLM without
-    an effect here, which `octavo.compatibility` lists.
+    others: fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by name, such as admission="reservation"
+    (mixed_step_ms is 0 by default, so prompts may fill a step), and arguments of vLLM without an effect here, which
+    `octavo.compatibility` lists.
 
     Raises `ConfigError` for an invalid or unknown argument and `ModelError` for a model that cannot be loaded.
     """
@@ -259,11 +258,11 @@ class LLM:
             )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that are used if none are given: the checkpoint's defaults, otherwise vLLM's."""
+        """Return the parameters used if none are given: the checkpoint's, otherwise vLLM's."""
         return self.llm_engine.input_processor.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the checkpoint's tokenizer. Raises `RequestError` if the engine was made with skip_tokenizer_init."""
+        """Return the checkpoint's tokenizer. Raises `RequestError` after skip_tokenizer_init."""
         return cast("Tokenizer", self.llm_engine.input_processor.tokenizer)
 
     def generate(
@@ -276,11 +275,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts; return the outputs in the order of the prompts.
 
-        prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}; one or many.
-        sampling_params: one for all prompts, or a list with one for each. use_tqdm: show progress on terminals.
-        priority: a list with one for each prompt.
-        Raises `RequestError` for an invalid prompt, and then answers none. If one request fails later, its output has
-        an `error`, and the other prompts are answered.
+        prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}; one or many. sampling_params: one for
+        all prompts, or a list. use_tqdm: show progress on terminals. priority: one for each prompt. Raises
+        `RequestError` for an invalid prompt, and then answers none. If one request fails later, its output has an
+        `error`, and the other prompts are answered.
         """
         one = isinstance(prompts, str) or hasattr(prompts, "keys") or (bool(prompts) and isinstance(prompts[0], int))
         batch = cast("list[Prompt]", [prompts] if one else list(prompts))
@@ -333,10 +331,10 @@ class LLM:
         pooling: str | None = None,
         normalize: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Turn prompts into vectors; return them in the order of the prompts, in `outputs.embedding`.
+        """Turn prompts into vectors, in the order of the prompts, in `outputs.embedding`.
 
-        pooling: "last" or "mean" of the hidden states after the final norm; None for the checkpoint's pooling.
-        normalize: scale the vectors to length 1. Raises `RequestError`.
+        pooling: "last" or "mean" of the hidden states after the final norm; None for the checkpoint's. normalize: scale
+        the vectors to length 1. Raises `RequestError`.
         """
         kind = self.llm_engine.input_processor.model_info.choose_pooling(pooling)
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=kind, detokenize=False)
@@ -351,7 +349,7 @@ class LLM:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached KV, after waiting for saves to stores. Returns False if requests or saves are still open."""
+        """Drop all cached KV, after waiting for saves. Returns False if requests or saves are open."""
         self.llm_engine.finish_transfers()
         return self.llm_engine.core.scheduler.reset_prefix_cache()
 

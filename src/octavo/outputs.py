@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ErrorCode(StrEnum):
-    """The reason why a request ended with an error. Servers read codes, users read texts."""
+    """Why a request failed. Servers read codes, users read texts."""
 
     DEADLINE_PASSED = "deadline_passed"
     GRAMMAR_EXCEEDED = "grammar_exceeded"
@@ -26,7 +26,7 @@ class ErrorCode(StrEnum):
 
     @classmethod
     def read(cls, error: str) -> tuple[ErrorCode, str]:
-        """Return the code and the text of an `EngineCoreOutput.error`. Any other text is that of a failed step."""
+        """Read an `EngineCoreOutput.error`. Any other text is a failed step's."""
         try:
             code = cls(error)
         except ValueError:
@@ -48,9 +48,9 @@ _TEXTS = {
 }
 
 
-@dataclass(slots=True)  # not frozen: that would double the time to make it, and there is one for each alternative
+@dataclass(slots=True)  # not frozen: that would double the time to make it
 class Logprob:
-    """Log probability of a token at a position, from the model's raw logits (before temperature and filters)."""
+    """A token's log probability, from the model's raw logits (before temperature and filters)."""
 
     logprob: float
     rank: int | None = None
@@ -70,9 +70,8 @@ def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> 
 class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
     """Log probabilities of a prompt: None for its first token, then one dict of token id -> Logprob per token.
 
-    A dict is made only when it is read, because a prompt may have 40,000 alternatives. A copy, pickled or not, is a
-    list.
-    entries: the worker's results for all tokens except the first.
+    A dict is made only when it is read, because a prompt may have 40,000 alternatives. A copy is a list. entries: the
+    worker's results for all tokens except the first.
     """
 
     __slots__ = ("entries", "texts")
@@ -109,9 +108,9 @@ class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
 class CompletionOutput:
     """One of the n outputs of a request.
 
-    finish_reason: "stop", "length", "abort", "error", or None until it is finished.
-    stop_reason: the stop string or token id that ended the output; None for EOS and other reasons.
-    logprobs: one dict of token id -> Logprob per output token, if requested.
+    finish_reason: "stop", "length", "abort", "error", or None until it is finished. stop_reason: the stop string or
+    token id that ended the output; None for other reasons such as EOS. logprobs: one dict of token id -> Logprob per
+    output token, if requested.
     """
 
     index: int
@@ -132,10 +131,9 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one request in seconds of the engine's clock, and its token counts over all n outputs.
 
-    first_scheduled_time: when the request was first taken from the queue.
-    num_computed_tokens: positions that the model computed. num_recomputed_tokens: those of them that a preemption had
-    lost, and rejected drafts. num_wasted_tokens: generated after a stop string, and cut off.
-    num_draft_tokens: verified drafts. num_accepted_tokens: those of them in the answer.
+    first_scheduled_time: when the request first left the queue. num_computed_tokens: positions that the model computed.
+    num_recomputed_tokens: those of them that a preemption had lost, and rejected drafts. num_wasted_tokens: generated
+    after a stop string, and cut off. num_draft_tokens: verified drafts. num_accepted_tokens: those in the answer.
     """
 
     arrival_time: float
@@ -153,8 +151,7 @@ class RequestMetrics:
 class RequestOutput:
     """State of one request after a step. The last output of a request has `finished` set.
 
-    pooled: bytes of the float32 vector, if the request asked for one (`SamplingParams.pooling`).
-    error_code: the kind of `error`; None without an error.
+    pooled: bytes of the requested float32 vector (`SamplingParams.pooling`). error_code: the kind of `error`.
     """
 
     request_id: str
@@ -172,14 +169,14 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The embedding of a text."""
+    """A text's embedding."""
 
     embedding: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """The embedding of one prompt."""
+    """A prompt's embedding."""
 
     request_id: str
     outputs: EmbeddingOutput

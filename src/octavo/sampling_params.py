@@ -16,12 +16,12 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_GRAMMAR_CHARS = 1 << 16  # compiles within seconds, and within a thread's stack
 MAX_CHOICES = 1000
 POOLING = ("last", "mean")
-MAX_LOGPROBS = 20  # vLLM's default: each costs time and memory at every position
-MAX_DRAFTS = 32  # of a request in a step
+MAX_LOGPROBS = 20  # vLLM's default: each costs time and memory
+MAX_DRAFTS = 32
 MAX_COUNT = 2**31 - 1  # the maximum of the worker's tensors
 _STRUCTURED = "structured_outputs"
 _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
-_LEAST_TOP_P = 1e-9  # below the best probability of any vocabulary: keeps that token alone
+_LEAST_TOP_P = 1e-9  # below any vocabulary's best probability
 _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
 
 
@@ -29,11 +29,10 @@ _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
 class StructuredOutputsParams:
     """The structure that an answer must have: exactly one of the first five fields. Names are vLLM's.
 
-    json: a JSON schema, as text or as an object. json_object: any JSON object. regex: a regular expression for the
-    whole answer. choice: the allowed answers. grammar: a grammar in Lark's or GBNF's notation.
-    starts_after: the answer is free up to the end of this text ("</think>"), and has the structure after it.
-    free_from: only an answer that begins with this text ("<think>") has such a free part.
-    Raises `RequestError` if none or several of the five are given, or a value is invalid.
+    json: a JSON schema, as text or as an object. json_object: any JSON object. regex: for the whole answer. choice: the
+    allowed answers. grammar: in Lark's or GBNF's notation. starts_after: the answer is free up to the end of this text
+    ("</think>"), and has the structure after it. free_from: only an answer that begins with this text ("<think>") has
+    such a free part. Raises `RequestError`.
     """
 
     json: str | dict[str, Any] | None = None
@@ -66,7 +65,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given."""
+        """The given field's name."""
         return next(name for name in _STRUCTURES if getattr(self, name))
 
     @staticmethod
@@ -91,7 +90,7 @@ def _refuse_structure(name: str, allowed: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The range of a number. is_open: low itself is excluded. is_whole: only integers are allowed."""
+    """The range of a number. is_open: low itself is excluded. is_whole: integers only."""
 
     low: float
     high: float
@@ -124,7 +123,7 @@ LIMITS: dict[str, Limits] = {  # of the numbers in `SamplingParams`
 
 
 class RequestOutputKind(Enum):
-    """Text of each output: all text so far, only the new text, or a single output at the end."""
+    """Text of each output: all so far, only the new text, or one output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -137,13 +136,13 @@ class SamplingParams:
 
     n: output sequences per prompt. seed: makes sampling reproducible; the engine draws one if it is None or -1.
     temperature: 0 is greedy. top_p: 0 keeps only the most probable token. top_k 0 or -1, top_p 1, min_p 0 and typical_p
-    1 keep all tokens. typical_p: TGI's locally typical sampling (`octavo.worker.typical`).
-    max_tokens: None means up to the model's limit. logprobs, prompt_logprobs: number of most probable tokens that are
-    reported in addition to the token itself; None for no log probabilities. logit_bias: token id -> number added to its
-    logit. structured_outputs: the structure of the answer, which ends with it. shown_special_token_ids: special tokens
-    that are part of the text even with skip_special_tokens. pooling: "last" or "mean" asks for the hidden states of the
-    prompt as one vector; n and max_tokens must then be 1. num_speculative_tokens: maximum number of drafts in a step, 0
-    for none, None for the engine's number; no token depends on it.
+    1 keep all tokens. typical_p: TGI's locally typical sampling (`octavo.worker.typical`). max_tokens: None means up to
+    the model's limit. logprobs, prompt_logprobs: number of most probable tokens that are reported in addition to the
+    token itself; None for no log probabilities. logit_bias: token id -> number added to its logit. structured_outputs:
+    the structure of the answer, which ends with it. shown_special_token_ids: special tokens that are shown even with
+    skip_special_tokens. pooling: "last" or "mean" asks for the prompt's hidden states as one vector; n and max_tokens
+    must then be 1. num_speculative_tokens: maximum number of drafts in a step, 0 for none, None for the engine's; no
+    token depends on it.
 
     Numbers may be numpy's. Raises `RequestError` for an invalid value. Fields may be changed until the request is sent:
     the engine checks them again and keeps a copy.
@@ -257,7 +256,7 @@ class SamplingParams:
 
     @property
     def least_output_tokens(self) -> int:
-        """Number of output tokens that must fit after a prompt: 1, or 0 if it is pooled into a vector."""
+        """Output tokens that must fit after a prompt: 1, or 0 if it is pooled."""
         return 0 if self.pooling is not None else 1
 
     @property

@@ -1,4 +1,4 @@
-"""Decides whether the next waiting request may start."""
+"""Decides when the next waiting request may start."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
 
 
 class Admission(Protocol):
-    """Decides when a waiting request may start."""
+    """An admission rule."""
 
     def check_fits(self, request: Request) -> None:
         """Raise `PromptTooLongError` if a request could never start."""
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Begin a step. Returns why the step admits no request, or None."""
+        """Begin a step. Returns why it admits no request."""
         ...
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Return why a request cannot start now, or None. computed: its cached tokens."""
+        """Return why a request cannot start now, if so. computed: its cached tokens."""
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a starting request gets blocks; 0: only for its first step."""
+        """Return how many tokens' blocks a starting request gets; 0: for its first step."""
         ...
 
     def admitted(self, request: Request) -> None:
-        """Record that a request started."""
+        """Record a start."""
         ...
 
     def left(self, request: Request) -> None:
-        """Record that an admitted request ended or returned to the queue."""
+        """Record that an admitted request ended or was requeued."""
         ...
 
 
 class OptimisticAdmission:
     """Starts a request if its known tokens fit. If blocks are lacking later, a running request is preempted.
 
-    After a start, one block for each running request is still free; otherwise a request would soon be preempted. After
+    One block for each running request must stay free; otherwise one would soon be preempted. After
     `max_num_preemptions`, a request starts only with all blocks that it may need, and is never preempted again.
     """
 
@@ -80,7 +80,7 @@ class OptimisticAdmission:
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return a request's maximum length if it was preempted too often, else 0. Its last token needs no slot."""
+        """Return the maximum length, without the last token, of a request preempted too often, else 0."""
         if request.num_preemptions < self._max_preemptions:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)
@@ -95,24 +95,23 @@ class OptimisticAdmission:
 class ReservationAdmission:
     """Reserves prompt + max_tokens of each running request, so that none is preempted for lack of blocks.
 
-    The rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`).
-
-    most_saved_blocks: blocks of each bounded group that saves may pin in addition to the reservations. Pinned blocks of
-    ended requests, and of KV for another engine, may still cause a preemption.
+    The rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`). most_saved_blocks: blocks
+    of each bounded group that saves may pin in addition. Pins for ended requests, and for another engine, may still
+    cause a preemption.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
         self._config = config
         self._manager = kv_cache_manager
         self._most_saved_blocks = most_saved_blocks
-        self._reserved: dict[str, tuple[int, list[int]]] = {}  # tokens, blocks of each group
+        self._reserved: dict[str, tuple[int, list[int]]] = {}  # tokens, blocks by group
         self.num_reserved_total = 0
         self._num_blocks = [0] * len(kv_cache_manager.groups)
         self._steps_since_admission = 0
 
     @property
     def max_total_tokens(self) -> int:
-        """Limit on the sum of reservations, in tokens."""
+        """Limit on all reservations."""
         limit = self._config.max_batch_total_tokens
         return self._manager.capacity_tokens if limit is None else limit
 
@@ -129,7 +128,7 @@ class ReservationAdmission:
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
         """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps after an admission.
 
-        Admitting requests together delays the running requests less often.
+        This delays running requests less often.
         """
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
@@ -153,7 +152,7 @@ class ReservationAdmission:
         return request.max_total_tokens, [group.num_reserved(num_blocks) for group in self._manager.groups]
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0: reserved blocks are counted, but not allocated."""
+        """Return 0: reservations are only counted."""
         del request
         return 0
 
@@ -172,7 +171,7 @@ class ReservationAdmission:
 
 
 def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> Admission:
-    """Create the rule that `config.admission` names."""
+    """Create `config.admission`'s rule."""
     if config.admission is AdmissionRule.RESERVATION:
         return ReservationAdmission(config, kv_cache_manager, most_saved_blocks)
     return OptimisticAdmission(config, kv_cache_manager)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class Admitter:
     """Admits requests from the queue.
 
-    num_busy_steps: number of steps that computed tokens. The scheduler counts them. They limit how long a request is
-    deferred.
+    num_busy_steps: steps that computed tokens, counted by the scheduler; they limit deferrals.
     """
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
@@ -33,19 +32,19 @@ class Admitter:
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
-        """Requeue deferred requests whose wait is over."""
+        """Requeue deferred requests."""
         for request, timed_out in self._waiting_requests.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 
     def has_seat(self) -> bool:
-        """Return whether one more request may run. Loading and deferred requests count."""
+        """Return whether one more request may run. Loading and deferred ones count."""
         num_seated = len(self._state.running) + len(self._state.transfers) + self._waiting_requests.num_deferred
         return num_seated < self._state.config.max_num_seqs
 
     def admit(self, plan: StepPlan, before: Request | None) -> None:
         """Admit requests in order, until one cannot start.
 
-        before: a running request; only more important requests are admitted. None: no such limit.
+        before: admit only requests that are more important than this running one.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank
@@ -65,7 +64,7 @@ class Admitter:
             self._note_blocked(self._waiting_requests.queue.peek_request(), reason)
 
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
-        """Admit or defer the first request of the queue. Returns the reason if neither is possible."""
+        """Admit or defer the first request. Returns why not."""
         request = self._waiting_requests.queue.peek_request()
         computed = self._state.transfers.hand_over_hit(request, self._state.manager.get_computed_blocks(request))
         awaited = self._state.manager.prefix_cache.awaited_block(request, computed)
@@ -117,7 +116,7 @@ class Admitter:
         return None
 
     def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
-        """Defer the first request. owner: the request that computes the awaited block; None for a store's answer."""
+        """Defer the first request. owner: computes the awaited block; None for a store's answer."""
         request = self._waiting_requests.defer(is_pending, self.num_busy_steps)
         self._emitter.emit(events.RequestParked, request.request_id, owner)
 
@@ -136,7 +135,7 @@ class Admitter:
         return None
 
     def _may_wait_for(self, owner_id: str, request: Request) -> bool:
-        """Return False if the owner, which computes the block, is known to be less important than `request`."""
+        """Return False if the block's owner is known to be less important."""
         rank = self._state.policy.rank
         return not self._state.policy.ranks_are_fixed or rank(self._state.requests[owner_id]) < rank(request)
 

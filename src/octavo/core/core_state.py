@@ -1,4 +1,4 @@
-"""The state that the parts of the core share."""
+"""The core's shared state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class CoreState:
-    """The requests that have not ended, and the objects that decide about them.
+    """The open requests, and the objects that decide about them.
 
     docs/architecture.md names the writer of each state. requests: by id, in the order of arrival. running: in the order
-    of service in a step.
+    of service.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Chooses how many draft tokens each request gets: the number that gives the most tokens per second.
 
-A draft model computes drafts, or lookups in earlier text find them. Costs and acceptance rates are learned. Unknown
-rates count as good, and drafting that does not pay is tried again from time to time. The choice never changes a token.
+Costs and acceptance rates are learned. Unknown rates count as good, and drafting that does not pay is retried
+sometimes. No token depends on the choice.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-    Known = tuple[AcceptanceRates, AcceptanceRates | None]  # rates over all requests, rates of one request
-    Candidate = tuple[float, int, int]  # a draft token: minus its probability, its request's index, its place
+    Known = tuple[AcceptanceRates, AcceptanceRates | None]  # rates over all requests, and of one request
+    Candidate = tuple[float, int, int]  # minus a draft's probability, its request, its place
 
 _FIRST_RATE = 0.7  # before any draft was verified
-_CREDIT_S = 0.01  # seconds that lookups count as having gained at the start
-_OLDER_GUESSES = 0.95  # each step with lookups multiplies the earlier sums by this
-_SMALL_SHARE = 0.005  # lookups may cost this share of the steps' time more than they gain
-_STEPS_OF_A_TRIAL = 16  # if lookups do not pay, one step in this many tries them
-_REQUESTS_OF_A_TRIAL = 8  # requests that get lookups in such a step
+_CREDIT_S = 0.01  # seconds that lookups have gained at the start
+_OLDER_GUESSES = 0.95  # a step with lookups multiplies earlier sums by this
+_SMALL_SHARE = 0.005  # share of the steps' time that lookups may lose
+_STEPS_OF_A_TRIAL = 16  # if lookups do not pay, one step in so many tries them
+_REQUESTS_OF_A_TRIAL = 8  # requests with lookups in such a step
 
 
 class DraftPolicy:
-    """Allots drafts to requests, and learns the costs and acceptance rates of drafts.
+    """Allots drafts to requests.
 
-    Only this class writes `Request.acceptance` and `Request.computed_acceptance`. It takes the most probable drafts
-    first. This is optimal if all rows (tokens) of a step cost the same.
+    The only writer of `Request.acceptance` and `Request.computed_acceptance`. The most probable drafts come first:
+    optimal if all rows (tokens) of a step cost the same.
     """
 
     def __init__(self) -> None:
@@ -43,19 +43,19 @@ class DraftPolicy:
         self.pass_cost = StepCost()
         self._overall = AcceptanceRates(decay=0.98)
         self._overall_computed = AcceptanceRates(decay=0.98)
-        self._computed: AbstractSet[str] = frozenset()  # ids of requests whose newest drafts a model computed
-        self._has_drafts = False  # until a draft is proposed, `learn` does nothing
+        self._computed: AbstractSet[str] = frozenset()  # requests whose newest drafts a model computed
+        self._has_drafts = False  # if False, `learn` does nothing
         self._has_guesses = False
-        self._most_passes = 0  # of the draft model in a step; 0 without a model
+        self._most_passes = 0  # of the draft model in a step
         self._guessing_s = 0.0
-        self._num_accepted = 0  # in the step that is being processed
-        # Of recent steps with lookups: seconds that the lookups took and gained, and that the steps took.
+        self._num_accepted = 0
+        # Of recent steps with lookups: seconds that lookups took and gained, and that the steps took.
         self._spent_s, self._gained_s, self._steps_s = 0.0, _CREDIT_S, 0.0
-        self._num_skipped = 0  # steps since the newest lookup
-        self._first_tried = 0  # index of the first request of the newest trial
+        self._num_skipped = 0
+        self._first_tried = 0
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Learn that a step accepted `num_accepted` of a request's `num_drafted` drafts."""
+        """Learn how many of a request's drafts were accepted."""
         self._num_accepted += num_accepted
         if request.request_id in self._computed:
             overall, of_request = self._overall_computed, request.computed_acceptance or AcceptanceRates()
@@ -67,10 +67,10 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from the duration of a step, drafting included. Call `verified` before.
+        """Learn from a step's duration, drafting included. Call `verified` before.
 
-        Steps with prompts are ignored, because their rows have other costs. If the step verified drafts, returns its
-        seconds with the drafting before it, and an estimate for as many tokens without drafts; None if unknown.
+        Ignores steps with prompts: their rows have other costs. If the step verified drafts, returns its seconds with
+        the drafting before it, and an estimate for as many tokens without drafts, if known.
         """
         if not (self._has_drafts or result.drafting_s):
             return None
@@ -90,7 +90,7 @@ class DraftPolicy:
         self._learn_gain(len(counts), num_rows, num_accepted, result.drafting_s, step_s)
         if not drafts or not self.step_cost.is_measured(len(counts)):
             return None
-        # A step with fewer rows takes no longer; slow first steps can make the estimate too long.
+        # Fewer rows take no longer; slow first steps can make the estimate too long.
         without_s = min(self.step_cost.seconds(len(counts)), step_s)
         return step_s + guessing_s, (1 + num_accepted / len(counts)) * without_s
 
@@ -110,10 +110,10 @@ class DraftPolicy:
             self._gained_s *= _OLDER_GUESSES
             self._steps_s = _OLDER_GUESSES * self._steps_s + step_s
         gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
-        self._gained_s += max(gained_s, 0.0)  # a loss is due to `allot`, which chose the rows, not to lookups
+        self._gained_s += max(gained_s, 0.0)  # a loss is due to `allot`, not to lookups
 
     def _bound_lookups(self, names: Sequence[str]) -> dict[str, int]:
-        """Bound lookups to 0 if they recently cost more than they gained plus a small share, except in trials."""
+        """Bound lookups to 0 if they recently lost time, except in trials."""
         if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:
             self._num_skipped = 0
             return {}
@@ -125,9 +125,9 @@ class DraftPolicy:
         return dict.fromkeys(order[_REQUESTS_OF_A_TRIAL:], 0)
 
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
-        """Return how many drafts are worth guessing after a step, by request id. No entry means no bound.
+        """Return how many drafts are worth guessing after a step, by request id. No entry: no bound.
 
-        num_tokens: of each request in the step. Lookups get the bound 0 or none: `allot` chooses among their drafts.
+        num_tokens: of each request in the step. Lookups get 0 or no bound: `allot` chooses among their drafts.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}
@@ -135,7 +135,7 @@ class DraftPolicy:
         for request_id, count in num_tokens.items():
             request = requests[request_id]
             num_known = len(request.sequence.token_ids)
-            if request.num_computed_tokens + count >= num_known:  # it gets a token now, and another with its drafts
+            if request.num_computed_tokens + count >= num_known:  # it gets a token now, and one with its drafts
                 wanted.append((request, max(min(self._most_passes, request.max_total_tokens - num_known - 2), 0)))
         if not wanted:
             return {}
@@ -146,10 +146,7 @@ class DraftPolicy:
         return {request.request_id: count for (request, most), count in pairs if count < most}
 
     def allot(self, wanted: Sequence[tuple[Request, int]], num_decoding: int) -> list[int]:
-        """Return how many drafts of each request the next step verifies.
-
-        wanted: requests with their numbers of drafts. num_decoding: number of requests that decode.
-        """
+        """Return how many drafts of each `wanted` request the next step verifies."""
         if not wanted:
             return []
         self._has_drafts = True
@@ -181,7 +178,7 @@ class DraftPolicy:
     ) -> list[int]:
         """Return how many drafts of each request together give the most tokens per second.
 
-        candidates: the most probable draft first. guessing_s: seconds of guessing the first 0, 1, 2, ... candidates.
+        candidates: the most probable first. guessing_s: as from `_passes_s`.
         """
         seconds, costs = self.step_cost.seconds, iter(guessing_s)
         num_tokens, shortest, best = float(num_decoding), seconds(num_decoding), 0
@@ -198,7 +195,7 @@ class DraftPolicy:
         for _, index, _ in candidates[:best]:
             counts[index] += 1
         for (_, num_wanted), (_, of_request), count in zip(wanted, known, counts, strict=True):
-            if of_request is not None and count < num_wanted:  # otherwise low rates would exclude it forever
+            if of_request is not None and count < num_wanted:  # otherwise low rates exclude it forever
                 of_request.fade()
         if not any(counts):
             for overall in {id(each): each for each, _ in known}.values():

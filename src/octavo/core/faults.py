@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """Injects faults between two steps. to_preempt: ids that the next step preempts; journals record them."""
+    """Injects faults between two steps. to_preempt: ids for the next step."""
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
         self.to_preempt: list[str] = []
         self._manager = kv_cache_manager
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """Preempt these requests in the next step, if they are running then."""
+        """Preempt requests that run in the next step."""
         self.to_preempt += request_ids
 
     def evict(self, block: Block) -> None:
-        """Evict a cached block. It must not be held."""
+        """Evict an unheld block."""
         self._manager.pool.evict(block)
 
     def replace_weights(self) -> bool:

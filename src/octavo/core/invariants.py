@@ -1,4 +1,4 @@
-"""Invariants that hold between any two calls into the core. docs/reliability.md numbers them."""
+"""Invariants between any two calls into the core, as in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """An invariant that does not hold. block_ids: blocks of KV group `group` whose bookkeeping is wrong."""
+    """A broken invariant. block_ids: of KV group `group`, with wrong bookkeeping."""
 
     invariant: int
     message: str
@@ -30,7 +30,7 @@ class Breach:
 
 
 def check(scheduler: Scheduler) -> list[Breach]:
-    """Return all breaches. O(blocks + requests)."""
+    """Return all breaches."""
     manager = scheduler.kv_cache_manager
     return [
         *(breach for group in manager.groups for breach in _check_group(scheduler, group)),
@@ -45,7 +45,7 @@ def check(scheduler: Scheduler) -> list[Breach]:
 
 
 def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
-    """Quarantine a breach's blocks. Returns the newly quarantined ids if the first group has them, else ()."""
+    """Quarantine a breach's blocks. Returns new ids if they are of the first group."""
     group = scheduler.kv_cache_manager.groups[breach.group]
     fresh = tuple(block_id for block_id in breach.block_ids if block_id not in group.quarantined)
     for block_id in fresh:

@@ -1,7 +1,7 @@
 """The scheduler's half of KV transfer: which blocks an external store has, and which it wants.
 
-The other half is in the worker. Names and division follow vLLM's KVConnector. Neither half is trusted: reported blocks
-may be missing, late or wrong, which costs time but never changes a token.
+The other half is in the worker, as in vLLM's KVConnector. Neither is trusted: missing, late or wrong blocks cost time
+but never change a token.
 """
 
 from __future__ import annotations
@@ -22,46 +22,44 @@ class KVConnector(Protocol):
     name: str
 
     def request_added(self, request: Request) -> None:
-        """Report a new request, possibly long before its first lookup."""
+        """Report a new request, possibly long before its lookup."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens after `num_computed_tokens` the store has; None: not known yet, ask again.
+        """Return how many tokens after `num_computed_tokens` the store has; None: ask again.
 
-        The number is a multiple of the block size. The store has, in all KV groups, the blocks that the next row
-        (token) reads.
+        A multiple of the block size. The store has all blocks that the next row (token) reads.
         """
         ...
 
     def lookup_given_up(self, request: Request) -> None:
-        """Report that a request does not wait for its lookup any longer."""
+        """Report an abandoned lookup."""
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Report that a load was ordered. block_ids: the request's block table in the first KV group."""
+        """Report an ordered load. block_ids: of the first KV group."""
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Return those of `keys` whose blocks the store lacks and wants.
+        """Return the keys whose blocks the store lacks and wants.
 
-        only_first_group: parts in other groups are lost, so return only blocks whose first group's content is lacking.
+        only_first_group: parts in other groups are lost and do not count.
         """
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Report that the scheduler ordered a transfer.
+        """Report an ordered transfer.
 
-        The worker receives the order with the next step. If the scheduler cancels the transfer before that step, the
-        worker never receives the order, and `transfer_ended` is called.
+        The worker receives it with the next step. If it is cancelled before, only `transfer_ended` is called.
         """
         ...
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Report the end of a transfer. num_blocks: number of leading blocks that were moved; None if cancelled."""
+        """Report a transfer's end. num_blocks: moved leading ones; None if cancelled."""
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Report an ended request. block_ids: its block table in the first KV group."""
+        """Report a request's end. block_ids: of the first KV group."""
         ...
 
 

@@ -1,8 +1,7 @@
 """The lifecycle of a request: it arrives, starts, may be preempted, and ends.
 
-A request's status changes together with its place: waiting room (WAITING, PREEMPTED), running list (RUNNING), or
-transfers (WAITING_FOR_REMOTE_KVS). Exception: when a running request ends, `finish` changes its status, and
-`drop_finished` removes it from the running list later.
+Its status changes together with its place: waiting room (WAITING, PREEMPTED), running list (RUNNING), or transfers
+(WAITING_FOR_REMOTE_KVS). Exception: `drop_finished` removes ended requests from the running list later.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 class RequestLifecycle:
     """The only writer of a request's status, and of `requests` and `running` of `CoreState`.
 
-    Also the only writer of the queue, except that `Admitter` defers requests and puts them back.
+    Also the only writer of the queue, except that `Admitter` defers and requeues requests.
     """
 
     def __init__(self, state: CoreState) -> None:
@@ -36,7 +35,7 @@ class RequestLifecycle:
         self._deadlines: list[tuple[float, int, str]] = []
 
     def arrive(self, request: Request) -> None:
-        """Put a new request into the queue."""
+        """Queue a new request."""
         request.arrival_index = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
@@ -57,7 +56,7 @@ class RequestLifecycle:
         )
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
-        """Record a deadline. Deadlines of ended requests are dropped when they are the majority."""
+        """Record a deadline. Those of ended requests are dropped when they are the majority."""
         heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             alive = {each.arrival_index for each in self._requests.values()}
@@ -65,7 +64,7 @@ class RequestLifecycle:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> Iterator[Request]:
-        """Yield requests whose deadline has passed, each once."""
+        """Yield each overdue request once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
@@ -75,14 +74,14 @@ class RequestLifecycle:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
-        """Move the first request of the queue to the running list."""
+        """Run the queue's first request."""
         self._waiting_requests.take()
         self._run(request, computed.num_tokens)
         self._state.admission.admitted(request)
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Admit the first request of the queue. It joins the running list after its load (`end_loading`)."""
+        """Admit the queue's first request. It runs after `end_loading`."""
         self._waiting_requests.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
@@ -90,13 +89,13 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Run a request after its load, and commit its blocks. num_tokens: its computed tokens, with loaded ones."""
+        """Run a request after its load, and commit its blocks. num_tokens: computed and loaded."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
 
     def abandon_loading(self, request: Request) -> None:
-        """Put a request back into the queue, to compute the KV that did not arrive."""
+        """Queue a request again, to compute missing KV."""
         self._state.admission.left(request)
         self._state.manager.release(request)
         request.num_computed_tokens = 0
@@ -112,7 +111,7 @@ class RequestLifecycle:
             self._running.append(request)
 
     def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
-        """Emit the events of an admission. A request's first admission charges input tokens and counts cache hits."""
+        """Emit an admission's events. The first one charges input tokens and counts cache hits."""
         request_id, num_tokens, num_hit = request.request_id, request.num_tokens, computed.num_tokens
         num_host_tokens = self._state.manager.num_host_tokens(computed)
         resumed = request.admitted_time is not None
@@ -136,9 +135,9 @@ class RequestLifecycle:
     # --- preempt ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Request) -> None:
-        """Release a running request's blocks, and put the request back into the queue (`prepend_request`).
+        """Release a running request's blocks, and queue it again (`prepend_request`).
 
-        No step may be in flight, because it would use the blocks.
+        No step may be in flight.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)
@@ -155,7 +154,7 @@ class RequestLifecycle:
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request and release all that it holds. No other method ends a request.
 
-        Call `drop_finished` before `running` is read again.
+        Then call `drop_finished` before `running` is read.
         """
         request_id = request.request_id
         if request.status is RequestStatus.RUNNING:
@@ -179,12 +178,12 @@ class RequestLifecycle:
         self._emitter.emit(events.RequestFinished, request_id, reason, request.sequence.num_output_tokens)
 
     def end(self, request: Request, status: RequestStatus, error: str | None = None) -> EngineCoreOutput:
-        """End a request without further tokens. Returns its last output."""
+        """End a request. Returns its last output."""
         self.finish(request, status)
         return EngineCoreOutput(request.request_id, finish_reason=status.finish_reason, error=error)
 
     def fail(self, request: Request, message: str) -> EngineCoreOutput:
-        """End a request with an error. Returns its last output."""
+        """End a request with an error."""
         return self.end(request, RequestStatus.FINISHED_ERROR, message)
 
     def drop_finished(self) -> None:

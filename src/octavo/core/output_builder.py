@@ -1,4 +1,4 @@
-"""Builds a `SchedulerOutput`, the message to the worker, from a plan."""
+"""Builds messages to the worker."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _NONE: list[int] = []  # never changed
 
 
 class OutputBuilder:
-    """Tracks which requests and blocks the worker knows."""
+    """Tracks the requests and blocks that the worker knows."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransferScheduler) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        # Lengths of the worker's block tables, by request id and group.
+        # The worker's table lengths, by request id and group.
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
-        self.are_notices_due = True  # whether ended requests and cancels alone justify a step
+        self.are_notices_due = True  # ended requests and cancels alone justify a step
 
     @property
     def has_endings(self) -> bool:
-        """Whether ended requests must be reported to the worker."""
+        """Whether ended requests must be reported."""
         return bool(self._finished_req_ids)
 
     @property
     def num_records(self) -> int:
-        """Number of requests that the worker knows."""
+        """Requests that the worker knows."""
         return len(self._num_sent)
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
     ) -> SchedulerOutput:
-        """Return the message of a step, with data that the worker lacks, and record these data as sent."""
+        """Return a step's message, and record its data as sent."""
         new: list[NewRequestData] = []
         req_ids: list[str] = []
         num_computed: list[int] = []
@@ -92,20 +92,20 @@ class OutputBuilder:
         num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
-        """Record that the worker lacks a request: `build` sends the whole request again."""
+        """Record that the worker lacks a request: `build` sends it again."""
         self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
-        """Report an ended request to the worker with the next step."""
+        """Report an ended request with the next step."""
         self.preempted(request_id)
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Report a failed step's ended requests again, and make the worker drop all other requests of the step.
+        """Report a failed step's ended requests again, and make the worker drop its other ones.
 
-        It is unknown how much of the step the worker has received.
+        The worker may have received any part of the step.
         """
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
-        # If every step fails, notices alone must not keep an idle core busy: the next request's step sends them.
+        # If every step fails, notices alone must not keep the core busy.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)

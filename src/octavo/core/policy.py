@@ -1,4 +1,4 @@
-"""The scheduler's rules: number of tokens, order, choice of a victim, and batching."""
+"""The scheduler's rules."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Rank = tuple[float, ...]
 def num_tokens_to_schedule(
     num_remaining: int, budget: int, *, threshold: int, may_be_cut: bool, initial_budget: int
 ) -> int:
-    """Return how many of its `num_remaining` tokens a request gets in a step; 0: the request waits.
+    """Return how many of its `num_remaining` tokens a request gets in a step; 0: it waits.
 
-    threshold: limit for one request; 0: no limit. may_be_cut: if False, all tokens must fit, unless even an empty step
-    (`initial_budget`) is too small for them.
+    threshold: limit for one request; 0: none. may_be_cut: if False, all tokens must fit, unless even an empty step
+    (`initial_budget`) is too small.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -42,23 +42,23 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """The budget that a prompt's tokens use. Later tokens cost more, because they attend to all earlier tokens.
+    """The budget that a prompt's tokens use. Later tokens cost more, because they attend to all earlier ones.
 
-    Each token counts as 1 + attention_cost_tokens * position / 1000, with the position of its chunk's first token.
-    So all steps of a long prompt take about the same time.
+    A token counts as 1 + attention_cost_tokens * position / 1000, with the position of its chunk's first token. So all
+    steps of a long prompt take about the same time.
     """
 
     def __init__(self, attention_cost_tokens: float) -> None:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return how many tokens from `position` on `budget` pays for: at least 1 if the budget is above 0."""
+        """Return how many tokens from `position` on `budget` pays for: at least 1 if positive."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
 
     def surcharge(self, position: int, count: int, budget: int) -> int:
-        """Return the budget that a chunk uses beyond its `count` tokens. budget: limit for both."""
+        """Return the budget that a chunk uses beyond `count`. budget: limit for both."""
         return min(math.ceil(count * self._per_position * position), budget - count)
 
 
@@ -70,9 +70,9 @@ PLAIN_COST = PromptCost(0.0)
 
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
-    """The order of requests: a request with a smaller rank is more important.
+    """The order of requests: a smaller rank is more important.
 
-    counters: affect only the policy `fair`. ranks_are_fixed: False if ranks change with the counters.
+    ranks_are_fixed: False if ranks change with the counters.
     """
 
     waiting: RequestQueue
@@ -82,7 +82,7 @@ class OrderPolicy:
 
 
 def create_policy(config: SchedulerConfig) -> OrderPolicy:
-    """Create the order that `config.policy` names."""
+    """Create `config.policy`'s order."""
     counters = ServiceCounters(config.fair_input_weight, config.fair_output_weight)
     ranks: dict[SchedulingPolicy, Callable[[Request], Rank]] = {
         SchedulingPolicy.FCFS: lambda r: (r.arrival_index,),
@@ -101,7 +101,7 @@ def create_request_queue(
     rank: Callable[[Request], Rank] | None = None,
     counters: ServiceCounters | None = None,
 ) -> RequestQueue:
-    """Create a policy's queue. rank: the order of requests, under `fair` of one tenant's requests."""
+    """Create a policy's queue. rank: under `fair` within one tenant."""
     if policy is SchedulingPolicy.FAIR:
         return FairRequestQueue(counters, rank)
     if policy is SchedulingPolicy.FCFS:
@@ -126,7 +126,7 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
     """Rank earlier deadlines first, then earlier arrivals.
 
-    A deadline counts as at most `ageing_s` seconds after the arrival; None: no limit.
+    ageing_s: a deadline counts as at most this long after the arrival; None: no limit.
     """
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
@@ -136,7 +136,7 @@ def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
 def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], max_preemptions: int) -> Request | None:
     """Return the least important running request that may be preempted, or None.
 
-    The most important request, and requests that were preempted `max_preemptions` times, may not.
+    The most important one, and those preempted `max_preemptions` times, may not.
     """
     first = min(running, key=rank)
     candidates = [r for r in running if r is not first and r.num_preemptions < max_preemptions]
@@ -144,7 +144,7 @@ def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], m
 
 
 def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
-    """Return whether to swap out a victim's blocks instead of computing its tokens again."""
+    """Return whether to swap a victim out instead of computing it again."""
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
@@ -154,39 +154,39 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
-    """Return whether a request must compute more than its newest generated token and drafts."""
+    """Return whether a request must compute more than its newest token and drafts."""
     sequence = request.sequence
     num_computed = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
     return len(sequence.token_ids) - num_computed > 1 or not sequence.num_output_tokens
 
 
 def is_decode(request: Request) -> bool:
-    """Return whether a request must compute only its newest generated token, and perhaps drafts."""
+    """Return `not is_prefill(request)`."""
     return not is_prefill(request)
 
 
 class Batching(Protocol):
-    """The order in which a step is filled: `grow` serves running requests, `admit` waiting requests."""
+    """The order in which a step is filled."""
 
     @property
     def prefill_limit(self) -> int:
-        """Limit on the budget of prompts in the next step with decodes; 0: no limit."""
+        """Limit on prompts in the next step with decodes; 0: none."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Fill a plan.
+        """Fill a plan: `grow` serves running requests, `admit` waiting ones.
 
-        outranked: running prompts that are less important than the first waiting request, the most important first.
+        outranked: running prompts less important than the first waiting request, the most important first.
         """
         ...
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from the duration of a step."""
+        """Learn a step's duration."""
         ...
 
 
 class MixedBatching:
-    """Serves running requests, then waiting requests: prompts and decodes share steps.
+    """Serves running requests, then waiting ones: prompts and decodes share steps.
 
     Decodes wait for the whole step, so prompts get at most `most` tokens of a step with decodes; 0: no limit. step_s:
     target duration, to which the limit adapts between `least` and `most`; 0: none. Sarathi-Serve (Agrawal et al. 2024)
@@ -217,7 +217,7 @@ class MixedBatching:
         plan.num_mixed_prompt_tokens = plan.initial_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Adjust the limit. It grows only if the prompts lacked budget."""
+        """Adjust the limit. It grows only if prompts lacked budget."""
         if not self._step_s or plan.num_mixed_prompt_tokens <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -226,7 +226,7 @@ class MixedBatching:
 
 
 class PrefillFirstBatching:
-    """Fills a step with prompts only. A step without any prompt is filled with decodes."""
+    """Fills a step with prompts, or with decodes if there is none."""
 
     prefill_limit = 0
 
@@ -242,10 +242,10 @@ class PrefillFirstBatching:
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit waiting requests, but serve each outranked prompt before less important waiting requests.
+    """Admit waiting requests, but serve each outranked prompt before less important ones.
 
-    If an outranked prompt gets no tokens, no request is admitted after it. The outranked prompts after it are still
-    served, because it may wait for their blocks.
+    If an outranked prompt gets no tokens, none is admitted after it. Later outranked prompts are still served: it may
+    wait for their blocks.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)
@@ -257,7 +257,7 @@ def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: A
 
 
 def create_batching(config: ResolvedSchedulerConfig) -> Batching:
-    """Create the rule that `config.batching` names."""
+    """Create `config.batching`'s rule."""
     if config.batching is BatchingMode.PREFILL_FIRST:
         return PrefillFirstBatching()
     whole, step_s = config.max_num_batched_tokens, (config.mixed_step_ms or 0.0) / 1000

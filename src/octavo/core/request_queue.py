@@ -1,4 +1,4 @@
-"""Queues of waiting requests. Each operation, including removal, is O(1) or O(log n)."""
+"""Queues of waiting requests. Each operation is O(1) or O(log n)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class RequestQueue(Protocol):
-    """A queue of requests with distinct ids."""
+    """Requests with distinct ids."""
 
     def add_request(self, request: Request) -> None:
-        """Insert a request after equally important earlier requests."""
+        """Insert a request after equally important earlier ones."""
         ...
 
     def prepend_request(self, request: Request) -> None:
@@ -25,15 +25,15 @@ class RequestQueue(Protocol):
         ...
 
     def peek_request(self) -> Request:
-        """Return the first request. Raises IndexError if the queue is empty."""
+        """Return the first request. Raises IndexError."""
         ...
 
     def pop_request(self) -> Request:
-        """Remove and return the first request. Raises IndexError if the queue is empty."""
+        """Take the first request. Raises IndexError."""
         ...
 
     def remove_request(self, request: Request) -> None:
-        """Remove a request from any place. Raises KeyError if it is absent."""
+        """Remove any request. Raises KeyError."""
         ...
 
     def __len__(self) -> int: ...
@@ -42,7 +42,7 @@ class RequestQueue(Protocol):
 
 
 class FCFSRequestQueue:
-    """Serves requests in the order of their arrival. O(1)."""
+    """Serves requests by arrival. O(1)."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
@@ -52,7 +52,7 @@ class FCFSRequestQueue:
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front, but after earlier arrivals there. O(number of these)."""
+        """Put a request back, but after earlier arrivals at the front. O(number of these)."""
         ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
         self._requests[request.request_id] = request
         for each in (request, *reversed(ahead)):
@@ -82,9 +82,9 @@ class FCFSRequestQueue:
 
 
 class PriorityRequestQueue:
-    """Serves the request with the smallest rank first, then the earlier arrival. O(log n).
+    """Serves the smallest rank first, then the earlier arrival. O(log n).
 
-    rank: never changes; None: the priority number. Entries of removed requests are skipped at the top of the heap.
+    rank: never changes; None: the priority number.
     """
 
     def __init__(self, rank: Callable[[Request], tuple[float, ...]] | None = None) -> None:
@@ -98,7 +98,7 @@ class PriorityRequestQueue:
         heapq.heappush(self._heap, (self._rank(request), request.arrival_index, request.request_id))
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back, in the order of arrival."""
+        """Put a request back."""
         self.add_request(request)
 
     def peek_request(self) -> Request:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Advances requests by the result of a step.
+    """Advances requests by a step's result.
 
-    The only writer of output tokens and of drafts, except that `StepsInFlight` adds placeholders for tokens, and
-    `RequestLifecycle` clears drafts.
+    The only writer of output tokens and drafts, except that `StepsInFlight` adds placeholders, and `RequestLifecycle`
+    clears drafts.
     """
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
@@ -32,9 +32,9 @@ class ResultProcessor:
         self._last_result = 0.0
 
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a step's result, and learn from the step's duration.
+        """Process a step's result, and learn from its duration.
 
-        A step that was decided ahead is timed from when the previous step's result was processed.
+        A step that was decided ahead is timed from the previous result on.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -104,8 +104,8 @@ class ResultProcessor:
     ) -> EngineCoreOutput | None:
         """Advance a request by `count` computed tokens, the last `num_drafts` of them drafts.
 
-        sampled: accepted drafts, then one more token. If the token is postponed, the next step computes the newest
-        known token again, and samples again. Returns None without any output.
+        sampled: accepted drafts, then one more token. If that is postponed, the next step computes the newest known
+        token again. Returns None without output.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count
@@ -137,7 +137,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(  # by position: keywords become a dict first, for each request of each step
+        return EngineCoreOutput(  # by position: keywords become a dict first
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],
@@ -154,10 +154,7 @@ class ResultProcessor:
         )
 
     def fail(self, step: StepInFlight, message: str) -> list[EngineCoreOutput]:
-        """End every request of a failed step with an error.
-
-        Requests that are only in later steps in flight are preempted.
-        """
+        """See `Scheduler.fail_step`."""
         self._emitter.emit(events.StepFailed, message)
         self._undo(step.scheduled)
         outputs = [self._lifecycle.fail(request, message) for request in step.requests(self._state.requests)]
@@ -176,7 +173,7 @@ class ResultProcessor:
             self._emitter.emit(events.RequestPreempted, request.request_id, request.request_id, num_lost, False, "")
 
     def _undo(self, scheduled: SchedulerOutput) -> None:
-        """Discard a failed step's copies and transfers, and repeat its notices to the worker."""
+        """Discard a failed step's copies and transfers, and repeat its notices."""
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
             self._state.manager.drop_saved(request_id)  # perhaps its KV was not copied
@@ -187,7 +184,7 @@ class ResultProcessor:
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
         """Keep the drafts that are worth a row of the next step.
 
-        Drops the drafts of requests that do not decode, or that another step in flight is computing.
+        Drops those of requests that do not decode, or that another step in flight computes.
         """
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
@@ -202,9 +199,9 @@ class ResultProcessor:
 
 
 def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLogprobs]:
-    """Take the prompt logprobs that were not delivered yet. Call it before `num_computed_tokens` advances.
+    """Take undelivered prompt logprobs. Call it before `num_computed_tokens` advances.
 
-    A preempted request computes some logprobs again.
+    A preempted request computes some again.
     """
     entries = result.prompt_logprobs.get(request.request_id, [])
     new = entries[max(request.num_prompt_logprobs - request.num_computed_tokens, 0) :]
@@ -213,7 +210,7 @@ def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLog
 
 
 def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append tokens until one ends the request. Returns these tokens, and the final status or None."""
+    """Append tokens until one ends the request. Returns these, and any final status."""
     token_ids = request.sequence.token_ids
     for count, token_id in enumerate(sampled, 1):
         token_ids.append(token_id)

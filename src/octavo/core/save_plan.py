@@ -1,8 +1,8 @@
 """Chooses which blocks are saved, and with which parts.
 
-A store looks up blocks from the beginning of a sequence, so a block after a missing block is useless. Therefore a block
-that lost a part (its block in a bounded group) is saved with the first group's content alone. That content is enough if
-the row (token) after a hit does not read the part.
+A store looks up blocks from a sequence's beginning, so a block after a missing one is useless. Therefore a block that
+lost a part (its block in a bounded group) is saved with the first group's content alone. That is enough if the row
+after a hit does not read the part.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return how many blocks saves may pin with their parts in all groups.
+    """Return how many blocks saves may pin with all parts.
 
-    In bounded groups: all blocks that `max_num_seqs` requests and a step do not need, because parts may be lost before
-    a later save.
+    In bounded groups: all that `max_num_seqs` requests and a step do not need, because parts may be lost before a later
+    save.
     """
     most = most_pinned_blocks(manager)
     num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
@@ -47,10 +47,10 @@ def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) 
 def blocks_to_save(
     manager: KVCacheManager, request: Request, indices: Sequence[int], connector: KVConnector
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the indices of the request's blocks to save, and their block ids for each group.
+    """Return the indices of the blocks to save, and their block ids for each group.
 
-    indices: indices of blocks that the store lacks, in whole or in part. A block that lost a part gets `NO_BLOCK`
-    in the bounded groups, and is only saved if the store lacks the first group's content.
+    indices: blocks that the store lacks, in whole or in part. A block that lost a part gets `NO_BLOCK` in the bounded
+    groups, and is only saved if the store lacks the first group's content.
     """
     table = request.sequence.block_table
     parts = {index: _parts_of(manager, request, index) for index in indices}
@@ -71,7 +71,7 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Cut a prefix hit before the first block that the store lacks (`lacking`) and that cannot be saved whole."""
+    """Cut a prefix hit before the first `lacking` block that cannot be saved whole."""
     bounded, blocks = manager.bounded, computed.blocks
     for index, block_hash in enumerate(request.block_hashes[: computed.num_blocks]):
         if block_hash not in lacking:

@@ -1,4 +1,4 @@
-"""Decides how many tokens of a step each request gets. There is no prefill phase and no decode phase.
+"""Decides how many tokens of a step each request gets, without prefill and decode phases.
 
 Steps compute a request's tokens until `num_computed_tokens` equals `num_tokens` (prompt, output and drafts).
 """
@@ -47,9 +47,8 @@ IDLE_CHECK_INTERVAL_S = 10.0
 class Scheduler:
     """Decides each step, and connects the objects of the core.
 
-    num_blocks: blocks of the first KV group. max_model_len: in tokens. clock: returns seconds. cache_keys: extra keys
-    of all block hashes. The attribute `faults` is for simulations. Limits of a step that scheduler_config does not set
-    are a CPU's.
+    num_blocks: of the first KV group. clock: returns seconds. cache_keys: extra keys of all block hashes. faults: for
+    simulations. Unset limits of a step are a CPU's.
     """
 
     def __init__(
@@ -104,8 +103,8 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
-        Raises `RequestError` and changes nothing if the id is in use, the prompt is empty, the queue is full, or the
-        prompt could never fit with one output token (without it, if the prompt is pooled).
+        Raises `RequestError` and changes nothing if the id is in use, the prompt is empty or could never fit with one
+        output token (without it, if pooled), or the queue is full.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -115,7 +114,7 @@ class Scheduler:
         least = request.sampling_params.least_output_tokens
         PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
-        # The newest token needs no slot until it is computed, so one more than the capacity can be generated.
+        # The newest token needs no slot, so one more than the capacity can be generated.
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
@@ -127,11 +126,11 @@ class Scheduler:
         self._lifecycle.arrive(request)
 
     def abort_request(self, request_id: str) -> list[EngineCoreOutput]:
-        """Abort a request in any state. Unknown ids are ignored."""
+        """Abort a request. Ignores unknown ids."""
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests, and return their last outputs. Unknown and finished ids are ignored."""
+        """End requests, and return their last outputs. Ignores unknown ids."""
         assert status.is_finished
         self._emitter.now = self._clock()
         outputs = [self._lifecycle.end(self.requests[each], status) for each in request_ids if each in self.requests]
@@ -141,11 +140,10 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: first running requests, then waiting requests in order.
+        """Decide the next step: first running requests, then waiting ones in order.
 
-        If ranks are fixed, a running prompt comes after more important waiting requests. A step that preempted a
-        request admits none, and a step that admitted a request preempts none. A step that is decided ahead preempts
-        none either: see `may_look_ahead()`.
+        If ranks are fixed, a running prompt comes after more important waiting requests. A step never both preempts and
+        admits. See also `may_look_ahead()`.
         """
         in_flight = self._state.in_flight
         assert self.config.async_scheduling or not in_flight.steps, "the result of the last step has not arrived"
@@ -172,15 +170,14 @@ class Scheduler:
 
     @property
     def in_flight(self) -> SchedulerOutput | None:
-        """The oldest step without a result, or None."""
+        """The oldest step without a result."""
         steps = self._state.in_flight.steps
         return steps[0].scheduled if steps else None
 
     def may_look_ahead(self) -> bool:
         """Return whether the next step can be decided before the step in flight has a result.
 
-        A step that is decided so early must not preempt a request. So every group must have enough free blocks for the
-        running requests.
+        The next step must not preempt, so every group needs enough free blocks for the running requests.
         """
         is_allowed = self.config.async_scheduling and not self.faults.to_preempt
         if not (is_allowed and self._state.in_flight.is_foreseeable(self.requests)):
@@ -227,7 +224,7 @@ class Scheduler:
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Give running requests tokens, and keep one token of the budget for each later request.
 
-        None is kept for later prompts if the step has reached its limit on prompt tokens.
+        None is kept for later prompts if the step has reached its prompt limit.
         """
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
@@ -237,20 +234,20 @@ class Scheduler:
             if num_prompts_after:
                 num_prompts_after -= is_prefill(request)
             if request.status is not running or plan.budget <= 0:
-                continue  # preempted for an earlier request
+                continue
             sequence, num_computed = request.sequence, request.num_computed_tokens
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
-                plan.give(request, 1)  # usual: one more token, into a block that it has
+                plan.give(request, 1)  # usual: one token, into a block that it has
             else:
                 num_kept = num_after if plan.prompt_budget > 0 else num_after - num_prompts_after
                 self._grow(plan, request, num_remaining, num_kept)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
-        """Give a running request tokens and blocks. Preempts requests if blocks are lacking.
+        """Give a running request tokens and blocks, preempting requests if necessary.
 
-        num_remaining: tokens to compute. num_kept: budget to keep for later requests.
+        num_kept: budget for later requests.
         """
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
         cost = self._state.prompt_cost if of_prompt else PLAIN_COST
@@ -286,7 +283,7 @@ class Scheduler:
                 return
 
     def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan, *, forced: bool = False) -> None:
-        """Preempt `victim`, and return its tokens to the budget. forced: whether a simulation asked for it."""
+        """Preempt `victim`, and return its tokens to the budget. forced: a simulation asked for it."""
         plan.take_back(victim)
         manager, num_lost = self.kv_cache_manager, victim.num_computed_tokens
         swaps = should_swap(self.config, num_lost, manager.num_blocks_for(num_lost)) and manager.swap_out(victim)
@@ -327,7 +324,7 @@ class Scheduler:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a step's result. A result that is not of the oldest step in flight is ignored."""
+        """Process a step's result. Ignores it unless it is of the oldest step in flight."""
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step) if result.step == scheduled.step else None
         if step is None:
@@ -337,10 +334,10 @@ class Scheduler:
         return self._take_news() + self._results.process(step, result)
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End every request of the oldest step in flight, which failed, with an error.
+        """End every request of the failed oldest step in flight with an error.
 
-        The worker may have missed the ended requests and cancelled transfers that the failed step reported. So the next
-        step reports them again. Requests that are only in a later step in flight are preempted.
+        The worker may have missed the step's notices of ended requests and cancelled transfers, so the next step
+        repeats them. Requests that are only in a later step are preempted.
         """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)
@@ -358,7 +355,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return whether a step has anything to do.
 
-        Ended requests and cancels alone count, unless a step with these alone has just failed.
+        Ended requests and cancels alone count, unless a step with only these has just failed.
         """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
@@ -366,17 +363,17 @@ class Scheduler:
         return state.builder.are_notices_due and (state.builder.has_endings or transfers.has_work)
 
     def get_num_transfers(self) -> int:
-        """Return the number of pending transfers and lookups."""
+        """Count pending transfers and lookups."""
         return self.transfers.num_pending
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests that have not ended."""
+        """Count unfinished requests."""
         return len(self.requests)
 
     def check_when_idle(self) -> list[invariants.Breach]:
         """Check all invariants if the core is idle, every `IDLE_CHECK_INTERVAL_S`. Returns the breaches.
 
-        Blocks with wrong bookkeeping are quarantined: a leak must not stop the engine.
+        Their blocks are quarantined: a leak must not stop the engine.
         """
         self._emitter.now = now = self._clock()
         if self.has_work() or now < self._next_check:
@@ -390,18 +387,18 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Number of records about requests in the core; 0 without requests."""
+        """Kept records; 0 without requests."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.waiting_requests.num_records + self.kv_cache_manager.num_tracked_requests
 
     def get_request_counts(self) -> tuple[int, int]:
-        """Return the numbers of running and of waiting requests. Loading requests count as waiting."""
+        """Count running and waiting requests. Loading requests count as waiting."""
         return len(self.running), len(self.waiting_requests) + len(self.transfers)
 
     def block_map(self) -> BlockMap:
-        """Return which request holds which blocks of the first KV group."""
+        """See `map_blocks`."""
         return map_blocks(self)
 
     def reset_prefix_cache(self) -> bool:
-        """Discard all cached KV. Returns False with nothing changed while a block is held."""
+        """See `BlockPool.reset`."""
         return self.kv_cache_manager.reset_prefix_cache()

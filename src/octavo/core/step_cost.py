@@ -1,4 +1,4 @@
-"""Estimates the duration of a step from its number of rows."""
+"""Estimates durations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Averages of steps of similar size. last: number of the newest step."""
+    """Averages of similar steps."""
 
     rows: float
     seconds: float
@@ -19,12 +19,12 @@ class _Measured:
 class StepCost:
     """Recent durations of steps, of a draft model's passes or of loads, by number of rows (tokens).
 
-    Estimates beyond the measured sizes are optimistic, so that such sizes are tried: more rows are free,
-    fewer rows proportionally faster.
+    Estimates beyond the measured sizes are optimistic, so that these are tried: more rows are free, fewer rows
+    proportionally faster.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step of a size
-    _LARGEST = 2.0  # averages; a longer step counts as this long, because its size may not be the cause
+    _WEIGHT = 0.2  # of the newest step
+    _LARGEST = 2.0  # averages; a longer step counts as this long: its size may not be the cause
     _NUM_STEPS_KEPT = 1000
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class StepCost:
         self._curve: list[tuple[float, float]] = []  # (rows, seconds), rising in both
 
     def learn(self, rows: int, seconds: float) -> None:
-        """Learn the duration of a step."""
+        """Learn a step's duration."""
         self._num_steps += 1
         shift = max(rows.bit_length() - 3, 0)  # sizes 1 to 8, then 10, 12, 14, 16, 20, 24, ...
         known = self._measured.get(rows >> shift << shift)
@@ -46,7 +46,7 @@ class StepCost:
         self._forget_old()
 
     def skip(self) -> None:
-        """Count a step without a measurement, so that old measurements are forgotten."""
+        """Count an unmeasured step, so that old ones are forgotten."""
         self._num_steps += 1
         self._forget_old()
 
@@ -61,7 +61,7 @@ class StepCost:
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:
-        """Return the estimated seconds of a step with `rows` rows; 0 if nothing was measured."""
+        """Estimate a step; 0 if unknown."""
         curve = self._curve
         if not curve:
             return 0.0

@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 class StepPlan:
     """The remaining budget of a step, and the tokens of each request in the order of scheduling.
 
-    prompt_budget: prompt tokens that the step may still have (`max_batch_prefill_tokens`). of_prompts: ids of requests
-    that used it. surcharge: budget that a prompt used beyond its tokens. is_short: whether the budget cut a request's
-    tokens. num_mixed_prompt_tokens: budget of prompts in a step with decodes. held_up: why no further request may
-    be admitted. has_admitted: if True, the step may preempt no request.
+    prompt_budget: limit on further prompt tokens. of_prompts: requests that used it. surcharge: budget used beyond a
+    prompt's tokens. is_short: the budget cut a request's tokens. num_mixed_prompt_tokens: budget of prompts in a step
+    with decodes. held_up: why no further request may be admitted. has_admitted: the step may preempt none.
     """
 
     initial_budget: int
@@ -36,12 +35,12 @@ class StepPlan:
         self.budget = self.initial_budget
 
     def lower_budget(self, initial_budget: int) -> None:
-        """Lower the budget to at most `initial_budget`. Call it before `give`."""
+        """Lower the budget. Call it before `give`."""
         self.initial_budget = self.budget = min(initial_budget, self.initial_budget)
 
     @property
     def is_balanced(self) -> bool:
-        """Whether tokens, surcharges and the remaining budget add up."""
+        """Whether the budget adds up."""
         return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.initial_budget
 
     def within_prompt_budget(self, count: int, *, of_prompt: bool) -> int:
@@ -49,7 +48,7 @@ class StepPlan:
         return min(count, self.prompt_budget) if of_prompt else count
 
     def give(self, request: Request, count: int, surcharge: int = 0, *, of_prompt: bool = False) -> None:
-        """Schedule tokens of a request. of_prompt: whether they count as prompt tokens (`is_prefill`)."""
+        """Schedule tokens. of_prompt: they count as prompt tokens."""
         if of_prompt:
             self.prompt_budget -= count
             self.of_prompts.add(request.request_id)
@@ -60,7 +59,7 @@ class StepPlan:
             self.budget -= surcharge
 
     def take_back(self, request: Request) -> None:
-        """Remove a preempted request's tokens from the plan, and return them to the budget."""
+        """Undo `give` for a preempted request."""
         count = self.num_tokens.pop(request.request_id, 0)
         self.budget += count
         if request.request_id in self.of_prompts:

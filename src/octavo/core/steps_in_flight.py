@@ -1,11 +1,9 @@
 """Steps that were decided and have no result yet.
 
-The worker computes steps in order. So a later step reads and writes a block after an earlier step, even if the block
-changed its owner.
-
-With `async_scheduling`, the next step is decided before the previous step has a result. A placeholder stands for each
-unknown token. This requires that the next step preempts no request, and that each request whose known tokens are all
-computed gets exactly one token. If a request ends by an unpredicted stop, its row in the next step is wasted.
+The worker computes steps in order, so a later step may use a block that changed its owner. With `async_scheduling`, a
+step is decided before the previous one has a result: a placeholder stands for each unknown token, the step preempts no
+request, and each request whose known tokens are all computed gets exactly one token. After an unpredicted stop, the
+request's next row is wasted.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ UNKNOWN_TOKEN = -1
 class StepInFlight:
     """A step that was decided at time `start`, in seconds.
 
-    ended_ids: ids of requests that ended after that. Their results are dropped, even if new requests have these ids.
+    ended_ids: requests that ended later. Their results are dropped, even if new requests reuse the ids.
     """
 
     scheduled: SchedulerOutput
@@ -37,13 +35,13 @@ class StepInFlight:
     ended_ids: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
-        """Return the step's requests that have not ended. requests: all requests by id."""
+        """Return the step's requests that have not ended. requests: all by id."""
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.ended_ids]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
         """Return True if only the token values are unpredictable, and at least one request continues.
 
-        Drafts make a step unpredictable, even unverified drafts: they are useless after an unknown token.
+        Even unverified drafts make a step unpredictable: they are useless after an unknown token.
         """
         continues, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
@@ -56,41 +54,41 @@ class StepInFlight:
 
 
 class StepsInFlight:
-    """At most two steps in flight, the oldest first. Only the scheduler appends to `steps`."""
+    """At most two steps, the oldest first. Only the scheduler appends to `steps`."""
 
     def __init__(self) -> None:
         self.steps: deque[StepInFlight] = deque()
         self._expected: list[tuple[Request, int, bool]] = []
 
     def take(self, number: int) -> StepInFlight | None:
-        """Remove and return the oldest step if it has this number; otherwise the result is late or double."""
+        """Take the oldest step, if it has this number."""
         if self.steps and self.steps[0].scheduled.step == number:
             return self.steps.popleft()
         return None
 
     def take_all(self) -> list[StepInFlight]:
-        """Remove and return all steps, which the worker will not compute."""
+        """Take all steps."""
         steps = list(self.steps)
         self.steps.clear()
         return steps
 
     def leave(self, request_id: str) -> None:
-        """Record that a request ended."""
+        """Record a request's end."""
         for step in self.steps:
             step.ended_ids.add(request_id)
 
     def has(self, request_id: str) -> bool:
-        """Return whether a step in flight computes this request."""
+        """Return whether a step computes this request."""
         return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return whether exactly one step is in flight and its outcome is predictable."""
+        """Return whether exactly one step is in flight, with a predictable outcome."""
         return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
-        """Advance requests as if all steps in flight had results. Returns the ids of requests that end by length.
+        """Advance requests as if all steps had results. Returns the ids of requests that end by length.
 
-        Appends `UNKNOWN_TOKEN` for each unknown token. `forget` undoes these changes.
+        Appends `UNKNOWN_TOKEN`s. `forget` undoes these changes.
         """
         ending: set[str] = set()
         for step in self.steps:

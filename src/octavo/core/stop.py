@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def check_stop(request: Request) -> RequestStatus | None:
     """Return the final status if the newest token ends the request, else None.
 
-    Writes `request.stop_reason` for a stop token of the user. EOS and stop tokens count only after `min_tokens`.
-    The output processor finds stop strings.
+    Writes `request.stop_reason` for a user's stop token. EOS and stop tokens count only after `min_tokens`. The output
+    processor finds stop strings.
     """
     sequence = request.sequence
     last_token = sequence.token_ids[-1]

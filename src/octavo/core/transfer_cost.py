@@ -8,10 +8,10 @@ from octavo.core.step_cost import StepCost
 class TransferCost:
     """Learned costs of loading and of computing KV.
 
-    Loads of unknown duration are tried. Loads that are slower than computing are tried again from time to time.
+    Loads of unknown duration, and sometimes slower loads, are tried.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step
+    _WEIGHT = 0.2  # of the newest step
     _TRIED_AGAIN = 32  # one in so many slower loads
 
     def __init__(self) -> None:
@@ -20,21 +20,21 @@ class TransferCost:
         self._num_declined = 0
 
     def learn_step(self, num_tokens: int, seconds: float) -> None:
-        """Learn from the duration of a step that computed mostly prompts. num_tokens must be above 0."""
+        """Learn from a step with mostly prompts. num_tokens must be above 0."""
         new = seconds / num_tokens
         known = self._seconds_per_token
         self._seconds_per_token = known + self._WEIGHT * (new - known) if known else new
 
     def learn_load(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a load. seconds: from its order until its end or expiry."""
+        """Learn from a load. seconds: from its order to its end or expiry."""
         self._loads.learn(num_tokens, seconds)
 
     def computing_s(self, num_tokens: int) -> float:
-        """Return the estimated seconds to compute `num_tokens`; 0 if unknown."""
+        """Estimate the time; 0 if unknown."""
         return self._seconds_per_token * num_tokens
 
     def is_worth_loading(self, num_tokens: int) -> bool:
-        """Return True if loading is not known to be slower than computing, or if this load is a trial."""
+        """Return False if loading is known to be slower, except for trials."""
         if not self._seconds_per_token or self._loads.seconds(num_tokens) <= self.computing_s(num_tokens):
             return True
         self._num_declined += 1

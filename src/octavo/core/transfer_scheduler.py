@@ -1,7 +1,6 @@
 """Transfers of KV between this engine and an external store.
 
-A transfer's blocks are pinned until the transfer has ended or the worker has received its cancellation. So no other
-content is written to these blocks meanwhile.
+A transfer's blocks stay pinned until it has ended or the worker has received its cancellation.
 """
 
 from __future__ import annotations
@@ -29,17 +28,16 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-_PROMPT_SHARE = 16  # tokens per request; a step with fewer is mostly decodes
+_PROMPT_SHARE = 16  # per request; a step with fewer is mostly decodes
 _EXPECTED_LOOKUP_S = 5.0  # shortest timeout for KV that another engine computes
 _SAVED_TOGETHER = 8  # blocks of an answer: each save has a fixed cost
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTransfer:
-    """A transfer that has not ended.
+    """An open transfer.
 
-    request: the request that waits for a load; None for a save. num_present: number of its blocks before the first
-    loaded block.
+    request: waits for the load; None for a save. num_present: blocks before the loaded ones.
     """
 
     order: KVTransfer
@@ -51,19 +49,17 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """A lookup that the store has not answered."""
+    """An unanswered lookup."""
 
     num_computed_tokens: int
     deadline: float
 
 
 class KVTransferScheduler:
-    """The only user of the connector, and of pins in the KV cache.
+    """The only user of the connector and of pins in the KV cache.
 
-    Transfer ids are never reused, so a late or double completion finds no transfer.
-    most_saved_blocks: how many blocks saves may pin in all KV groups; KV for another engine may exceed this limit.
-    reports_dropped_saves: replays set it to False for journals of old versions, which did not ask the store when a
-    request ended.
+    Transfer ids are never reused, so a late or double completion finds no transfer. most_saved_blocks: how many blocks
+    saves may pin in all groups, except KV for another engine. reports_dropped_saves: False in replays of old journals.
     """
 
     def __init__(
@@ -86,9 +82,9 @@ class KVTransferScheduler:
         self._pending: dict[int, PendingTransfer] = {}
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
-        self._num_offered: dict[str, int] = {}  # leading blocks; the next offer begins after them
-        self._saving: set[BlockHash] = set()  # blocks in pending saves, in all groups
-        self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves that lost a part: first group only
+        self._num_offered: dict[str, int] = {}  # leading blocks already offered
+        self._saving: set[BlockHash] = set()  # blocks in pending saves
+        self._saving_in_part: set[BlockHash] = set()  # without some part: first group only
         self.reports_dropped_saves = True
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
@@ -99,22 +95,22 @@ class KVTransferScheduler:
         self._most_loaded: dict[str, int] = {}  # limit in tokens of a second load
 
     def __len__(self) -> int:
-        """Return the number of requests that wait for a load."""
+        """Count waiting loads."""
         return len(self._load_of)
 
     @property
     def has_work(self) -> bool:
-        """Whether transfers or cancellations are pending."""
+        """Whether work is pending."""
         return bool(self._cancels or self._pending)
 
     @property
     def num_pending(self) -> int:
-        """Number of pending transfers and lookups."""
+        """Pending transfers and lookups."""
         return len(self._pending) + len(self._lookups)
 
     @property
     def num_records(self) -> int:
-        """Number of records about requests; 0 without requests."""
+        """Kept records; 0 without requests."""
         kept = self._load_of, self._abandoned, self._lookups, self._num_offered, self._most_loaded
         return sum(map(len, kept))
 
@@ -123,16 +119,16 @@ class KVTransferScheduler:
         return [each.request for each in self._pending.values() if each.request is not None]
 
     def request_added(self, request: Request) -> None:
-        """Report a new request to the store."""
+        """Notify the store."""
         self._connector.request_added(request)
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
-        """Return how many tokens after the computed tokens to load; None if the store has not answered yet.
+        """Return how many tokens to load after the computed ones; None if the store has not answered yet.
 
-        It is a multiple of the block size; 0 if a load is not worth its time. computed: cached tokens. may_wait: if
-        False, or after a timeout, a missing answer counts as 0.
+        A multiple of the block size; 0 if a load is not worth its time. may_wait: if False, or after a timeout, a
+        missing answer counts as 0.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._abandoned
@@ -166,7 +162,7 @@ class KVTransferScheduler:
         return 0
 
     def is_looking_up(self, request: Request) -> bool:
-        """Return whether a request's lookup has no answer yet, before the lookup's deadline."""
+        """Return whether a lookup still waits."""
         lookup = self._lookups.get(request.request_id)
         if lookup is None or self._emitter.now >= lookup.deadline:
             return False
@@ -175,7 +171,7 @@ class KVTransferScheduler:
     # --- load ---------------------------------------------------------------------------------------------------------
 
     def start_load(self, request: Request, computed: ComputedBlocks, num_external_tokens: int) -> None:
-        """Order a load of `num_external_tokens` into a request's blocks after those in `computed`."""
+        """Order a load into the blocks after `computed`."""
         first, num_blocks = computed.num_blocks, num_external_tokens // self._manager.block_size
         loaded, sequence = slice(first, first + num_blocks), request.sequence
         block_ids = [table[loaded] for table in sequence.block_tables]
@@ -202,9 +198,9 @@ class KVTransferScheduler:
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return a request's number of computed tokens if the first `num_blocks` blocks of its load arrived.
+        """Return how many tokens are computed if a load's first `num_blocks` blocks arrived.
 
-        At least one token remains to be computed. 0 if the next row (token) would lack a block.
+        At least one remains. 0 if the next row (token) would lack a block.
         """
         assert load.request is not None
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
@@ -215,10 +211,10 @@ class KVTransferScheduler:
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def offer(self, request: Request) -> None:
-        """Order saves of committed blocks that the store wants, as far as they may be pinned.
+        """Order saves of committed blocks that the store wants.
 
         Blocks of the prompt are saved immediately, blocks of the answer several together or at the end; until then
-        bounded groups may release parts. KV for another engine may all be pinned, because no later save follows.
+        bounded groups may release parts. All KV for another engine may be pinned: no later save follows.
         """
         if not self.has_store:
             return
@@ -248,7 +244,7 @@ class KVTransferScheduler:
         first = self._num_offered.get(request.request_id, 0)
         end = self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
-            return  # usual case: the store is not asked, so no journal records it
+            return  # usual case: the store is not asked
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
@@ -269,8 +265,8 @@ class KVTransferScheduler:
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
         """Return the usable part of a prefix hit: all of it, unless the KV is for another engine.
 
-        That engine needs every block. So the hit ends before the first block that the store lacks and that cannot
-        be saved whole. Earlier blocks that the store lacks are saved immediately, before they lose a part.
+        That engine needs every block, so the hit ends before the first one that the store lacks and that cannot be
+        saved whole. Earlier lacking blocks are saved immediately, before they lose a part.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -288,10 +284,10 @@ class KVTransferScheduler:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
-        """Process the end of a transfer. Returns the transfer if it is a pending load.
+        """Process the end of a transfer. Returns it if it is a pending load.
 
-        After an incomplete load, a request does not ask the store again. One exception: if its next row (token) would
-        lack a block, and no other engine provides KV, the request asks once more, for fewer blocks.
+        After an incomplete load, a request does not ask the store again. One exception: if its next row would lack a
+        block, and no other engine provides KV, it asks once more, for fewer blocks.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -316,24 +312,24 @@ class KVTransferScheduler:
         return pending
 
     def _learn_load(self, load: PendingTransfer, now: float) -> None:
-        """Learn the duration of a load, unless another engine was computing the KV."""
+        """Learn a load's duration, unless another engine was computing the KV."""
         assert load.request is not None
         if not load.request.expects_kv:
             num_tokens = len(load.order.keys) * self._manager.block_size
             self._cost.learn_load(num_tokens, now - load.started)
 
     def computing_s(self, num_tokens: int) -> float:
-        """Return the estimated seconds to compute tokens; 0 if unknown."""
+        """See `TransferCost`."""
         return self._cost.computing_s(num_tokens)
 
     def learn_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
-        """Learn from a step's duration, if most of its tokens were of prompts."""
+        """See `TransferCost`."""
         num_tokens = scheduled.total_num_scheduled_tokens
         if num_tokens >= _PROMPT_SHARE * len(scheduled.num_scheduled_tokens) > 0:
             self._cost.learn_step(num_tokens, seconds)
 
     def expired(self, now: float) -> list[Request]:
-        """Cancel overdue saves, and return the requests of overdue loads. Deadlines increase with transfer ids."""
+        """Cancel overdue saves. Returns overdue loads' requests. Deadlines increase with transfer ids."""
         waiting: list[Request] = []
         for pending in list(takewhile(lambda each: each.deadline <= now, self._pending.values())):
             if pending.request is None:
@@ -353,7 +349,7 @@ class KVTransferScheduler:
 
     def _cancel(self, pending: PendingTransfer, outcome: str) -> None:
         transfer_id = pending.order.transfer_id
-        if pending.order in self._orders:  # the worker never receives the order
+        if pending.order in self._orders:
             self._orders.remove(pending.order)
             self._manager.unpin(transfer_id)
         else:
@@ -381,22 +377,22 @@ class KVTransferScheduler:
     # --- with the worker ----------------------------------------------------------------------------------------------
 
     def take_orders(self) -> list[KVTransfer]:
-        """Take the transfers that the next step starts."""
+        """Take new orders."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_cancels(self) -> list[int]:
-        """Take the ids of newly cancelled transfers, for the worker."""
+        """Take new cancellations."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
     def end_cancels(self, transfer_ids: Iterable[int]) -> None:
-        """Unpin the blocks of cancelled transfers, when the worker has received the cancellations."""
+        """Unpin blocks of transfers whose cancellation the worker has received."""
         for transfer_id in transfer_ids:
             self._manager.unpin(transfer_id)
 
     def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
-        """Cancel a failed step's transfers, and repeat its cancellations. Returns the requests of cancelled loads."""
+        """Cancel a failed step's transfers, and repeat its cancellations. Returns cancelled loads' requests."""
         self._cancels += cancels
         failed = []
         for order in orders:
@@ -411,7 +407,7 @@ class KVTransferScheduler:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Order an ended request's last saves, and drop its records. Call it before its blocks are freed."""
+        """Order the last saves, and drop all records. Call it before blocks are freed."""
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:

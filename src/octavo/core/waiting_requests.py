@@ -1,4 +1,4 @@
-"""Requests that wait and hold no blocks."""
+"""Waiting requests without blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.core.request_queue import RequestQueue
     from octavo.data.request import Request
 
-MAX_DEFERRED_STEPS = 16  # a request stays deferred for at most this many steps that compute tokens
+MAX_DEFERRED_STEPS = 16  # steps that compute tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Deferred:
 
 
 class WaitingRequests:
-    """The queue, and deferred requests, which return to its front. num_tokens: of queued and deferred requests."""
+    """The queue, and deferred requests, which return to its front. num_tokens: of both."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
@@ -41,16 +41,16 @@ class WaitingRequests:
 
     @property
     def num_deferred(self) -> int:
-        """Number of deferred requests."""
+        """Deferred requests."""
         return len(self._deferred)
 
     @property
     def num_records(self) -> int:
-        """Number of records about requests; 0 without requests."""
+        """Kept records; 0 without requests."""
         return len(self) + len(self._never_deferred)
 
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
-        """Raise `QueueFullError` if the request would exceed a limit on waiting requests. None: no limit."""
+        """Raise `QueueFullError` if the request would exceed a limit."""
         if max_num_waiting is not None and len(self) >= max_num_waiting:
             raise QueueFullError(
                 f"the queue is full: {max_num_waiting} requests are waiting, which is the limit (max_num_waiting)"
@@ -62,45 +62,45 @@ class WaitingRequests:
             )
 
     def add(self, request: Request) -> None:
-        """Add a new request."""
+        """Queue a request."""
         self.queue.add_request(request)
         self.num_tokens += request.num_tokens
 
     def put_back(self, request: Request) -> None:
-        """Put a request back before equally important later arrivals."""
+        """See `RequestQueue.prepend_request`."""
         self.queue.prepend_request(request)
         self.num_tokens += request.num_tokens
 
     def take(self) -> Request:
-        """Remove and return the first request of the queue."""
+        """Take the first request."""
         request = self.queue.pop_request()
         self.num_tokens -= request.num_tokens
         return request
 
     def remove(self, request: Request) -> None:
-        """Remove a request, queued or deferred."""
+        """Remove a waiting request."""
         if self._deferred.pop(request.request_id, None) is None:
             self.queue.remove_request(request)
         self.num_tokens -= request.num_tokens
 
     def forget(self, request: Request) -> None:
-        """Drop the records of an ended request."""
+        """Drop an ended request's records."""
         self._never_deferred.discard(request.request_id)
 
     def may_defer(self, request: Request) -> bool:
-        """Return False if the request was deferred before and what it waited for did not come in time."""
+        """Return False if an earlier deferral timed out."""
         return request.request_id not in self._never_deferred
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
-        """Defer the first request while `is_pending()`, for at most `MAX_DEFERRED_STEPS` steps after `step`."""
+        """Defer the first request while `is_pending()`, for at most `MAX_DEFERRED_STEPS` steps."""
         request = self.queue.pop_request()
         self._deferred[request.request_id] = _Deferred(request, is_pending, step + MAX_DEFERRED_STEPS)
         return request
 
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
-        """Requeue deferred requests whose wait is over. Returns each, with True if it waited in vain."""
+        """Requeue deferred requests whose wait is over. Returns each, with True if it timed out."""
         returned = []
-        # The last request first, because each is put before the later ones.
+        # The last first: each is put before the later ones.
         for deferred in reversed(list(self._deferred.values())):
             is_coming = deferred.is_pending()
             if is_coming and step < deferred.until_step:

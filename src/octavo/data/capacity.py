@@ -1,4 +1,4 @@
-"""The limits of an engine, determined at its start."""
+"""An engine's limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupCapacity:
-    """A KV group's kind, number of blocks, and bytes of a block."""
+    """A KV group's kind and size."""
 
     kind: str
     num_blocks: int
@@ -23,13 +23,11 @@ class KVGroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """The limits in effect, which may be lower than the configured ones. Names are from vLLM and TGI.
+    """The limits in effect, perhaps lower than the configured ones. Names are from vLLM and TGI.
 
-    max_batch_total_tokens: limit on prompt and output tokens of all running requests. num_gpu_blocks: number of blocks
-    of the first KV group. num_cpu_blocks: number of host blocks. kv_block_bytes: bytes of one block of the first group,
-    with a draft model's KV.
-    kv_transfer_port: port at which a prefill engine hands KV over. kv_format: for a prefill or decode engine, the
-    values that its KV depends on in addition to tokens. Only engines with equal values can share KV.
+    num_gpu_blocks, kv_block_bytes: of the first KV group; the bytes include a draft model's KV. num_cpu_blocks: host
+    blocks. kv_transfer_port: of a prefill engine. kv_format: all that a prefill or decode engine's KV depends on
+    besides tokens.
     """
 
     max_num_seqs: int
@@ -68,7 +66,7 @@ class EngineCapacity:
         kv_format: dict[str, str] | None = None,
         fingerprint: EngineFingerprint | None = None,
     ) -> EngineCapacity:
-        """Return the limits of these configurations."""
+        """Return the configurations' limits."""
         num_tokens = num_blocks * cache.block_size
         largest_step = min(scheduler.max_num_batched_tokens, num_tokens)
         prefill, total = scheduler.max_batch_prefill_tokens, scheduler.max_batch_total_tokens
@@ -95,7 +93,7 @@ class EngineCapacity:
 
     @property
     def num_window_blocks(self) -> int:
-        """Number of blocks of KV groups with a sliding window."""
+        """Blocks of sliding windows."""
         return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
 
     @property
@@ -106,5 +104,5 @@ class EngineCapacity:
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Number of tokens that fit into the KV cache."""
+        """Capacity in tokens."""
         return self.num_gpu_blocks * self.block_size

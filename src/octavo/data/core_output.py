@@ -1,4 +1,4 @@
-"""The core's output for a request after a step."""
+"""The core's outputs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from octavo.data.model_output import TokenLogprobs  # noqa: TC001  msgspec reads
 class EngineCoreOutput:
     """The new tokens of one output stream. Exactly one output, with a finish reason, ends each stream.
 
-    num_computed_tokens: computed so far, including tokens that were computed again. admitted_time: time of the first
-    admission, in seconds of the engine's clock. error: an `ErrorCode`, or the message of a failed step. pooled: float32
-    in the machine's byte order. num_draft_tokens, num_accepted_tokens: drafts verified and accepted in this step.
+    num_computed_tokens: so far, including repeated ones. admitted_time: first admission, in seconds of the engine's
+    clock. error: an `ErrorCode`, or a failed step's message. pooled: float32 in the machine's byte order.
+    num_draft_tokens, num_accepted_tokens: of this step.
     """
 
     request_id: str

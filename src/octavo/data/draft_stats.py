@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
     from octavo.data.events import DraftsVerified
 
-_PRIOR_WEIGHT = 2.0  # number of verified drafts that a prior counts as
+_PRIOR_WEIGHT = 2.0  # verified drafts that a prior counts as
 _FADING = 0.98  # factor on the weight of observations in `fade`
 
 
 @dataclass(slots=True)
 class DraftStats:
-    """Counts of verified drafts. A draft is all tokens that were guessed for one request in one step.
+    """Counts of verified drafts. A draft is all tokens guessed for one request in one step.
 
-    seconds: duration of steps with drafts, drafting included. seconds_without: estimated duration of computing the same
-    tokens without drafts. Both count only steps with an estimate.
+    seconds: of steps with drafts, drafting included. seconds_without: estimate for the same tokens without drafts. Both
+    count only steps with an estimate.
     """
 
     num_drafts: int = 0
@@ -33,7 +33,7 @@ class DraftStats:
     seconds_without: float = 0.0
 
     def add(self, event: DraftsVerified | DraftsTimed) -> None:
-        """Count a draft, or the duration of a step."""
+        """Count an event."""
         if isinstance(event, DraftsTimed):
             self.seconds += event.seconds
             self.seconds_without += event.seconds_without
@@ -52,30 +52,30 @@ class DraftStats:
 
     @property
     def speed_up(self) -> float | None:
-        """Speed of steps with drafts relative to steps without; None if unknown."""
+        """Speed relative to steps without drafts; None if unknown."""
         return self.seconds_without / self.seconds if self.seconds else None
 
     @property
     def acceptance_rate_per_pos(self) -> list[float]:
-        """Share of accepted tokens by position in the draft. Tokens after a wrong token count as wrong."""
+        """Share of accepted tokens by position. Tokens after a wrong token count as wrong."""
         pairs = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
         return [num_accepted / num_drafted for num_accepted, num_drafted in pairs]
 
     @property
     def mean_accepted_length(self) -> float:
-        """Average number of accepted tokens of a draft."""
+        """Accepted tokens per draft."""
         return self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Average number of accepted tokens plus one."""
+        """Accepted tokens plus one."""
         return 1 + self.mean_accepted_length
 
 
 class AcceptanceRates:
     """Acceptance rate of each draft position, given that all earlier ones were accepted.
 
-    decay: weight of an observation relative to the next observation, 0 to 1.
+    decay: relative weight of the previous observation, 0 to 1.
     """
 
     __slots__ = ("_decay", "_right", "_tried")
@@ -86,7 +86,7 @@ class AcceptanceRates:
         self._tried: list[float] = []
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a verified draft. Its tokens after the first wrong token are ignored."""
+        """Learn from a draft, up to the first wrong token."""
         num_told = min(num_accepted + 1, num_drafted)
         num_new = num_told - len(self._tried)
         if num_new > 0:
@@ -97,12 +97,12 @@ class AcceptanceRates:
             self._tried[place] = self._decay * self._tried[place] + 1
 
     def fade(self) -> None:
-        """Move all rates towards their priors."""
+        """Move rates towards priors."""
         self._right = [_FADING * each for each in self._right]
         self._tried = [_FADING * each for each in self._tried]
 
     def rates(self, priors: Sequence[float]) -> list[float]:
-        """Return the rate of each position. priors: for each position, the rate to assume without observations."""
+        """Return rates by position. priors: rates without observations."""
         known = len(self._tried)
         return [
             (_PRIOR_WEIGHT * prior + self._right[place]) / (_PRIOR_WEIGHT + self._tried[place])

@@ -1,7 +1,4 @@
-"""Typed events for every transition of the core.
-
-All figures of the engine are counted from these events, so nothing is counted twice.
-"""
+"""Typed events for every transition of the core. All figures are counted from them."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class WaitReason(StrEnum):
-    """Why the head of the queue could not start."""
+    """Why the queue's head waits."""
 
     NO_SEAT = "max_num_seqs requests run already"
     NO_BUDGET = "the step's token budget is used up"
@@ -29,7 +26,7 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event in a step. step: the step's number. time: seconds of the engine's clock."""
+    """A core's event. time: on the engine's clock, in seconds."""
 
     step: int
     time: float
@@ -37,14 +34,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent(Event):
-    """An event of one request."""
+    """A request's event."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued(RequestEvent):
-    """The request waits. arrival_time: when it came to the engine, before the core accepted it."""
+    """A request waits. arrival_time: before the core accepted it."""
 
     num_prompt_tokens: int
     priority: int
@@ -55,38 +52,38 @@ class RequestQueued(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocked(RequestEvent):
-    """The head of the queue cannot start. Emitted again only if the reason changes."""
+    """The queue's head cannot start. Emitted again only if the reason changes."""
 
     reason: WaitReason
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParked(RequestEvent):
-    """The request was deferred. owner: the request that computes the block it waits for; None: it waits for a store."""
+    """A request was deferred. owner: computes the awaited block; None: it waits for a store."""
 
     owner: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUnparked(RequestEvent):
-    """The deferred request is queued again. timed_out: whether its wait ended without the block or the answer."""
+    """A deferred request is queued again. timed_out: its wait was in vain."""
 
     timed_out: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStalled(RequestEvent):
-    """The running request got no tokens in this step, because blocks are lacking."""
+    """A running request got no tokens, because blocks are lacking."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutranked(RequestEvent):
-    """The running prompt got no tokens in this step, because more important requests wait."""
+    """A running prompt got no tokens, because more important requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLoadStarted(RequestEvent):
-    """A load of KV from a store was ordered."""
+    """A load was ordered."""
 
     transfer_id: int
     num_tokens: int
@@ -94,10 +91,10 @@ class KVLoadStarted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVLoadEnded(RequestEvent):
-    """The load ended. outcome: done, failed, expired or cancelled.
+    """A load ended. outcome: done, failed, expired or cancelled.
 
-    num_tokens: number of tokens with KV that arrived. seconds: since the order. computing_s: estimated seconds to
-    compute these tokens; 0 if unknown. moves: blocks from each tier. resumed: whether the request was preempted before.
+    num_tokens: with KV that arrived. seconds: since the order. computing_s: estimated seconds to compute them; 0 if
+    unknown. moves: by tier. resumed: after a preemption.
     """
 
     transfer_id: int
@@ -112,7 +109,7 @@ class KVLoadEnded(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveStarted(Event):
-    """A save of KV to a store was ordered."""
+    """A save was ordered."""
 
     transfer_id: int
     num_blocks: int
@@ -120,9 +117,9 @@ class KVSaveStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveEnded(Event):
-    """The save ended. outcome: done, failed or expired.
+    """A save ended. outcome: done, failed or expired.
 
-    num_blocks: those that are now in the store. moves: blocks that each tier took; a tier takes none that it has.
+    moves: blocks that each tier took; a tier takes none that it has.
     """
 
     transfer_id: int
@@ -133,14 +130,14 @@ class KVSaveEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSavesDropped(RequestEvent):
-    """`num_blocks` blocks of an ended request are not saved, because too many saves are pending."""
+    """Blocks of an ended request are not saved: too many saves are pending."""
 
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreBlocksEvicted(Event):
-    """A tier of the store evicted blocks. Reported with the next transfer that ends."""
+    """A store's tier evicted blocks. Reported with the next ended transfer."""
 
     tier: str
     num_blocks: int
@@ -148,12 +145,12 @@ class StoreBlocksEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class TokenPostponed(RequestEvent):
-    """The request got no token in this step, because its grammar was not walked in time. A later step samples it."""
+    """A request's grammar was not walked in time, so it got no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftsVerified(RequestEvent):
-    """Drafts of the request were verified. The first `num_accepted` of them were right."""
+    """The first `num_accepted` drafts were right."""
 
     num_drafted: int
     num_accepted: int
@@ -161,9 +158,9 @@ class DraftsVerified(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsTimed(Event):
-    """Seconds of a step with drafts, drafting included, and estimated seconds of as many tokens without drafts.
+    """Seconds of a step with drafts, drafting included, and estimated seconds for as many tokens without drafts.
 
-    Emitted only for steps without prompts, and only after steps without drafts were measured.
+    Only for steps without prompts, after steps without drafts were measured.
     """
 
     seconds: float
@@ -172,7 +169,7 @@ class DraftsTimed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted(RequestEvent):
-    """The request runs from now on."""
+    """A request runs."""
 
     num_cached_tokens: int
     num_tokens: int
@@ -181,10 +178,10 @@ class RequestAdmitted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted(RequestEvent):
-    """The request's blocks were released for `beneficiary`, possibly itself.
+    """A request's blocks were released for `beneficiary`, possibly itself.
 
-    num_lost_tokens: its computed tokens. swapped: True if their KV is in host memory; otherwise it is computed again,
-    unless it is still cached. policy: "" if the preemption was injected or followed a failed step.
+    swapped: its KV is in host memory; otherwise it is computed again, unless still cached. policy: "" if the preemption
+    was injected or followed a failed step.
     """
 
     beneficiary: str
@@ -195,7 +192,7 @@ class RequestPreempted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished(RequestEvent):
-    """The request ended. reason: its finish reason. Emitted exactly once for each queued request."""
+    """A request ended. Emitted exactly once for each queued request."""
 
     reason: str
     num_output_tokens: int
@@ -203,10 +200,10 @@ class RequestFinished(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheQueried(RequestEvent):
-    """The request looked up its prefix when it was first admitted.
+    """A request's first admission looked up its prefix.
 
-    num_host_tokens: hits in host memory, a part of `num_hit_tokens`. miss: why the next full block was not found; None
-    if no more blocks were useful. position: of the first differing token, if known.
+    num_host_tokens: hits in host memory. miss: why the next full block was not found; None if no more were useful.
+    position: of the first differing token.
     """
 
     num_query_tokens: int
@@ -225,14 +222,14 @@ class BlockCached(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockEvicted(Event):
-    """A cached block of the first KV group was evicted."""
+    """The first KV group evicted a block."""
 
     block_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOffloaded(Event):
-    """A block is copied to host memory, because a KV group evicts its content. groups: indices of the copied groups."""
+    """A KV group's evicted content is copied to host memory. groups: the copied ones."""
 
     block_id: int
     host_block_id: int
@@ -241,16 +238,16 @@ class BlockOffloaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostBlockEvicted(Event):
-    """A cached host block was evicted."""
+    """Host memory evicted a block."""
 
     host_block_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class HostBlocksFound(RequestEvent):
-    """The request starts or resumes with KV from host memory, copied in this step.
+    """A request starts or resumes with KV from host memory.
 
-    computing_s: estimated seconds to compute this KV; 0 if unknown. num_copied: number of blocks of each KV group.
+    computing_s: estimated seconds to compute this KV; 0 if unknown. num_copied: by KV group.
     """
 
     num_blocks: int
@@ -261,7 +258,7 @@ class HostBlocksFound(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class HostBlocksCopied(Event):
-    """The step began with copies to host memory and back, including KV of preempted requests."""
+    """A step began with copies to host memory and back, preempted requests' included."""
 
     saved: TierMove
     loaded: TierMove
@@ -269,7 +266,7 @@ class HostBlocksCopied(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled(Event):
-    """A step with tokens to compute was decided.
+    """A step with tokens was decided.
 
     num_scheduled_tokens: in the order of scheduling. kv_cache_usage: share of held blocks of the first KV group, 0 to
     1; bounded_usage: of the fullest bounded group. prefill_limit: see `octavo.core.policy.Batching`.
@@ -286,23 +283,23 @@ class StepScheduled(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted(Event):
-    """A step's result was processed. num_new_tokens: number of new tokens of each request with an output."""
+    """A step's result was processed."""
 
     num_new_tokens: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelsCompiled(Event):
-    """The step waited until kernels were compiled, because the warm-up did not launch them."""
+    """The step waited for kernels that the warm-up did not launch."""
 
     num_kernels: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailed(Event):
-    """The step was not computed.
+    """A step was not computed.
 
-    If the worker failed in this step, its requests end with an error. If an earlier step failed, they start again.
+    If the worker failed in this step, its requests end with an error; if in an earlier step, they start again.
     """
 
     message: str
@@ -310,7 +307,7 @@ class StepFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksQuarantined(Event):
-    """Blocks of the first KV group were quarantined, because an invariant did not hold."""
+    """Blocks of the first KV group were quarantined: an invariant did not hold."""
 
     block_ids: tuple[int, ...]
     reason: str
@@ -318,12 +315,12 @@ class BlocksQuarantined(Event):
 
 @dataclass(frozen=True, slots=True)
 class StaleResultDropped(Event):
-    """A late, repeated or unknown result of a step or a transfer was ignored."""
+    """A late, repeated or unknown result was ignored."""
 
     detail: str
 
 
-# `Event.__subclasses__()` would also have the original classes that `slots=True` replaces.
+# `Event.__subclasses__()` also has the classes that `slots=True` replaces.
 EVENT_TYPES: tuple[type[Event], ...] = tuple(
     kind
     for kind in list(globals().values())
@@ -333,10 +330,10 @@ EventT = TypeVar("EventT", bound=Event)
 
 
 class EventSink(Protocol):
-    """A reader of the event stream."""
+    """Reads events."""
 
     def emit(self, event: Event) -> None:
-        """Process an event. Must not raise, and must not call the core."""
+        """Process an event. Must neither raise nor call the core."""
         ...
 
 
@@ -358,17 +355,17 @@ class EventLog:
         self.events.append(event)
 
     def of_type(self, kind: type[EventT]) -> list[EventT]:
-        """Return all events of a type."""
+        """Return a type's events."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
 class FanOut:
-    """Passes every event to several sinks."""
+    """Passes events to several sinks."""
 
     def __init__(self, sinks: Iterable[EventSink]) -> None:
         self._sinks = tuple(sinks)
 
     def emit(self, event: Event) -> None:
-        """Pass an event to each sink."""
+        """Pass an event on."""
         for sink in self._sinks:
             sink.emit(event)

@@ -1,4 +1,4 @@
-"""Checksums of an engine."""
+"""An engine's checksums."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ _COMPARED = ("weights", "tables", "logits", "draft")
 
 @dataclass(frozen=True, slots=True)
 class EngineFingerprint:
-    """Checksums at an engine's start, of 16 hexadecimal digits each, or "" if there is none.
+    """Checksums at an engine's start, of 16 hexadecimal digits each, or "".
 
-    The checksums are equal at every start. There are none if results depend on threads or memory addresses.
-
-    kernels: backend and instruction set. num_threads: of the kernels; no checksum depends on it.
-    tables: of rotary tables and query scales for all positions. first_rows: of a fixed number of first rows of these
-    tables, equal for all model lengths. logits: of a fixed prompt. draft: of a draft model's weights and tables.
+    They are equal at every start, and missing if results depend on threads or memory addresses. kernels: backend and
+    instruction set. num_threads: no checksum depends on it. tables: of rotary tables and query scales for all
+    positions. first_rows: of a fixed number of rows, for all model lengths. logits: of a fixed prompt. draft: of a
+    draft model's weights and tables.
     """
 
     kernels: str
@@ -29,19 +28,19 @@ class EngineFingerprint:
 
     @property
     def summary(self) -> str:
-        """One line for the log."""
+        """For the log."""
         sums = ", ".join(f"{name} {value}" for name in _COMPARED if (value := getattr(self, name)))
         return f"kernels {self.kernels} on {self.num_threads} threads; {sums}"
 
     @property
     def kv_identity(self) -> str:
-        """The checksums that engines must have in common to share KV."""
+        """What engines that share KV must have in common."""
         return f"weights {self.weights}, rows of tables {self.first_rows}, logits {self.logits}"
 
     def differences(self, other: EngineFingerprint) -> list[str]:
-        """Return the names of the checksums that differ, except `first_rows`."""
+        """Return the checksums that differ, except `first_rows`."""
         return [name for name in _COMPARED if getattr(self, name) != getattr(other, name)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
+        """Return plain data."""
         return asdict(self)

@@ -1,8 +1,7 @@
 """KV groups: layers that keep their keys and values of the same positions, in blocks of their own.
 
 The first group keeps every position; its blocks carry the names by which prefixes are found. Other groups keep only
-positions that a later row can still read. A new kind is a class that is decorated with `register`, and an attention
-kernel that reads its blocks.
+positions that a later row can still read. A new kind needs a class decorated with `register`, and an attention kernel.
 """
 
 from __future__ import annotations
@@ -10,23 +9,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
-NO_BLOCK = -1  # in a block table, instead of a block that the request does not hold
+NO_BLOCK = -1  # in a block table, for a block that is not held
 
 
 class KVGroupKind(Protocol):
-    """Defines the positions that a group's rows (tokens) read. name: the kind's name in journals and messages."""
+    """The positions that a group's rows (tokens) read. name: for journals and messages."""
 
     name: ClassVar[str]
 
     @property
     def most_positions(self) -> int | None:
-        """Limit on how many positions one row reads, its own position included; None: no limit."""
+        """Limit on the positions that a row reads, its own included; None: no limit."""
         ...
 
     def first_position(self, num_tokens: int) -> int:
         """Return the first position that the row at position `num_tokens` reads.
 
-        The result never decreases as `num_tokens` grows, so a request never needs earlier positions again.
+        It never decreases, so a request never needs earlier positions again.
         """
         ...
 
@@ -36,13 +35,13 @@ _KINDS: dict[str, type[KVGroupKind]] = {}
 
 
 def register(kind: _Kind) -> _Kind:
-    """Register a kind of group. A class decorator."""
+    """Register a kind. A class decorator."""
     _KINDS[kind.name] = kind
     return kind
 
 
 def kind_named(name: str) -> type[KVGroupKind]:
-    """Return the kind of group with this name. Raises KeyError."""
+    """Return a kind. Raises KeyError."""
     return _KINDS[name]
 
 
@@ -69,7 +68,7 @@ class FullAttention:
 class SlidingWindow:
     """The row at position p reads the positions max(0, p - window + 1) to p.
 
-    window: the largest window of the group's layers, in tokens.
+    window: the largest one of the layers, in tokens.
     """
 
     name: ClassVar[str] = "sliding_window"
@@ -81,7 +80,7 @@ class SlidingWindow:
         return self.window
 
     def first_position(self, num_tokens: int) -> int:
-        """Return the first position in the window of position `num_tokens`."""
+        """See `KVGroupKind`."""
         return max(num_tokens - self.window + 1, 0)
 
     def __str__(self) -> str:
@@ -90,7 +89,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
-    """A group's kind and number of blocks."""
+    """A group's kind and size."""
 
     kind: KVGroupKind
     num_blocks: int
@@ -101,14 +100,14 @@ class KVGroupSpec:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> KVGroupSpec:
-        """Return the group that `to_json` wrote. Raises KeyError for an unknown kind."""
+        """Read `to_json`'s object. Raises KeyError for an unknown kind."""
         options = dict(fields)
         kind, num_blocks = kind_named(options.pop("kind")), options.pop("num_blocks")
         return cls(kind(**options), num_blocks)
 
 
 def num_blocks_read(kind: KVGroupKind, block_size: int) -> int | None:
-    """Return the largest number of blocks that one row reads; None: no limit."""
+    """Return how many blocks one row reads at most; None: no limit."""
     most = kind.most_positions
     return None if most is None else -(-(most - 1) // block_size) + 1
 
@@ -122,10 +121,10 @@ def longest_hit(
     first_block: int = 0,
     limit: int | None = None,
 ) -> int:
-    """Return the largest number of blocks from `first_block` on after which a request's next row finds all it reads.
+    """Return the most blocks from `first_block` on after which a request's next row finds all it reads.
 
-    is_there: for each block from `first_block` on, whether the group has this block. The group has all earlier blocks.
-    num_tokens: of the sequence; the last token is always computed. limit: upper bound of the result.
+    is_there: from `first_block` on; all earlier blocks are there. num_tokens: of the sequence; the last token is always
+    computed.
     """
     run = longest = 0
     for count, has_block in enumerate(is_there[:limit], 1):

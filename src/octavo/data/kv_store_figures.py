@@ -1,4 +1,4 @@
-"""Figures of an external KV store."""
+"""A KV store's figures."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class KVStoreFigures:
     """Figures of one store, counted by its client in this engine.
 
-    num_blocks, num_bytes: contents as of the last call. num_corrupt: blocks that differed from their saved content.
-    num_errors: failed calls. is_usable: 1 if the store is open, its last call succeeded, and no call hangs; else 0.
+    num_blocks, num_bytes: as of the last call. num_corrupt: blocks that differed from their saved content. is_usable: 1
+    if the store is open, its last call succeeded, and no call hangs; else 0.
     """
 
     num_blocks: int = 0

@@ -1,4 +1,4 @@
-"""Figures of each tier of the KV cache, counted from events."""
+"""Figures of tiers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KVTierFigures:
-    """Totals of one tier. Totals of host memory include copies of preempted requests.
+    """Totals of one tier. Those of host memory include copies of preempted requests.
 
-    num_hit_tokens: tokens found in this tier when a request was first admitted. load_seconds, save_seconds: the tier's
-    own time. wait_seconds: time that requests waited for the tier's blocks. computing_seconds: estimated time of
-    computing their tokens instead. Both count only loads with an estimate.
+    num_hit_tokens: found at a request's first admission. load_seconds, save_seconds: the tier's own time. wait_seconds:
+    time that requests waited. computing_seconds: estimated time of computing instead. Both count only loads with an
+    estimate.
     """
 
     num_hit_tokens: int = 0
@@ -37,7 +37,7 @@ class KVTierFigures:
 
 
 class TierShare(NamedTuple):
-    """The share of a tier in one load."""
+    """A tier's share."""
 
     move: TierMove
     num_tokens: int
@@ -46,9 +46,9 @@ class TierShare(NamedTuple):
 
 
 def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
-    """Yield the share of each tier in a load.
+    """Yield each tier's share of a load.
 
-    The waiting time is divided in proportion to the tiers' own times, the other figures to their numbers of blocks.
+    The waiting time is divided by the tiers' own times, other figures by numbers of blocks.
     """
     num_blocks = sum(move.num_blocks for move in load.moves)
     seconds = sum(move.seconds for move in load.moves)
@@ -59,11 +59,11 @@ def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
 
 
 class KVTierCounter:
-    """An event sink that counts the figures of each tier, including the device."""
+    """Counts the figures of tiers."""
 
     def __init__(self, figures: dict[str, KVTierFigures]) -> None:
         self.figures = figures
-        self._found: list[events.HostBlocksFound] = []  # of the newest step, until its `HostBlocksCopied` event
+        self._found: list[events.HostBlocksFound] = []  # of the newest step, until its `HostBlocksCopied`
 
     def _tier(self, name: str) -> KVTierFigures:
         return self.figures.setdefault(name, KVTierFigures())

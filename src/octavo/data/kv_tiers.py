@@ -1,14 +1,14 @@
-"""Moves of blocks between the tiers of the KV cache."""
+"""Moves between tiers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-DEVICE, HOST = "device", "host"  # each store has its own name
+DEVICE, HOST = "device", "host"
 
 
 class TierMove(NamedTuple):
-    """Blocks moved between the device and one tier. seconds: time that the tier took."""
+    """Blocks moved between the device and one tier. seconds: the tier's time."""
 
     tier: str
     num_blocks: int
@@ -17,9 +17,9 @@ class TierMove(NamedTuple):
 
 
 class EndedTransfer(NamedTuple):
-    """A transfer that ended, with its number of moved leading blocks.
+    """An ended transfer, with its number of moved leading blocks.
 
-    moves: the blocks that each tier took or gave. evicted: (tier, number of blocks evicted since the last report).
+    moves: by tier. evicted: (tier, blocks since the last report).
     """
 
     transfer_id: int

@@ -1,4 +1,4 @@
-"""Parameters of a request that two engines compute."""
+"""KV transfer parameters."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ class KVTransferParams:
     """Parameters of a request that two engines compute: one its prompt, one its output. No token depends on them.
 
     transfer_id: 1 to 256 printable characters, equal in both engines and for all outputs of one client's request.
-    is_prefill: True if this engine computes the prompt; False if it expects the prompt's KV.
-    source: HOST:PORT of the prefill engine; None if the KV comes through a shared store.
-    Raises `RequestError` for another transfer_id or source.
+    is_prefill: this engine computes the prompt; otherwise it expects the prompt's KV. source: the prefill engine's
+    HOST:PORT; None for a shared store. Raises `RequestError`.
     """
 
     transfer_id: str

@@ -1,4 +1,4 @@
-"""Figures of an engine, counted from its event stream. Figures with a name from vLLM have the same meaning."""
+"""Figures of an engine, counted from its events. vLLM's names have vLLM's meanings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.data.request import RequestStatus
 if TYPE_CHECKING:
     from octavo.data.events import Event
 
-# Every value has a counter from the start, so that a rate over time includes the first event.
+# Every value has a counter from the start: rates include the first event.
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
 _SAVE_OUTCOMES = ("done", "failed", "expired")
@@ -78,15 +78,14 @@ class EngineStats:
 
     num_requests_running, num_requests_waiting, kv_cache_usage, bounded_usage and prefill_limit are as of the last
     event; other figures are totals since the start.
+
     prompt_tokens: of requests with a first token, cached tokens included. tenant_tokens: by tenant, [prompt tokens,
-    generated tokens] of ended requests.
-    time_to_first_token, queue_time and e2e_latency begin with the arrival, prefill_time with the first admission,
-    decode_time with the first token. inter_token_latency: between two steps that gave a request tokens.
-    host_cache_hit_blocks, num_offloaded_blocks: blocks of the first KV group, from and to host memory.
-    host_cache_hit_parts, num_offloaded_parts: the same for bounded groups, by group index.
-    kv_load_seconds, kv_computing_seconds: waiting time, and the estimated time of computing instead, for loads with an
-    estimate. kv_dropped_save_blocks: blocks that a store wanted, but that were not saved. kv_stores: written by the
-    stores' clients.
+    generated tokens] of ended requests. time_to_first_token, queue_time and e2e_latency begin with the arrival,
+    prefill_time with the first admission, decode_time with the first token. inter_token_latency: between two steps with
+    tokens. host_cache_hit_blocks, num_offloaded_blocks: of the first KV group; host_cache_hit_parts,
+    num_offloaded_parts: of bounded groups, by index. kv_load_seconds, kv_computing_seconds: waiting time, and the
+    estimate for computing instead, of loads with an estimate. kv_dropped_save_blocks: wanted by a store, but not saved.
+    kv_stores: written by the stores' clients.
     """
 
     num_requests_running: int = 0
@@ -134,7 +133,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Life:
-    """A request that has not ended."""
+    """An open request."""
 
     arrival: float
     num_prompt_tokens: int
@@ -147,9 +146,9 @@ class _Life:
 
 
 class EngineMetrics:
-    """The event sink that updates an `EngineStats`.
+    """Updates an `EngineStats` from events.
 
-    A request's figures are counted after the `StepCompleted` with its last tokens, which follows its `RequestFinished`.
+    A request is counted after the `StepCompleted` with its last tokens, which follows its `RequestFinished`.
     """
 
     def __init__(self, stats: EngineStats | None = None) -> None:
@@ -175,7 +174,7 @@ class EngineMetrics:
                 stats.bounded_usage = event.bounded_usage
                 stats.prefill_limit = event.prefill_limit
             case events.RequestQueued():
-                self._settle()  # an ended request may have had the same id
+                self._settle()  # an ended request may have the same id
                 self._lives[event.request_id] = _Life(event.arrival_time, event.num_prompt_tokens, event.tenant)
                 stats.num_requests_waiting += 1
             case events.RequestAdmitted():
@@ -281,7 +280,7 @@ class EngineMetrics:
                 counts[1] += life.num_tokens
         self._ended.clear()
         if not self._lives:
-            stats.kv_cache_usage = stats.bounded_usage = 0.0  # no further step will report it
+            stats.kv_cache_usage = stats.bounded_usage = 0.0  # no further step reports it
 
 
 def _count(totals: dict[int, int], counts: dict[int, int]) -> None:

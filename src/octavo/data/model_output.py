@@ -1,4 +1,4 @@
-"""The worker's result of a step."""
+"""A step's result."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ class ModelOutput:
     """Result of one step, by request id.
 
     sampled_token_ids: accepted drafts, then one more token; no entry before the whole prompt is computed.
-    prompt_logprobs: of the positions computed in this step; position 0 has none and is omitted.
-    errors: messages for requests that failed while the step succeeded. pooled: float32 in the machine's byte order.
-    postponed: requests that get no token in this step, because their grammar is not walked yet.
-    host_moves: copies to host memory and back, in this order; or empty.
-    drafting_s: seconds of drafting, part of the step's duration. num_drafting_passes: forward passes of a draft model;
-    0 if all drafts were looked up. computed_drafts: requests with drafts that a model computed.
-    num_compilations: kernels that were compiled since the last result.
+    prompt_logprobs: of this step's positions; position 0 has none. errors: of requests that failed while the step
+    succeeded. pooled: float32 in the machine's byte order. postponed: requests without a token, because their grammar
+    is not walked yet. host_moves: copies to host memory and back, in this order; or empty. drafting_s: part of the
+    step's duration. num_drafting_passes: of a draft model. computed_drafts: requests with a model's drafts.
+    num_compilations: since the last result.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The newest events of an engine."""
+"""An engine's newest events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class RecentEvents:
     """Keeps the newest events, up to a total weight, for clients that begin to watch.
 
-    Events are numbered from 0; `num_seen` is the number of the next event.
+    `num_seen` is the next event's number, from 0.
     """
 
     def __init__(self, max_weight: int = 200_000) -> None:
@@ -24,7 +24,7 @@ class RecentEvents:
         self._events: deque[Event] = deque()
 
     def emit(self, event: Event) -> None:
-        """Keep an event. Drop the oldest events while their total weight is above the limit."""
+        """Keep an event. Drop the oldest ones above the limit."""
         self._events.append(event)
         self.num_seen += 1
         self.weight += weight_of(event)
@@ -42,7 +42,7 @@ class RecentEvents:
 
 
 def weight_of(event: Event) -> int:
-    """Return a measure of an event's memory: 1, plus 1 for each request of a step."""
+    """Measure an event's memory: 1, plus 1 for each request of a step."""
     if isinstance(event, StepScheduled):
         return 1 + len(event.num_scheduled_tokens)
     return 1 + len(event.num_new_tokens) if isinstance(event, StepCompleted) else 1

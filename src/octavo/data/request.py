@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """The state of a request. FINISHED_STOPPED and all later ones are final."""
+    """A request's state. FINISHED_STOPPED and all later ones are final."""
 
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
@@ -28,12 +28,12 @@ class RequestStatus(Enum):
 
     @property
     def is_finished(self) -> bool:
-        """Whether this status is final."""
+        """Whether the status is final."""
         return self in _FINISHED
 
     @property
     def finish_reason(self) -> str | None:
-        """The finish reason as in the OpenAI API; None before the end."""
+        """OpenAI's name; None before the end."""
         return self.value if self.is_finished else None
 
 
@@ -44,7 +44,7 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 class ContentSpan:
     """Positions `first` to `end` - 1 of a prompt: placeholders for other content such as an image.
 
-    key: identity of the other content. The KV from these positions on depends on this content.
+    key: identity of the content, on which KV from here on depends.
     """
 
     first: int
@@ -56,12 +56,9 @@ class ContentSpan:
 class Sequence:
     """The tokens of one output stream and the blocks that hold their KV.
 
-    `ResultProcessor` writes `token_ids`, the KV cache manager all other fields.
-
-    num_cached_tokens: tokens with KV that was found at the first start. next_commit: number of computed tokens at which
-    the next commit is due.
-    block_tables: block ids for each KV group, with `NO_BLOCK` for blocks that no later row reads. first_held: for each
-    KV group, index of the first held block. num_slots: number of tokens for which every group's table has blocks.
+    `ResultProcessor` writes `token_ids`, the KV cache manager all other fields. num_cached_tokens: with KV found at the
+    first start. next_commit: number of computed tokens at which the next commit is due. block_tables: by KV group.
+    first_held: each table's first held index. num_slots: tokens for which every table has blocks.
     """
 
     token_ids: list[int]
@@ -74,7 +71,7 @@ class Sequence:
 
     @property
     def block_table(self) -> list[int]:
-        """The block table of the first group, which has every block."""
+        """The first group's table."""
         return self.block_tables[0]
 
     @property
@@ -94,27 +91,25 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of generated tokens."""
+        """Count generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
 class Request:
     """One output stream of a user's request. Only the core changes it: see docs/architecture.md.
 
-    Times are seconds on the engine's clock. fields: options that override those of `options`. seed: 64 bits.
-    sample_index: the number of this stream among the request's n outputs. stop_token_ids: including EOS unless EOS is
-    ignored. max_total_tokens: limit on prompt and output together; for a pooled prompt the prompt alone.
-    num_computed_in_all: number of computed positions, including positions that a preemption lost and rejected drafts.
-    num_prompt_logprobs: number of delivered ones. A preempted prompt is computed twice, but its logprobs are delivered
-    once.
-    reads_prefix_cache: False for prompt logprobs and for mean pooling, which need every prompt position computed.
-    awaits_results: whether its next step depends on the previous result, because a grammar may postpone its token.
-    adapter: name of a LoRA adapter, part of block hashes; nothing sets it yet. spans: in order and without overlap.
-    rotary_positions: for each dimension the positions of the prompt's tokens; None for one dimension. Never changed.
-    deadline: time at which the request ends with an error. acceptance: of drafts that were looked up.
-    computed_acceptance: of drafts that a model computed. predicted_token_ids: expected output, for drafts; never
-    changed.
-    Raises ValueError for `rotary_positions` of another length than the prompt.
+    Times are seconds on the engine's clock. fields: override those of `options`. seed: 64 bits. sample_index: the
+    stream's number among the request's n outputs. stop_token_ids: including EOS unless it is ignored. max_total_tokens:
+    limit on prompt and output together; for a pooled prompt the prompt alone. num_computed_in_all: also counts lost
+    positions and rejected drafts. num_prompt_logprobs: delivered ones, so that a preempted prompt delivers them once.
+    deadline: when the request ends with an error.
+
+    reads_prefix_cache: False for prompt logprobs and mean pooling, which need every prompt position computed.
+    awaits_results: its next step depends on the previous result, because a grammar may postpone its token. adapter: a
+    LoRA adapter; nothing sets it yet. spans: in order and without overlap. rotary_positions: of the prompt's tokens, by
+    dimension; None for one dimension. acceptance: of looked-up drafts; computed_acceptance: of a model's drafts.
+    predicted_token_ids: expected output, for drafts. Raises ValueError for `rotary_positions` of another length than
+    the prompt.
     """
 
     __slots__ = (
@@ -200,12 +195,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of prompt, output and drafts."""
+        """Prompt, output and drafts."""
         return len(self.sequence.token_ids) + len(self.spec_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of the prompt."""
+        """The prompt's number of tokens."""
         return self.sequence.num_prompt_tokens
 
     @property
@@ -235,12 +230,12 @@ class Request:
 
     @property
     def expects_kv(self) -> bool:
-        """Whether another engine has or computes the KV of its prompt."""
+        """Whether another engine provides the prompt's KV."""
         return self.kv_transfer_params is not None and not self.kv_transfer_params.is_prefill
 
     @property
     def hands_kv_over(self) -> bool:
-        """Whether only the KV of its prompt is computed, for another engine."""
+        """Whether only the prompt's KV is computed, for another engine."""
         return self.kv_transfer_params is not None and self.kv_transfer_params.is_prefill
 
     @property

@@ -1,4 +1,4 @@
-"""Options of a request other than its prompt and its sampling parameters."""
+"""A request's further options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CACHE_SALT_CHARS = 1024
 
 
 class OptionFields(TypedDict, total=False):
-    """The fields of `RequestOptions` as keyword arguments."""
+    """`RequestOptions` as keywords."""
 
     priority: int
     cache_salt: str | None
@@ -32,11 +32,11 @@ class RequestOptions:
     Numbers may be numpy's. Raises `RequestError` with the name of the field.
 
     Attributes:
-        priority: under the priority policy, requests with a lower number are scheduled first. An integer of 64 bits.
+        priority: under the priority policy, lower numbers come first. An integer of 64 bits.
         cache_salt: only requests with the same salt share cached KV.
-        tenant: user of the request; the fair policy divides service between tenants.
-        tenant_weight: under the fair policy, a tenant of weight 2 gets twice the share of weight 1. Above 0.
-        timeout_s: seconds after the arrival at which the request ends with an error; None for no limit.
+        tenant: the fair policy divides service between tenants.
+        tenant_weight: under the fair policy, weight 2 gets twice the share of weight 1. Above 0.
+        timeout_s: seconds from arrival to an error; None for no limit.
         kv_transfer_params: None if this engine computes both prompt and answer.
     """
 

@@ -1,4 +1,4 @@
-"""The scheduler's message to the worker for each step."""
+"""Messages to the worker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class NewRequestData:
     """A whole request, sent when it starts, and again when it resumes after a preemption.
 
-    token_ids: prompt and output so far. block_ids: the block table of each KV group, with `NO_BLOCK` for a block that
-    no later row reads.
+    token_ids: prompt and output so far. block_ids: one table for each KV group.
     """
 
     request_id: str
@@ -36,7 +35,7 @@ class NewRequestData:
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
-        """Copy the data that the worker needs."""
+        """Copy what the worker needs."""
         sequence = request.sequence
         return cls(
             request_id=request.request_id,
@@ -56,12 +55,10 @@ class NewRequestData:
 
 @dataclass(frozen=True, slots=True)
 class CachedRequestData:
-    """Changes of the requests that the worker knows already, as parallel lists.
+    """Changes of the requests that the worker knows, as parallel lists.
 
-    The worker itself appends the tokens that it samples; no other tokens are added.
-
-    new_block_ids: for each KV group and request, the ids to append to the request's block table. Groups may get their
-    blocks of a position in different steps. The worker's tables keep released blocks, which no row reads.
+    The worker itself appends the tokens that it samples. new_block_ids: for each KV group and request, the ids to
+    append to its table. Groups may get their blocks of a position in different steps.
     """
 
     req_ids: list[str]
@@ -70,7 +67,7 @@ class CachedRequestData:
 
     @classmethod
     def make_empty(cls) -> CachedRequestData:
-        """Return data of no request."""
+        """Return no request's data."""
         return cls([], [], [])
 
 
@@ -78,11 +75,9 @@ class CachedRequestData:
 class BlockCopies:
     """Copies of whole blocks that begin a step, before it writes KV. The three lists are copied in this order.
 
-    swap_out: (group, block, host block). If a host block occurs twice, the last content counts.
-    block_copies: (group, source, target), copy on write. A source may be the target of a later copy.
-    swap_in: (group, host block, block).
-
-    A host block has room for one block of every group; each group's block is copied separately.
+    swap_out: (group, block, host block). If a host block occurs twice, the last content counts. block_copies: (group,
+    source, target), copy on write. A source may be a later target. swap_in: (group, host block, block). A host block
+    has room for one block of every group.
     """
 
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)
@@ -93,13 +88,13 @@ class BlockCopies:
         return bool(self.swap_out or self.block_copies or self.swap_in)
 
     def of_group(self, group: int) -> BlockCopies:
-        """Return the copies of one KV group."""
+        """Return one group's copies."""
         lists = self.swap_out, self.block_copies, self.swap_in
         return BlockCopies(*([each for each in copies if each[0] == group] for copies in lists))
 
 
 class TransferDirection(Enum):
-    """LOAD: from a store into this engine's blocks. SAVE: from these blocks into a store."""
+    """LOAD: from a store into this engine's blocks. SAVE: the reverse."""
 
     LOAD = "load"
     SAVE = "save"
@@ -109,14 +104,10 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    The blocks are pinned until the transfer has ended or the worker has received its cancellation.
-
     keys: for each block, a hash of everything that its KV depends on (`core.kv.block_hash`). A load gives a block the
-    content that was saved under its key, or fails for this block. A store keeps the content of all groups under one
-    key.
-    block_ids: for each KV group, a list parallel to `keys`. `NO_BLOCK`: in a load, no row reads the block; in a save,
-    the block was evicted. The first group has every block. request_id: the request that waits for a load; None for a
-    save.
+    content saved under its key, or fails for this block. A store keeps the content of all groups under one key.
+    block_ids: for each KV group, parallel to `keys`. `NO_BLOCK`: in a load, no row reads the block; in a save, it was
+    evicted. The first group has every block. request_id: waits for a load; None for a save.
     """
 
     transfer_id: int
@@ -127,27 +118,25 @@ class KVTransfer:
 
 
 def are_whole(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each block of a transfer whether every group's content is moved."""
+    """Return for each block whether every group's content is moved."""
     return [NO_BLOCK not in ids for ids in zip(*block_ids, strict=True)]
 
 
 def need_parts(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each block of a load whether a bounded group needs its content."""
+    """Return for each loaded block whether a bounded group needs it."""
     return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: copies to begin with, the tokens of each request, transfers, and ended requests.
+    """One step: copies to begin with, each request's tokens, transfers, and ended requests.
 
     num_scheduled_tokens: in the order of scheduling; the worker orders its rows itself. finished_req_ids,
-    preempted_req_ids: requests that the worker must drop. scheduled_spec_decode_tokens: drafts to verify, the last of a
-    request's scheduled tokens.
-    kv_transfers: to start after `copies`. kv_cancels: ids of cancelled transfers. Their blocks are neither read nor
-    written after this step. num_pending_transfers: number of transfers and lookups without a result; if above 0, the
-    worker must be asked for results.
-    max_drafts: limit on new drafts of each request, in addition to the proposer's limit; 0: no drafts; no entry: no
-    further limit. If a model drafts, drafts that are looked up are not limited.
+    preempted_req_ids: requests to drop. scheduled_spec_decode_tokens: drafts to verify, the last of a request's
+    scheduled tokens. kv_transfers: to start after `copies`. kv_cancels: cancelled transfers, whose blocks are neither
+    read nor written after this step. num_pending_transfers: transfers and lookups without a result; if above 0, the
+    worker must be asked for results. max_drafts: limit on each request's new drafts, in addition to the proposer's; 0:
+    none; no entry: no further limit. If a model drafts, looked-up drafts are not limited.
     """
 
     step: int
@@ -178,12 +167,12 @@ class SchedulerOutput:
 
     @property
     def only_waits_for_transfers(self) -> bool:
-        """Whether transfers or lookups are pending and nothing is to be computed."""
+        """Whether only transfers or lookups are pending."""
         return bool(self.num_pending_transfers) and not self.num_scheduled_tokens
 
     @property
     def block_ids(self) -> dict[str, list[int]]:
-        """New blocks of the first KV group, by request."""
+        """The first group's new blocks."""
         cached = self.scheduled_cached_reqs
         new_block_ids = cached.new_block_ids[0] if cached.req_ids else []
         return {new.request_id: new.block_ids[0] for new in self.scheduled_new_reqs} | dict(

@@ -1,4 +1,4 @@
-"""Snapshots of an engine for a watching client."""
+"""Snapshots for watching clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BlockState(IntEnum):
-    """The state of a KV block. OWNED: its reference count is 1. SHARED: its reference count is above 1."""
+    """A KV block's state. OWNED: reference count 1. SHARED: above 1."""
 
     FREE = 0
     CACHED = 1
@@ -34,10 +34,9 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """New events without a gap since the previous snapshot, and the cache after these events.
+    """New events since the previous snapshot, without a gap, and the cache after them.
 
-    is_first: True if the client must discard its state, because it lacks earlier events.
-    blocks: None if more snapshots of the same moment follow; the last of them has the blocks.
+    is_first: the client must discard its state. blocks: None if more snapshots of the same moment follow.
     """
 
     events: list[Event]

@@ -1,4 +1,4 @@
-"""A worker's report after its start."""
+"""A worker's report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupInfo:
-    """A KV group, and the bytes of one block of this group."""
+    """A KV group, and the bytes of one block."""
 
     spec: KVGroupSpec
     block_bytes: int
@@ -23,10 +23,8 @@ class WorkerInfo:
     """The formats and the sizes of one worker.
 
     device: "cpu" or "cuda". machine: name of the GPU, or the processor's instruction sets as torch names them.
-    kernel_layout: layout of packed weights; None if weights are not packed. dtype: of activations.
-    scheduler_config: with steps limited to those that fit into memory.
-    draft_block_bytes: bytes of a draft model's KV for one block of the first group. kv_layout_version: version of the
-    block layout in stores. num_warm_up_tokens: number of tokens that the warm-up at the start computes.
+    kernel_layout: of packed weights, if any. dtype: of activations. scheduler_config: limited to memory.
+    draft_block_bytes: a draft model's, for one block of the first group. kv_layout_version: of blocks in stores.
     """
 
     device: str
@@ -47,31 +45,31 @@ class WorkerInfo:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the first KV group."""
+        """The first KV group's blocks."""
         return self.kv_groups[0].spec.num_blocks
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of the first KV group."""
+        """Bytes per block of the first group."""
         return self.kv_groups[0].block_bytes
 
     @property
     def bounded_groups(self) -> list[KVGroupSpec]:
-        """All KV groups except the first."""
+        """All groups except the first."""
         return [group.spec for group in self.kv_groups[1:]]
 
     @property
     def num_kv_tokens(self) -> int:
-        """Number of tokens that fit into the KV cache."""
+        """Capacity in tokens."""
         return self.num_blocks * self.block_size
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of one block in host memory and in stores: a block of every group."""
+        """Bytes of one block of every group, as in host memory and stores."""
         return sum(group.block_bytes for group in self.kv_groups)
 
     @property
     def kv_cache_summary(self) -> str:
-        """The KV cache's blocks, for the log."""
+        """For the log."""
         others = (f", {spec.num_blocks} of {spec.kind}" for spec in self.bounded_groups)
         return f"{self.num_blocks} blocks{''.join(others)}"

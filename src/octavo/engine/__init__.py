@@ -1,1 +1,1 @@
-"""One step of an engine, and the ways to drive it."""
+"""Drives engine steps."""

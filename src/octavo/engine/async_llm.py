@@ -1,4 +1,4 @@
-"""The asynchronous interface of an engine."""
+"""An engine's asynchronous interface."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHARS_PER_ID = 4
 class AsyncEngine:
     """Steps an engine in a thread; other code reaches it through the inbox only.
 
-    max_unread_outputs: a request with more unread outputs is ended; None for no limit.
+    max_unread_outputs: a request with more unread outputs is ended; None: no limit.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -59,7 +59,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be added now."""
+        """Whether requests can be added."""
         return not self.is_dead and self.client.is_ready
 
     async def generate(
@@ -75,11 +75,10 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request until it is finished. Closing the iterator early aborts the request.
 
-        The arguments are those of `Engine.add_request`. fields: replace those of `options`.
-        on_processed: awaited with the tokenized request before it is sent; an error that it raises ends the request.
-        on_unread: called with each output that a disconnected or slow reader missed.
-        Raises `RequestError` if the request cannot be served, `EngineDeadError` if the engine stops, and
-        `SlowReaderError` if too many outputs are unread.
+        The arguments are those of `Engine.add_request`. fields: replace those of `options`. on_processed: awaited with
+        the tokenized request before it is sent; its error ends the request. on_unread: called with each output that a
+        disconnected or slow reader missed. Raises `RequestError` if the request cannot be served, `EngineDeadError` if
+        the engine stops, and `SlowReaderError` if too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead
@@ -118,7 +117,7 @@ class AsyncEngine:
                     self._post(lambda: self._abort(request_id, stream))
 
     def fail(self, request_id: str, error: OctavoError) -> None:
-        """Fail the request's output stream now, even during a long step, and abort it. Unknown ids are ignored."""
+        """Fail the request's output stream now, even during a long step, and abort it."""
         stream = self._read.get(request_id)
         if stream is not None:
             _call_soon(stream.loop, stream.fail, error)
@@ -128,11 +127,11 @@ class AsyncEngine:
         await self.call(lambda engine: engine.abort_request(request_ids))
 
     async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener on the engine's thread; None: stop. Raises `EngineDeadError`."""
+        """See `CoreClient.watch`. Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
-        """Run a function on the engine's thread, between two steps, and return its result or raise its error."""
+        """Run a function on the engine's thread, between two steps; return its result or raise its error."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -180,7 +179,7 @@ class AsyncEngine:
         self.engine.shutdown()
 
     def _run_commands(self) -> bool:
-        """Run commands. Returns False if the thread has to stop."""
+        """Run commands. Returns False to stop."""
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is None:
@@ -207,7 +206,7 @@ class AsyncEngine:
         stream.is_detached = True
         is_new = stream in self._submitted and request_id not in self._streams  # its preparation can be cancelled
         if is_new or self._streams.get(request_id) is stream:
-            self.engine.abort_request(request_id)  # its last output is still delivered
+            self.engine.abort_request(request_id)
 
     def _lose(self, request_id: str, error: OctavoError) -> None:
         stream = self._streams.pop(request_id, None)
@@ -246,7 +245,7 @@ class AsyncEngine:
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is not None:
-                try:  # its caller needs an answer, although the engine is dead
+                try:  # its caller needs an answer
                     command()
                 except Exception:
                     logger.exception("a command to the dead engine failed")

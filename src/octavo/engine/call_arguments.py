@@ -1,4 +1,4 @@
-"""Read a model's arguments of a call as an object, without dropping anything."""
+"""Read a model's arguments of a call, without dropping anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNREADABLE_KEY = "arguments"
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return a complete call's arguments, {} for an empty text; None if even repairs give no object."""
+    """Return a complete call's arguments; None if even repairs give no object."""
     if not text.strip():
         return {}
     try:
@@ -31,7 +31,7 @@ def read_arguments(text: str) -> dict[str, Any]:
     """Return any call's arguments as an object, as chat templates need, so that clients can send it back.
 
     A call that was cut off has the arguments that arrived, with the beginning of the last string. Other text becomes
-    the value of `UNREADABLE_KEY`, so that the model sees it.
+    the value of `UNREADABLE_KEY`: the model sees it.
     """
     whole = parse_arguments(text)
     if whole is not None:
@@ -41,9 +41,9 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def begun_arguments(text: str, *, with_last_string: bool = False) -> dict[str, Any]:
-    """Return the complete members of arguments that were cut off, perhaps {}.
+    """Return the complete members of cut-off arguments, perhaps {}.
 
-    with_last_string: include an incomplete last string, unlike clients that parse a stream.
+    with_last_string: include an incomplete last string.
     """
     try:
         begun = pydantic_core.from_json(

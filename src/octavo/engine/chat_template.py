@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Templates read the first of these keys, or an older one.
+# Templates read one of these keys.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Templates raise these for unexpected data; they are no faults of octavo.
+# Templates raise these for unexpected data.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -44,7 +44,7 @@ _TEMPLATE_ERRORS = (
 class ChatTemplate:
     """A checkpoint's chat templates by name: "tool_use" for tools if it exists, else "default".
 
-    special_tokens: by key ("bos_token", ...), variables of the templates.
+    special_tokens: variables of the templates, such as "bos_token".
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class ChatTemplate:
     ) -> str:
         """Return a prompt, as `apply_chat_template` of transformers does. Raises `RequestError`.
 
-        continue_final_message: end within the last message, so that the model continues it.
-        chat_template: a template's name or text. Other keywords are its variables.
+        continue_final_message: end within the last message, so that the model continues it. chat_template: a name or
+        text. Other keywords are its variables.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -145,9 +145,9 @@ class _Compiled:
         self.no_tools: list[Any] | None = None if takes_null or self._try(question, special, []) is None else []
 
     def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Return a text, in the first shape that the template accepts.
+        """Render the first shape that the template accepts.
 
-        Raises `RequestError` with the first shape's error if there is none.
+        Raises `RequestError` with the first shape's error.
         """
         refusal: Exception | None = None
         if variables["tools"] is None:
@@ -162,7 +162,7 @@ class _Compiled:
     def _try(
         self, messages: list[dict[str, Any]], special: Mapping[str, str], *choices: list[Any] | None
     ) -> str | None:
-        """Render with the first of `choices` that the template accepts."""
+        """Render with the first choice that the template accepts."""
         for tools in choices:
             with contextlib.suppress(*_TEMPLATE_ERRORS):
                 return self.template.render(
@@ -198,7 +198,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # unlike jinja's own filter, no escapes for HTML
+        # unlike jinja's, no HTML escapes
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
@@ -300,7 +300,7 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Cut the text at the mark; strip it if the mark's space is missing, because then the template strips messages."""
+    """Cut the text at the mark; strip it if the mark's space is missing: then the template strips messages."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

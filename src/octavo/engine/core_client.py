@@ -28,17 +28,17 @@ class CoreClient(Protocol):
 
     @property
     def core(self) -> EngineCore:
-        """The core object. Raises `EngineError` if it is in another process."""
+        """The core. Raises `EngineError` if it is in another process."""
         ...
 
     @property
     def capacity(self) -> EngineCapacity:
-        """Limits of the core."""
+        """The core's limits."""
         ...
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of the core."""
+        """The core's counters."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class CoreClient(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """Restarts of the core's process."""
+        """Restarts so far."""
         ...
 
     @property
@@ -58,11 +58,11 @@ class CoreClient(Protocol):
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until a core may be ready."""
+        """Estimated seconds until a restart."""
         ...
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Call `lose` each time the core dies, after unanswered requests were refused."""
+        """Call `lose` each time the core dies, after refusing unanswered requests."""
         ...
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:

@@ -31,7 +31,7 @@ _MOST_AT_ONCE = 1000  # messages read in a row; commands wait meanwhile
 
 @dataclass(slots=True)
 class CoreLife:
-    """A process of `run_core_process`, with sockets of its own.
+    """A process of `run_core_process`, with its own sockets.
 
     ready_at: monotonic time at which it first took requests. failure: its own report.
     """
@@ -66,7 +66,7 @@ class CoreLife:
                 command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True
             )
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it is dead already: `why_over` reports that
+            with contextlib.suppress(BrokenPipeError):  # `why_over` reports its death
                 process.stdin.write(order)
                 process.stdin.flush()
             stack.pop_all()
@@ -74,13 +74,13 @@ class CoreLife:
 
     @property
     def why_over(self) -> str | None:
-        """How the process ended, or why it must be killed, if so."""
+        """How it ended, or why it must be killed."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
         return self.health.why_given_up
 
     def send(self, message: bytes) -> bool:
-        """Send a message; return False if the process takes none."""
+        """Send a message. Returns False if the process takes none."""
         if self.ready_at is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""The engine core in a process of its own, which exits when its parent does."""
+"""The engine core in its own process, which exits when its parent does."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def run_core_process(build: Build) -> None:
 class Pulse:
     """Sends `Alive` messages from a thread, also during a long step.
 
-    progress: their count, which the `CoreServer` increases.
+    progress: increased by the `CoreServer`.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -120,12 +120,12 @@ class CoreServer:
         self._next_report = 0.0
 
     def run(self) -> None:
-        """Step and read messages until `Stop`."""
+        """Serve until `Stop`."""
         self._send(ipc.Ready(self._core.capacity))
         while not self._is_over:
             if not self._core.has_work():
                 self._wait_for_mail()
-                self._pulse.progress += 1  # an idle core makes progress by looking for work
+                self._pulse.progress += 1  # an idle core progresses
             self._read_mail()
             self._step()
             if time.monotonic() > self._next_report:
@@ -197,8 +197,8 @@ class CoreServer:
 def _wake_when_parent_dies() -> None:
     """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
 
-    A running process ignores the signal, so an early one, at the end of the parent's thread, is harmless. If the parent
-    died before this call, this process notices the end by itself.
+    A running process ignores the signal, so an early one, at the end of the parent's thread, is harmless. After an
+    earlier death of the parent, this process notices the end by itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

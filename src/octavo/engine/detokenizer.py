@@ -1,4 +1,4 @@
-"""The text of tokens, and of a growing stream, as the decoder of tokenizer.json gives it for whole sequences.
+"""The text of tokens and streams, as tokenizer.json's decoder gives it for whole sequences.
 
 A token's text depends on few neighbours: incomplete characters, and for some decoders the space before the first word.
 """
@@ -51,7 +51,7 @@ class TokenPieces:
         self.kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}  # filled by `piece`
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return a token's text, or bytes if they are not valid UTF-8 alone; "" if it is skipped."""
+        """See `DetokenizerFactory`; "" if skipped."""
         kept = self.kept[skip_special_tokens]
         piece = kept.get(token_id)
         if piece is None:
@@ -81,10 +81,9 @@ class TokenPieces:
 class IncrementalDetokenizer:
     """Turns token ids into text. The results of `add` and `finish`, joined, equal `Tokenizer.decode`.
 
-    Incomplete characters and runs of byte tokens are held back, because later tokens may change them.
-
-    The text continues the prompt: its first word keeps the space that sentencepiece's decoders strip from a text's
-    start. A character that begins in the prompt is part of it; the prompt's other incomplete bytes are not.
+    Incomplete characters and runs of byte tokens are held back, because later tokens may change them. The text
+    continues the prompt: its first word keeps the space that sentencepiece's decoders strip from a text's start. A
+    character that begins in the prompt is part of it; the prompt's other incomplete bytes are not.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")
@@ -97,7 +96,7 @@ class IncrementalDetokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Start after a prompt. decode: returns the text of a complete sequence."""
+        """Start after a prompt. decode: decodes a complete sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept[skip_special_tokens]
         self._held = bytearray()  # the first bytes may be the prompt's
@@ -112,7 +111,7 @@ class IncrementalDetokenizer:
         return bytes(self._held)
 
     def add(self, token_ids: Iterable[int]) -> str:
-        """Append tokens and return the text that no later token can change."""
+        """See `Detokenizer`."""
         text = ""
         for token_id in token_ids:
             piece = self._kept.get(token_id)
@@ -130,7 +129,7 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """Return held text."""
         return self._release() if self._first_ids is None else self._decode(self._first_ids)
 
     def _begin(self, first_ids: list[int], token_id: int, piece: str | bytes) -> str:
@@ -162,7 +161,7 @@ class IncrementalDetokenizer:
         return text
 
     def _continue(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Hold the prompt's incomplete bytes. Returns True if the prompt has text."""
+        """Hold the prompt's incomplete bytes. Returns whether it has text."""
         parts: list[bytes] = []
         has_text, has_runs = False, self._pieces.has_byte_runs
         for token_id in reversed(prompt_token_ids):
@@ -176,7 +175,7 @@ class IncrementalDetokenizer:
         try:
             self._held += data[utf_8_decode(data, "strict" if has_runs else "replace", False)[1] :]
         except UnicodeDecodeError:
-            self._held += _NO_UTF8  # makes the whole run invalid
+            self._held += _NO_UTF8  # makes the run invalid
         self.num_prompt_bytes = len(self._held)
         return has_text
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def embedding(
     output: RequestOutput, *, normalize: bool = True, num_dimensions: int | None = None
 ) -> NDArray[np.float32]:
-    """Return an output's embedding as a float32 vector. Raises `ExecutionError` if there is none, or it is not finite.
+    """Return an embedding as a float32 vector. Raises `ExecutionError` if it is missing or not finite.
 
-    num_dimensions: how many leading ones to keep; None for all. normalize: scale the result to length 1.
+    num_dimensions: leading ones to keep; None for all. normalize: scale to length 1.
     """
     if output.error is not None or output.pooled is None:
         raise ExecutionError(output.error or "the request ended before its embedding was computed")

@@ -1,4 +1,4 @@
-"""A checkpoint's embedding settings, as sentence-transformers saves them."""
+"""Embedding settings of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MODULES, _USUAL_POOLING = "modules.json", "1_Pooling"
 _KINDS = {"lasttoken": "last", "mean": "mean"}
-_OWN = "sentence_transformers."  # any other prefix is custom code
+_OWN = "sentence_transformers."  # other prefixes: custom code
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 
 
@@ -21,7 +21,7 @@ _COMPUTED = ("Transformer", "Pooling", "Normalize")
 class EmbeddingConfig:
     """How hidden states become an embedding.
 
-    pooling: "last" or "mean". problem: why octavo cannot compute it; clients see it, so it has no absolute paths.
+    pooling: "last" or "mean". problem: why octavo cannot compute it, without absolute paths, because clients see it.
     """
 
     pooling: str = "last"

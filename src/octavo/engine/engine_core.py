@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """Runs steps of a scheduler on an executor. The next one may be scheduled during a step."""
+    """Runs a scheduler's steps on an executor. The next one may be scheduled during a step."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Schedule, compute, process the oldest result; return new outputs.
 
-        If the executor fails a step, only its requests end with an error.
+        If a step fails, only its requests end with an error.
         """
         scheduler = self.scheduler
         try:
@@ -52,7 +52,7 @@ class EngineCore:
             result = self.executor.collect()
         except ExecutionError as error:
             return self._take_undelivered() + self._fail(str(error))
-        except BaseException:  # an interrupt: the state of the worker is unknown
+        except BaseException:  # the worker's state is unknown
             self._undelivered += self._fail("the step was interrupted")
             raise
         return self._take_undelivered() + scheduler.update_from_output(scheduled, result)

@@ -1,4 +1,4 @@
-"""The protocol by which the engine has steps computed."""
+"""The protocol of an executor."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Executor(Protocol):
     """Computes steps in order, with all copies and transfers.
 
-    `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
-    before the next step. A step that `only_waits_for_transfers` ends when one has ended, or after a few milliseconds:
-    it must not spin, and must not delay new requests.
+    After any exception of `collect` or `submit`, call `abandon` before the next step. A step that
+    `only_waits_for_transfers` ends when one has ended, or after a few milliseconds: it must neither spin nor delay new
+    requests.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:
@@ -25,11 +25,11 @@ class Executor(Protocol):
         ...
 
     def collect(self) -> ModelOutput:
-        """Wait for the oldest step that was not collected."""
+        """Wait for the oldest step. Raises `ExecutionError` if it failed."""
         ...
 
     def abandon(self) -> None:
-        """Abandon all steps that were not collected. None of them runs when this returns."""
+        """Abandon all uncollected steps. None of them runs when this returns."""
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:

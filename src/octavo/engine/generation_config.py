@@ -1,4 +1,4 @@
-"""EOS ids and sampling defaults in `generation_config.json`, as in vLLM."""
+"""EOS ids and sampling defaults, as in vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-_PARAMETER_NAMES = {"max_new_tokens": "max_tokens"}  # of keys that octavo names differently
+_PARAMETER_NAMES = {"max_new_tokens": "max_tokens"}  # keys that octavo names differently
 _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 
 

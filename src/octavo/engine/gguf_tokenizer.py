@@ -1,7 +1,7 @@
 """A GGUF file's tokenizer, rebuilt for the `tokenizers` library.
 
-"gpt2" is byte-level BPE; "llama" is SentencePiece BPE with merges by score, as in transformers; "gemma4" is the same
-with listed merges.
+"gpt2" is byte-level BPE; "llama" is SentencePiece BPE with merges by score, as in transformers; "gemma4" has listed
+merges instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IDS = {
     "mask_token": "mask",
 }
 _ENDS = ("eos", "eot", "eom")
-# Many files name only one EOS token, but the model's turn ends with another.
+# Many files name only one EOS token, but the model's turns end with another.
 _END_MARKS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
@@ -62,7 +62,7 @@ class GGUFVocabulary:
         self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(tokens)]
         self.size = len(self._tokens)
         types = self._list("token_type", int, [_NORMAL] * self.size) if tokens else []
-        # These texts only ever end a turn. Many files list them as normal; make them special, as llama.cpp does.
+        # These texts only ever end a turn, so they become special, as in llama.cpp.
         marks = {id_ for id_, text in enumerate(tokens) if text in _END_MARKS}
         self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 
@@ -102,7 +102,7 @@ class GGUFVocabulary:
         return Tokenizer(backend, special)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return ids that end an answer."""
+        """Return ids that end answers."""
         named = {id_ for each in _ENDS if (id_ := self._id(each)) is not None}
         by_text = {
             id_
@@ -194,7 +194,7 @@ class GGUFVocabulary:
     def _strips_after(self) -> frozenset[str]:
         """Return tokens that strip spaces after them.
 
-        Only Phi-3 has such tokens. Its files do not list them, so it is detected by name, as in llama.cpp.
+        Only Phi-3 has them. Its files do not list them, so it is detected by name, as in llama.cpp.
         """
         name = str(self._metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:
@@ -222,7 +222,7 @@ class GGUFVocabulary:
         return {key: self._tokens[id_] for key, id_ in ids.items() if id_ is not None}
 
     def _id(self, name: str) -> int | None:
-        """Return a special token's id, if it is valid."""
+        """Return a valid id."""
         id_ = self._get(f"{name}_token_id", int, None)
         return id_ if id_ is not None and 0 <= id_ < self.size else None
 

@@ -1,4 +1,4 @@
-"""The health of an engine process, from its messages."""
+"""An engine process's health."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from octavo.engine import ipc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AWAY_S = 1.0  # a longer gap between two looks means that the watching thread was stopped
+_AWAY_S = 1.0  # after a longer gap between looks, the watching thread was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    frozen, stuck: after so long without a message, or progress, it counts as not ready.
-    dead, endless: after so long it is killed. loading: replaces `dead` before it is ready.
-    Messages come every half second; packed weights are progress.
-    restarts: pauses before consecutive restarts; the last one repeats. healthy: after so long a service they begin
-    again.
+    frozen, stuck: after so long without a message, or progress, it is not ready. dead, endless: after so long it is
+    killed. loading: replaces `dead` before it is ready. restarts: pauses before consecutive restarts; the last one
+    repeats. healthy: after so long a service they begin again. Messages come every half second; packed weights are
+    progress.
     """
 
     frozen: float = 3.0
@@ -34,7 +33,7 @@ class Patience:
 
 
 class Health:
-    """The health of one process. Only the watcher's thread uses it, but any thread may read `is_well`."""
+    """A process's health. Only the watcher's thread uses it, but any thread may read `is_well`."""
 
     def __init__(self, patience: Patience, now: float) -> None:
         self._patience = patience
@@ -45,7 +44,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time of a look, several times a second.
 
-        After a longer gap this thread itself was stopped, so the gap does not count as silence.
+        A longer gap means that this thread was stopped, so it does not count as silence.
         """
         away = now - self._looked_at
         if away > _AWAY_S:
@@ -72,7 +71,7 @@ class Health:
 
     @property
     def why_given_up(self) -> str | None:
-        """Why the process has to be killed, if so."""
+        """Why the process must be killed, if so."""
         limit = self._patience.loading if self._is_loading else self._patience.dead
         if self._looked_at - self._reported_at > limit:
             return f"sent no message for {limit:g} s"

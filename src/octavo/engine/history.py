@@ -22,8 +22,7 @@ _DIGITS = string.ascii_letters + string.digits
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
     """Give calls and their results ids of nine letters and digits.
 
-    Such ids are kept. A new id depends only on the old one, or else on the call's place, so prefixes of a growing
-    history stay cached.
+    Such ids are kept. A new id depends only on the old one, or else on the call's place, so prefixes stay cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []
@@ -40,7 +39,7 @@ def with_short_ids(chat: Sequence[Message]) -> list[Message]:
 
 
 class _ShortIds:
-    """Maps old call ids to distinct new ones."""
+    """Maps old to new ids."""
 
     def __init__(self, chat: Sequence[Message]) -> None:
         given = [call.get("id") for message in chat for call in _calls(message)]
@@ -49,7 +48,7 @@ class _ShortIds:
         self._taken = {*self._new}
 
     def of(self, old: Any, place: str) -> str:
-        """Return an id's new one. place: replaces a missing id."""
+        """Return the new id. place: replaces a missing id."""
         key = str(old) if old not in (None, "") else f"\0{place}"
         if key not in self._new:
             attempt = 0
@@ -60,7 +59,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Return a result with its call's id, or with an id of its own."""
+        """Return a result with its call's id, or with its own."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -76,7 +75,7 @@ def _hashed(text: str) -> str:
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
     """Split several calls into rounds of one call and its results.
 
-    The first round has text and reasoning. Results that match no call follow the last round.
+    The first round has text and reasoning. Unmatched results follow the last round.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -95,7 +94,7 @@ def with_single_calls(chat: Sequence[Message]) -> list[Message]:
 
 
 def with_one_system_message(chat: Sequence[Message], join: Callable[[list[Message]], Message]) -> list[Message]:
-    """Join the system messages at the beginning."""
+    """Join leading system messages."""
     count = next((index for index, message in enumerate(chat) if message["role"] != "system"), len(chat))
     return [join([*chat[:count]]), *chat[count:]] if count > 1 else [*chat]
 

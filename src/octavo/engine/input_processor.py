@@ -1,4 +1,4 @@
-"""Turn prompts and parameters into core requests."""
+"""Makes core requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.data.request_options import RequestOptions
 
 _PREDICTED = "predicted_token_ids"
-_ORDINARY_CHARS = 16  # per token; the longest token has more, but finding it takes 0.1 s
+_ORDINARY_CHARS = 16  # per token; finding the longest token takes 0.1 s
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
@@ -33,7 +33,7 @@ class TextCodec(Protocol):
 
     @property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token: n tokens have at most n times as many."""
+        """Characters of the longest token."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
@@ -45,7 +45,7 @@ class TextCodec(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
+        """Return tokens' text."""
         ...
 
     def is_special(self, token_id: int) -> bool:
@@ -53,7 +53,7 @@ class TextCodec(Protocol):
         ...
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of this token."""
+        """Return a token's id."""
         ...
 
     def token(self, token_id: int) -> str:
@@ -76,7 +76,7 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A checked request. prompt: None if it was given as token ids."""
+    """A checked request. prompt: None for token ids."""
 
     request_id: str
     prompt: str | None
@@ -88,7 +88,7 @@ class ProcessedInput:
 class InputProcessor:
     """Checks requests of users and translates them for the core.
 
-    The seed of a request without one depends on the count of arrivals.
+    A request without a seed gets one from the count of arrivals.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class InputProcessor:
 
     @property
     def tokenizer(self) -> TextCodec:
-        """The tokenizer. Raises `RequestError` if there is none."""
+        """The tokenizer. Raises `RequestError`."""
         if self._tokenizer is None:
             raise RequestError("this engine was built without a tokenizer", parameter="tokenizer")
         return self._tokenizer
@@ -129,7 +129,7 @@ class InputProcessor:
         is_prompt: stop tokenizing and refuse a prompt without room for `least_output_tokens`.
         """
         num_tokens = self.model_info.max_model_len
-        if len(text) > _ORDINARY_CHARS * num_tokens:  # finding the longest token takes time
+        if len(text) > _ORDINARY_CHARS * num_tokens:
             most = self.tokenizer.longest_token_chars * num_tokens
             if len(text) > most:
                 raise PromptTooLongError(
@@ -149,15 +149,12 @@ class InputProcessor:
         return token_ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last `num_tokens` ids, at most `max_model_len`.
-
-        That is one more than a prompt may have, so callers can detect it.
-        """
+        """Return the last `num_tokens` ids, at most `max_model_len`: one more than a prompt may have."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
 
     def encode_start(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the first `num_tokens` ids; see `encode_end`."""
+        """See `encode_end`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
@@ -184,7 +181,7 @@ class InputProcessor:
         arrival_time: float = 0.0,
     ) -> ProcessedInput:
         """Check a request and split it into its streams. Raises `RequestError`."""
-        params = replace(params) if params is not None else self.default_sampling_params()  # a copy, checked again
+        params = replace(params) if params is not None else self.default_sampling_params()
         if params.pooling is None and not self.model_info.has_head:
             raise RequestError("this checkpoint has no lm_head.weight: it gives embeddings, and no tokens")
         if not isinstance(request_id, str):
@@ -192,7 +189,7 @@ class InputProcessor:
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
-        # The scheduler would refuse it, too, but only after it is copied for n outputs or sent to another process.
+        # The scheduler would refuse it only after it is copied or sent.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)
@@ -272,7 +269,7 @@ class InputProcessor:
 
 
 def _token_id(value: Any, parameter: str = "prompt") -> int:
-    """Convert any integer, also numpy's, but no bool. Raises `RequestError`."""
+    """Convert any integer except a bool. Raises `RequestError`."""
     try:
         token_id = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -284,7 +281,7 @@ def _token_id(value: Any, parameter: str = "prompt") -> int:
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:
-    """Draw a request's seed from the engine's by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Draw a seed by splitmix64 (Steele, Lea, Flood 2014)."""
     mask = 2**64 - 1
     z = (engine_seed * 0xD1342543DE82EF95 + (arrival + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

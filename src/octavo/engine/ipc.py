@@ -1,6 +1,6 @@
 """Messages between an engine process and its parent, as msgpack, never as pickle.
 
-Each process has new sockets, so it never gets a message for an earlier one.
+Each process has new sockets, so it never gets an earlier one's messages.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
-        """Encode the core requests of a user's request."""
+        """Encode core requests."""
         streams = [StreamFields(*(getattr(each, name) for name in StreamFields.__struct_fields__)) for each in requests]
         first = requests[0]
         return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
@@ -103,7 +103,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """End streams. Unknown ids are ignored."""
+    """End streams. Ignores unknown ids."""
 
     stream_ids: list[str]
     status: RequestStatus
@@ -127,13 +127,13 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests."""
+    """The engine is ready."""
 
     capacity: EngineCapacity
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not be built. kind: an error of `octavo.errors`."""
+    """The build failed. kind: an error of `octavo.errors`."""
 
     kind: str
     message: str
@@ -161,7 +161,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Counters of the engine."""
+    """The engine's counters."""
 
     stats: EngineStats
 
@@ -197,7 +197,7 @@ ToParent = Loading | Ready | Failed | Accepted | Refused | Outputs | Report | Se
 
 
 class _Envelope(msgspec.Struct, tag="Add"):
-    """The id in an invalid `Add`."""
+    """An invalid `Add`'s id."""
 
     request_id: str
 
@@ -212,7 +212,7 @@ decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:
-    """Return the request id of an invalid `Add`; None for other messages."""
+    """Return an invalid `Add`'s id, if any."""
     try:
         return _decode_envelope(data).request_id
     except DecodeError:
@@ -220,7 +220,7 @@ def request_id_of(data: bytes) -> str | None:
 
 
 def make_folder() -> Path:
-    """Create a folder for sockets, only for this user. Raises `ConfigError`."""
+    """Create a private folder for sockets. Raises `ConfigError`."""
     try:
         return Path(tempfile.mkdtemp(prefix=_FOLDER))
     except OSError:
@@ -236,7 +236,7 @@ def make_folder() -> Path:
 
 
 def encode_launch(launch: Launch) -> bytes:
-    """Return one line of JSON."""
+    """Encode one line of JSON."""
     return msgspec.json.encode(launch, enc_hook=str) + b"\n"
 
 

@@ -43,9 +43,9 @@ END = re.compile(r"\s*\Z")
 
 
 class StrictObject:
-    """Scans one JSON object piece by piece.
+    """Scans a JSON object in pieces.
 
-    num_safe: length of text that stays unchanged whatever follows.
+    num_safe: length of text that later text cannot change.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class StrictObject:
         return position
 
     def drop(self, num_chars: int) -> None:
-        """Adjust `num_safe` to a text without its first characters."""
+        """Forget a text's first characters."""
         self.num_safe -= num_chars
 
     def _scan_string(self, text: str, position: int) -> int:
@@ -127,7 +127,7 @@ class StrictObject:
 
 
 class SearchBudget:
-    """Limits the steps of one answer's repairs."""
+    """Limits an answer's repairs."""
 
     def __init__(self, num_steps: int = _MAX_STEPS) -> None:
         self.num_steps = num_steps
@@ -144,10 +144,9 @@ def recover_object(
     """Return the repaired JSON of the object at a text's beginning, and its length in the text.
 
     Repairs control characters and quotes in strings, backslashes that escape nothing, commas before a closing bracket,
-    Python's constants, and Python's notation. Returns None unless there is one such reading.
-
-    ends: matches the text that may follow. known: the keys that it may have; None for any. opener: begins another call;
-    a string with one and quotes to repair has two readings. budget: shared by one answer's repairs.
+    Python's constants and notation. Returns None unless one reading is best. ends: matches the text that may follow.
+    known: allowed keys; None for any. opener: begins another call; a string with one and quotes to repair has two
+    readings. budget: shared by one answer's repairs.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
@@ -157,7 +156,7 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # More likely an unknown key than a string that contains it.
+        # An unknown key is more likely than a string that contains it.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
         found = found if budget.num_steps else None  # else the second search may not have ended
@@ -232,7 +231,7 @@ class _Search:
         self._heap: list[tuple[int, int, _Reading, Iterator[_Reading] | None]] = []
 
     def run(self, budget: SearchBudget) -> _Reading | None:
-        """Return the only best reading within the budget; None if there is none, or several."""
+        """Return the only best reading, if any."""
         best: _Reading | None = None
         self._push(0, _Reading())
         while budget.num_steps > 0:
@@ -259,7 +258,7 @@ class _Search:
         heapq.heappush(self._heap, (cost, next(self._serial), reading, strings))
 
     def _advanced(self, reading: _Reading) -> _Reading | None:
-        """Read up to the next string value or the end; None if that is impossible."""
+        """Read up to the next string value or the end, if possible."""
         on: _Reading | None = reading
         while on is not None and on.expects not in {"string", "end"}:
             blanks = _BLANKS.match(self._text, on.position)
@@ -324,9 +323,9 @@ class _Search:
                 may_end = self._may_end_string(position + 1, before)
                 if may_end:
                     is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
-                    if strays:  # if it contains a possible end of the object, it may be several values
+                    if strays:  # a possible end of the object: it may be several values
                         is_clear = is_clear and not may_have_ended and not self._has_break(start, position)
-                    if len(strays) == 1:  # next to the string's own quote it may be the same quote, written twice
+                    if len(strays) == 1:  # perhaps the string's own quote, written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
                     if strays and before.num_strays:
                         is_clear = False
@@ -356,7 +355,7 @@ class _Search:
                 position += 1
 
     def _has_break(self, start: int, end: int) -> bool:
-        """Return True if the object may end, or a call begin, between two positions."""
+        """Return True if the object may end, or a call begin, in between."""
         first = bisect_left(self._breaks, start)
         return first < len(self._breaks) and self._breaks[first] < end
 
@@ -396,7 +395,7 @@ class _Escapes:
     num_quotes: int = 0
 
     def add(self, written: str, *, is_valid: bool) -> None:
-        """Record a backslash and the next character."""
+        """Record an escape."""
         if is_valid and written == '\\"':
             self.num_quotes += 1
         elif is_valid:

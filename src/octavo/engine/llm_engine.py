@@ -1,4 +1,4 @@
-"""The synchronous interface of an engine."""
+"""An engine's synchronous interface."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ class Engine:
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}  # not answered yet
         self._put_by: list[RequestOutput] = []  # outputs outside of a batch, for the next `step`
-        self._given_up: set[str] = set()  # of failed batches: their outputs are dropped
+        self._given_up: set[str] = set()  # of failed batches: outputs are dropped
         self._new_ids = map(str, itertools.count())
         self._is_shut_down = False
 
     @property
     def core(self) -> EngineCore:
-        """The core object. Raises `EngineError` if it runs in another process."""
+        """See `CoreClient.core`."""
         return self.client.core
 
     @property
     def capacity(self) -> EngineCapacity:
-        """Limits of the core: tokens, sequences, blocks."""
+        """The core's limits."""
         return self.client.capacity
 
     @property
     def stats(self) -> EngineStats:
-        """Counters of the core since its start."""
+        """The core's counters."""
         return self.client.stats
 
     def on_lost(self, lose: Callable[[str, OctavoError], None]) -> None:
@@ -80,7 +80,7 @@ class Engine:
     ) -> None:
         """Add a request. Raises `RequestError` if it cannot be served; then nothing changes.
 
-        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: fields of `RequestOptions`.
+        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: see `RequestOptions`.
         """
         self.add_processed(
             self.input_processor.process(
@@ -89,7 +89,7 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Add all streams of a request or, with an error, none. Waits for its preparation."""
+        """Add all streams of a request, or none. Waits for its preparation."""
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
         try:
@@ -124,15 +124,12 @@ class Engine:
         self._submitted[request_id] = processed
         try:
             self.client.add_request(request_id, processed.streams, answer)
-        except BaseException:  # also after an interrupt: otherwise the id would stay in use
+        except BaseException:  # otherwise the id would stay in use
             self._submitted.pop(request_id, None)
             raise
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests now. A later `step` returns the last output of each, with finish_reason "abort".
-
-        Unknown and finished ids are ignored.
-        """
+        """Abort requests now. A later `step` returns the last output of each, with finish_reason "abort"."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
             if request_id in self._submitted:  # the core accepts it first, then ends it
@@ -144,7 +141,7 @@ class Engine:
         self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
-        """Do one step; return an output for every request that has a new one.
+        """Do one step; return new outputs.
 
         Outputs of other requests that arrived during `generate_batch` come first.
         """
@@ -187,12 +184,12 @@ class Engine:
         on_output: Callable[[RequestOutput], None] | None = None,
         priorities: Sequence[int] | None = None,
     ) -> dict[str, RequestOutput]:
-        """Answer all prompts together; return the last output of each by request id, in the order of the prompts.
+        """Answer all prompts together; return each last output by request id, in the order of the prompts.
 
         sampling_params: for all prompts, or one for each. params: another name of it. on_output: called with every
-        output of these prompts. Earlier requests continue, and the next `step` returns their outputs. If there are
-        none, it waits until stores have saved the KV.
-        Raises `RequestError` if one prompt cannot be served; then all requests of the batch are aborted.
+        output of these prompts. Earlier requests continue, and the next `step` returns their outputs. Without such
+        requests, it waits until stores have saved the KV. Raises `RequestError` if one prompt cannot be served; then
+        the whole batch is aborted.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -211,7 +208,7 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
-        except BaseException:  # also after an interrupt: no request of the batch may stay open
+        except BaseException:  # no request of the batch may stay open
             self._give_up(results)
             raise
         self.finish_transfers()
@@ -234,12 +231,12 @@ class Engine:
     def finish_transfers(self) -> None:
         """Step until the KV of ended requests is saved, if no request is unfinished.
 
-        Logs a warning and returns if no transfer ends for some seconds; later steps do the rest.
+        Logs a warning and returns if no transfer ends for some seconds.
         """
         self.client.finish_transfers()
 
     def shutdown(self) -> None:
-        """Abort open requests, save their KV to stores, and free the core's memory. A second call does nothing."""
+        """Abort open requests, save their KV, and free all memory. May be called twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

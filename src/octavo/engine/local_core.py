@@ -35,7 +35,7 @@ _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits for its preparation, such as a grammar."""
+    """A request that waits for its preparation."""
 
     request_id: str
     streams: Sequence[Request]
@@ -76,7 +76,7 @@ class LocalCore:
 
     @property
     def is_holding(self) -> bool:
-        """Whether a request waits for its preparation."""
+        """Whether a preparation is pending."""
         return bool(self._held)
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
@@ -152,7 +152,7 @@ class LocalCore:
     def step(self) -> list[EngineCoreOutput]:
         """Add prepared requests; return the outputs of aborts if there are any, else compute a step."""
         self._take_prepared()
-        if self._undelivered:  # do not delay these by a step
+        if self._undelivered:  # without the delay of a step
             outputs, self._undelivered = self._undelivered, []
         else:
             outputs = self.core.step() if self.core.has_work() else []
@@ -161,12 +161,12 @@ class LocalCore:
         return outputs
 
     def check_when_idle(self) -> None:
-        """Check the core's invariants; blocks that violate one are not used again."""
+        """Check the core's invariants."""
         for breach in self.core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
 
     def wait(self) -> None:
-        """Block until `wake`, the end of a preparation, or a short timeout; add prepared requests."""
+        """See `CoreClient`; adds prepared requests."""
         if not self.core.has_work():
             self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
@@ -178,7 +178,7 @@ class LocalCore:
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, kept ones first; None: stop."""
+        """See `CoreClient`; kept events first."""
         self._feed = None if listener is None else SnapshotFeed(self.core)
         self._listener = listener or self._listener
         self._show()
@@ -208,7 +208,7 @@ class LocalCore:
             logger.warning("no transfer of KV ended within %g s; later steps continue %d of them", _SAVING_S, num_left)
 
     def shutdown(self) -> None:
-        """Refuse held requests, and free the executor's memory."""
+        """See `CoreClient`."""
         held, self._held = self._held, []
         for each in held:
             each.answer(EngineDeadError("the engine was shut down"))

@@ -1,9 +1,8 @@
 """Tokenize long texts in pieces, or only their ends, with the ids of the whole text.
 
 A cut is a position that no token of the vocabulary can span: before a blank between two letters, or after a single line
-break between two visible characters (longer runs are split depending on the text after them). BPE merges and unigram
-paths only build tokens, so both sides are independent. Pre-tokenizers split there, too, or tokens would span the cut.
-The vocabulary and a sample text are checked for this.
+break between two visible characters. BPE merges and unigram paths only build tokens, so both sides are independent;
+pre-tokenizers split there, too. The vocabulary and a sample text are checked for this.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# All contexts of a cut. The pieces must give the ids of the whole text.
+# All contexts of a cut, to check the pieces' ids.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -35,7 +34,7 @@ _SAMPLE = (
 
 
 class WholeEncoder(Protocol):
-    """A function that tokenizes whole texts."""
+    """Tokenizes whole texts."""
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return token ids."""
@@ -43,7 +42,7 @@ class WholeEncoder(Protocol):
 
 
 class LongTextEncoder:
-    """Encodes texts of any length. encode: tokenizes a whole text.
+    """Encodes texts of any length.
 
     bos_token_id: added unless the text begins with it; None: none is added.
     """
@@ -56,7 +55,7 @@ class LongTextEncoder:
         self._front, self._back = self._special_tokens()
 
     def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Return token ids. most: stop after more ids.
+        """See `TextCodec`.
 
         Raises `RequestError` if too many characters lie between possible cuts.
         """
@@ -72,7 +71,7 @@ class LongTextEncoder:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """Return the last ids of `encode`, tokenizing little more."""
+        """See `TextCodec`; tokenizes little more."""
         back = self._back if add_special_tokens else []
         num_chars = max(PIECE_CHARS, 8 * num_tokens)
         while num_chars < len(text):
@@ -102,7 +101,7 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Tokenize a piece with the word before it: normalizers may change the start of a text."""
+        """Tokenize a piece with the word before it: normalizers may change a text's start."""
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)
@@ -112,7 +111,7 @@ class LongTextEncoder:
     def _next_cut(self, text: str, start: int) -> int | None:
         """Return the first cut from `start` on, if any."""
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
-            return None  # much faster than the search
+            return None  # faster than the search
         for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel between these
             progress()
             found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more
@@ -148,7 +147,7 @@ class LongTextEncoder:
 
 
 def _cuts(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Return the pattern of cuts, if any."""
+    """Return the cuts' pattern."""
     tokens: Iterable[str] = backend.get_vocab()
     added = backend.get_added_tokens_decoder().values()
     greedy = [token.content[:1] for token in added if token.lstrip]  # absorbs the blanks before it

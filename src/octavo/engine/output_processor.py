@@ -1,4 +1,4 @@
-"""Turn token ids into outputs: text, stop strings, logprobs."""
+"""Turns token ids into outputs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ _NUM_TEXTS = 1 << 14  # some 2 MB
 
 @dataclass(slots=True)
 class _OutputState:
-    """One of the n outputs of a request.
+    """One of a request's n outputs.
 
-    num_shown_chars, num_shown_tokens: how much DELTA outputs have delivered.
-    detokenizer, stops: created with the first token.
+    num_shown_chars, num_shown_tokens: delivered by DELTA outputs. detokenizer, stops: created with the first token.
     logprobs: with DELTA outputs only undelivered ones, because they are large.
     """
 
@@ -58,7 +57,7 @@ class _RequestState:
     streams: dict[str, _OutputState]
     metrics: RequestMetrics
     prompt_logprobs: PromptLogprobs | None
-    stop_strings: StopStrings | None = None  # created with the first token
+    stop_strings: StopStrings | None = None
     num_cached_tokens: int = 0
     error: str | None = None
     error_code: ErrorCode | None = None
@@ -74,10 +73,7 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """The outputs of a step, and streams that the core must end.
-
-    streams_to_stop: ended by a stop string. streams_to_fail: failed here.
-    """
+    """A step's outputs, and streams that the core must end: after a stop string, or a failure here."""
 
     request_outputs: list[RequestOutput]
     streams_to_stop: list[str]
@@ -146,7 +142,7 @@ class OutputProcessor:
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
-        """Return a tokenizer that shows the special tokens of a request."""
+        """Return a tokenizer that shows a request's special tokens."""
         shown = params.shown_special_token_ids
         return SomeSpecialTokens(self.tokenizer, shown) if shown else self.tokenizer
 
@@ -157,18 +153,18 @@ class OutputProcessor:
         return tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:
-        """Return the unfinished streams of a request."""
+        """Return a request's unfinished streams."""
         state = self._states.get(request_id)
         if state is None:
             return []
         return [stream_id for stream_id, stream in state.streams.items() if stream.finish_reason is None]
 
     def request_ids(self) -> list[str]:
-        """Return all unfinished requests."""
+        """Return unfinished requests."""
         return list(self._states)
 
     def forget_all(self) -> list[str]:
-        """Drop all requests of a dead core; return their ids."""
+        """Drop a dead core's requests; return their ids."""
         request_ids = list(self._states)
         self._states.clear()
         self._owner.clear()
@@ -200,7 +196,7 @@ class OutputProcessor:
         return ProcessedOutputs(outputs, to_stop, to_fail)
 
     def _give_up(self, state: _RequestState, error: BaseException) -> list[str]:
-        """Fail a request; return its streams that still run in the core."""
+        """Fail a request; return its open streams."""
         log_fault(state.request_id, "its answer was made", error)
         state.error_code, state.error = ErrorCode.REQUEST_FAILED, request_failed(state.request_id)
         stream_ids = []
@@ -257,7 +253,7 @@ class OutputProcessor:
         return False
 
     def _append(self, state: _RequestState, stream: _OutputState, news: EngineCoreOutput) -> bool:
-        """Append tokens one by one. Returns True if one completes a stop string."""
+        """Append tokens. Returns True if one completes a stop string."""
         params, detokenizer = state.params, stream.detokenizer
         if detokenizer is None:
             detokenizer = self._begin(state, stream)
@@ -347,7 +343,7 @@ class OutputProcessor:
 
 
 def _count_computed(state: _RequestState) -> None:
-    """Count computed and recomputed tokens: all but the last one and cached ones must be computed once."""
+    """Count computed tokens: all but the last one and cached ones are needed once."""
     for stream in state.streams.values():
         needed = len(state.prompt_token_ids) + stream.num_sampled_tokens - 1 - stream.num_cached_tokens
         state.metrics.num_computed_tokens += stream.num_computed_tokens

@@ -1,4 +1,4 @@
-"""The outputs of one request for their reader."""
+"""One request's outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline: the stream ends the request so much later
+DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline
 
 
 class OutputStream:
@@ -53,7 +53,7 @@ class OutputStream:
             self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput | OctavoError:
-        """Wait for the next output or error."""
+        """Wait for an output."""
         while not self._outputs:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -74,7 +74,7 @@ class OutputStream:
         self._drop_unread()
 
     def fail(self, error: OctavoError) -> None:
-        """Deliver an error after arrived outputs, without waiting for the engine."""
+        """Deliver an error without waiting for the engine."""
         if self.accepted.done():
             self.put(error)
         else:

@@ -38,12 +38,12 @@ class ValueScanner:
         self._position, self._ends = start, ends
         self._stack: list[str] = []
         self._quote = ""  # of the string at the position
-        self._whole: tuple[int, str] | None = None  # the end of the last whole member, and open brackets' closers
+        self._whole: tuple[int, str] | None = None  # the last whole member's end, and open brackets' closers
 
     def end(self, text: str, *, is_over: bool) -> int | None:
-        """Return the value's end; None if more text is needed. is_over: no more follows.
+        """Return the value's end; None if more text is needed.
 
-        Raises `NotALiteralError` if brackets do not match, or the text is over within the value.
+        Raises `NotALiteralError` if brackets do not match, or the text `is_over` within the value.
         """
         while self._position < len(text):
             before = self._position
@@ -54,7 +54,7 @@ class ValueScanner:
                 return before
             elif opened := _STRING.match(text, before):
                 if not is_over and _BEGUN_STRING.match(text, before):
-                    break  # two quotes are an empty string, or begin three
+                    break  # an empty string, or the beginning of three
                 self._quote, self._position = opened.group("quote"), opened.end()
             else:
                 self._take(text, char)
@@ -101,7 +101,7 @@ class ValueScanner:
             self._position = found.end()
         elif text.startswith(quote, found.start()):
             self._quote, self._position = "", found.start() + len(quote)
-        else:  # fewer than three quotes
+        else:  # fewer than three
             is_open = len(text) - found.start() < len(quote)
             self._position = found.start() + (0 if is_open and quote.startswith(text[found.start() :]) else 1)
 
@@ -115,7 +115,7 @@ class ValueScanner:
                 raise NotALiteralError
         elif char in ")]}" and (not self._stack or self._stack.pop() != char):
             raise NotALiteralError
-        if char in ",[]{}" and self._stack and ")" not in self._stack:  # in a tuple the last comma has a meaning
+        if char in ",[]{}" and self._stack and ")" not in self._stack:  # in a tuple the last comma matters
             self._whole = before if char == "," else self._position, "".join(reversed(self._stack))
 
 
@@ -138,7 +138,7 @@ def literal_json(text: str) -> str:
     """Return the JSON of `literal`."""
     try:
         return json.dumps(literal(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # such as too many digits for Python
+    except (ValueError, RecursionError):  # such as too many digits
         raise NotALiteralError from None
 
 
@@ -160,7 +160,7 @@ def _python_value(text: str) -> Any:
     try:
         with _PARSING, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unknown escapes
-            tree = ast.parse(f"({text.strip()})", mode="eval")  # in parentheses it may have several lines
+            tree = ast.parse(f"({text.strip()})", mode="eval")  # parentheses allow several lines
         return _value_of(tree.body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise NotALiteralError from None

@@ -1,4 +1,4 @@
-"""A core in a process of its own, which handles only token ids."""
+"""A core in its own process, which handles only token ids."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RemoteCore:
     """
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
-        self.capacity: EngineCapacity  # of the last ready process
+        self.capacity: EngineCapacity
         self.stats = EngineStats()  # at most half a second old, except in a longer step
         self.num_restarts = 0
         self.num_failed_starts = 0
@@ -74,7 +74,7 @@ class RemoteCore:
         self._listener: Callable[[Snapshot], None] | None = None
         self._progress: Callable[[int, int], None] = lambda _done, _total: None
         self._life: CoreLife | None = None
-        self._killed_process: subprocess.Popen[bytes] | None = None  # killed, but perhaps not ended yet
+        self._killed_process: subprocess.Popen[bytes] | None = None  # perhaps not ended yet
         self._abandon_at = self._starts_at = self._expected_at = 0.0
         self._load_s = 0.0
         self._num_lives = self._num_failures = 0
@@ -85,8 +85,8 @@ class RemoteCore:
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process, call `meanwhile` while it loads, and return its result when the process is ready.
 
-        progress(done, total): called with bytes of packed weights, after `meanwhile` has returned.
-        Raises errors of `meanwhile`, the process's `ConfigError` or `ModelError`, and `EngineDeadError` if it ends.
+        progress(done, total): called with bytes of packed weights, after `meanwhile` has returned. Raises errors of
+        `meanwhile`, the process's `ConfigError` or `ModelError`, and `EngineDeadError` if it ends.
         """
         self._progress = progress or self._progress
         try:
@@ -94,7 +94,7 @@ class RemoteCore:
             result = meanwhile()
             while not self._was_ready:
                 self.wait()
-        except BaseException:  # also after an interrupt: the process must not outlive this call
+        except BaseException:  # the process must not outlive this call
             self.shutdown()
             raise
         return result
@@ -102,7 +102,7 @@ class RemoteCore:
     def _begin(self) -> None:
         """Start a process; a failed start counts as its death."""
         config, number = self._config, self._num_lives
-        if number and config.record is not None:  # keep the journal of the process that died
+        if number and config.record is not None:  # keep the dead process's journal
             record = config.record.with_name(f"{config.record.stem}-{number}{config.record.suffix}")
             config = replace(config, record=record)
         self._num_lives += 1
@@ -130,7 +130,7 @@ class RemoteCore:
             for data in life.received(_LAST_WORDS_MS):
                 self._receive(life, data)
         if self._news:
-            return  # first deliver its last outputs; the next call detects the end again
+            return  # first deliver its last outputs
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:
@@ -196,10 +196,10 @@ class RemoteCore:
             case ipc.Ready():
                 self._core_ready(life, message.capacity)
             case ipc.Alive():
-                pass  # `health` has recorded it
+                pass  # `health` records it
 
     def _core_ready(self, life: CoreLife, capacity: EngineCapacity) -> None:
-        life.requests.poll(1000, zmq.POLLOUT)  # its socket may not be connected yet
+        life.requests.poll(1000, zmq.POLLOUT)  # the socket may not be connected yet
         life.ready_at = time.monotonic()
         self.capacity, self._was_ready = capacity, True
         self.num_failed_starts, self._load_s = 0, life.ready_at - life.born
@@ -221,12 +221,12 @@ class RemoteCore:
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until the next process may be ready."""
+        """Estimated seconds until a restart."""
         return max(self._expected_at - time.monotonic(), 1.0)
 
     @property
     def pid(self) -> int | None:
-        """The process's id, if any."""
+        """The process's id."""
         return None if self._life is None else self._life.process.pid
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
@@ -266,7 +266,7 @@ class RemoteCore:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events of this and later processes to a listener; None: stop."""
+        """See `CoreClient`; also for later processes."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
@@ -285,7 +285,7 @@ class RemoteCore:
         return news
 
     def wait(self) -> None:
-        """Wait for messages or `wake`; watch and restart the process."""
+        """See `CoreClient`."""
         poll_ms = _POLL_MS if self._life is not None else _PAUSE_POLL_MS
         for ready, _ in self._poller.poll(poll_ms):
             if ready == self._woken.fileno():

@@ -1,4 +1,4 @@
-"""Reports an engine's events as snapshots."""
+"""Reports events as snapshots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_WEIGHT = 5_000  # of a snapshot: it must not occupy its reader's thread for
 
 
 class SnapshotFeed:
-    """Follows a core for one watcher, beginning with kept past events. Use it between two steps."""
+    """Follows a core for one watcher, beginning with kept events. Use it between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -38,7 +38,7 @@ class SnapshotFeed:
         recent = self._core.recent
         if recent.num_seen == self._num_sent and not self._is_first:
             return
-        if recent.first_kept > self._num_sent:  # some events were dropped: start again
+        if recent.first_kept > self._num_sent:  # some were dropped: start again
             self._is_first = True
         *parts, last = _parts(recent.since(self._num_sent))
         self._num_sent = recent.num_seen

@@ -1,4 +1,4 @@
-"""Find stop strings in a stream of text."""
+"""Find stop strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_END = "\ud800"  # a lone surrogate is in no valid text
+_END = "\ud800"  # in no valid text
 _UNKNOWN = -1
 
 
@@ -45,7 +45,7 @@ class StopStrings:
         self.first_characters = frozenset({self._characters[0], *self._branches.get(0, ())})
 
     def _branch_off(self, strings: list[str]) -> None:
-        lengths = [0]  # of the prefix shared with the string before
+        lengths = [0]  # shared with the previous string
         for index, (before, text) in enumerate(pairwise(strings), start=1):
             length = _shared_length(before, text)
             lengths.append(length)
@@ -56,7 +56,7 @@ class StopStrings:
             branches[text[length]] = self._first_nodes[index] + length + 1
 
     def next(self, node: int, character: str) -> int:
-        """Return the node after a character. The amortized cost is constant."""
+        """Return the node after a character, in constant amortized time."""
         while True:
             if self._characters[node] == character:
                 child = node + 1
@@ -81,13 +81,13 @@ class StopStrings:
             self.num_held_back_chars[child] = child - self._first_nodes[bisect_right(self._first_nodes, child) - 1]
 
     def stop_at(self, node: int) -> str | None:
-        """Return the longest stop string that ends at a node."""
+        """Return the longest string that ends at a node."""
         end = self._stops[node]
         return self._string_at[end] if end else None
 
 
 class StopSearch:
-    """Searches one text that arrives in pieces."""
+    """Searches a text in pieces."""
 
     __slots__ = ("_node", "_stops")
 
@@ -97,14 +97,14 @@ class StopSearch:
 
     @property
     def num_held_back_chars(self) -> int:
-        """Number of characters that may begin a stop string."""
+        """Characters that may begin a stop string."""
         return self._stops.num_held_back_chars[self._node]
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
         """Add a piece of text; return the stop string that ends first in it, and stop reading there.
 
         counts: False to ignore stop strings that end in this piece; one that begins here may still end later. Of two
-        that end together the longer one is returned, so cuts of the text do not matter.
+        that end together the longer one is returned, so cuts do not matter.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):
@@ -121,7 +121,7 @@ def _shared_length(first: str, second: str) -> int:
 
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
-    """Return how many last characters may begin a short stop string."""
+    """Return how many last characters may begin a stop string."""
     for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Jinja's sandbox with a time limit: a template may contain any loop."""
+"""Jinja's sandbox with a time limit for loops."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _SEPARATOR = "\n\n"  # between joined messages
 _FIRST, _SECOND, _EXTRA = "octavo-first", "octavo-second", "octavo-extra"
 _USER = {"role": "user", "content": "Question"}
 _ARGUMENTS = {_FIRST: 1}
-_CALL_ID = "call00001"  # some templates check for nine letters and digits
+_CALL_ID = "call00001"  # some templates require nine letters and digits
 _OTHER_ID = "call00002"
 _LONG_ID = "call_octavo_of_another_server"
 _TOOL_NAME = "lookup"
@@ -46,14 +46,12 @@ TOOL = {
 class TemplateTraits:
     """The forms of messages that one template demands.
 
-    part_roles: roles for which it reads content as parts; for other roles texts are joined by line feeds.
-    only_part_roles: those of them for which it cannot read text.
-    null_content, empty_content: content of a call's message without text, if the client sent null or "".
-    takes_text_arguments: a call's arguments must be JSON text.
-    joins_turns: it refuses two consecutive turns of a role. joins_results: it refuses a user's turn after a result.
-    wants_short_ids: call ids must be nine letters and digits.
-    wants_single_calls: it refuses or loses several calls in a message.
-    system: which system messages it shows; "first": one at the beginning.
+    part_roles: roles whose content it reads as parts; other texts are joined by line feeds. only_part_roles: those for
+    which it cannot read text. null_content, empty_content: content of a call's message, if the client sent null or "".
+    takes_text_arguments: a call's arguments must be JSON text. joins_turns: it refuses two consecutive turns of a role.
+    joins_results: it refuses a user's turn after a result. wants_short_ids: call ids must be nine letters and digits.
+    wants_single_calls: it refuses or loses several calls in a message. system: which system messages it shows; "first":
+    one at the beginning.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -71,7 +69,7 @@ class TemplateTraits:
     def find(cls, render: Render) -> TemplateTraits:
         """Detect a template's traits. render: returns None if it refuses the messages.
 
-        Without a time limit: a prompt must not depend on the machine's load.
+        There is no time limit: a prompt must not depend on the machine's load.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
@@ -112,7 +110,7 @@ class TemplateTraits:
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
         """Yield messages in the form of the traits, then in stricter forms for a template that refuses these.
 
-        chat: content is text, text parts, null or absent; arguments of calls are objects.
+        chat: content is text, text parts, null or absent; arguments are objects.
         """
         for variant, _ in groupby(self._variants(self._without_losses(chat))):  # equal ones only once
             yield [self._adapted(message) for message in variant]

@@ -1,4 +1,4 @@
-"""Encode and decode with a `tokenizer.json`."""
+"""Encodes and decodes with a `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
-        """Wrap and modify a tokenizer. config: content of tokenizer_config.json."""
+        """Modify a tokenizer. config: of tokenizer_config.json."""
         config = config or {}
         backend.no_padding()  # set by some training runs
         backend.no_truncation()
@@ -42,8 +42,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(backend, self._special_ids)
-        # Only the post-processor decides: as in transformers 5, add_bos_token and add_eos_token of
-        # tokenizer_config.json have no effect.
+        # Only the post-processor decides, as in transformers 5: add_bos_token and add_eos_token have no effect.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod
@@ -54,11 +53,10 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         except Exception as error:
-            # The library raises plain Exception for any fault.
             raise ModelError(f"{path} is not a tokenizer that octavo can read ({error}); download it again") from error
         config_path = directory / "tokenizer_config.json"
         config = read_json_object(config_path)
-        if "added_tokens_decoder" not in config:  # older checkpoints have a separate file
+        if "added_tokens_decoder" not in config:  # older checkpoints have another file
             config |= read_json_object(directory / "special_tokens_map.json")
         _add_tokens(backend, config, config_path)
         return cls(backend, config)
@@ -70,7 +68,7 @@ class Tokenizer:
             raise ModelError(_explain_missing(directory))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return token ids, without a second BOS. most: encoding a long text may stop after more ids.
+        """See `TextCodec`.
 
         Raises `RequestError` for invalid Unicode, or a long text that cannot be cut.
         """
@@ -82,7 +80,7 @@ class Tokenizer:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last ids of `encode`, mostly without tokenizing everything. Raises `RequestError`."""
+        """See `TextCodec`. Raises `RequestError`."""
         _check_unicode(text)
         if len(text) > PIECE_CHARS:
             return self._long_texts.encode_end(text, num_tokens, add_special_tokens=add_special_tokens)
@@ -129,7 +127,7 @@ class Tokenizer:
         return frozenset(self.backend.get_added_tokens_decoder())
 
     def token(self, token_id: int) -> str:
-        """See `TextCodec`; "" for an unknown id."""
+        """See `TextCodec`; "" if unknown."""
         return self.backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> str | bytes:
@@ -142,7 +140,7 @@ class Tokenizer:
         return self._pieces.has_byte_runs
 
     def decode_token(self, token_id: int) -> str:
-        """Return a token's text, even if it is special; "" for an unknown id."""
+        """Return any token's text; "" if unknown."""
         piece = self.piece(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
@@ -179,7 +177,7 @@ def _read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
-    """Mark existing tokens as special; other flags stay."""
+    """Mark existing tokens as special."""
     added = _added_tokens(backend)
     for text in texts:
         token = added.get(text, tokenizers.AddedToken(text, normalized=False))

@@ -1,4 +1,4 @@
-"""The interface of tokenizers for outputs."""
+"""Tokenizers for outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Detokenizer(Protocol):
-    """Turns token ids into text. All pieces, joined, equal the text of all tokens."""
+    """Turns token ids into text."""
 
     @property
     def held(self) -> bytes:
@@ -26,7 +26,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """Flush the text that was held back."""
+        """Flush held text."""
         ...
 
 
@@ -71,7 +71,7 @@ class NoDetokenizer:
 
 
 class NoTokenizer:
-    """For engines without a tokenizer."""
+    """For engines without tokenizers."""
 
     has_byte_runs = False
 
@@ -97,7 +97,7 @@ class NoTokenizer:
 
 
 class SomeSpecialTokens:
-    """A tokenizer that shows a few special tokens even if they are skipped."""
+    """Shows a few special tokens even if they are skipped."""
 
     def __init__(self, tokenizer: DetokenizerFactory, shown: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -115,7 +115,7 @@ class SomeSpecialTokens:
         return _SomeHidden(self._tokenizer, prompt_token_ids, self.is_special)
 
     def decode_token(self, token_id: int) -> str | None:
-        """Return a token's text, even if it is hidden."""
+        """Return any token's text."""
         return self._tokenizer.decode_token(token_id)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:

@@ -1,1 +1,1 @@
-"""Journals of all calls into the core, which suffice to repeat its decisions."""
+"""Journals of all calls into the core."""

@@ -1,4 +1,4 @@
-"""Explains from events how a request spent its time."""
+"""Explains how a request spent its time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time in one phase. details: about its result, by name."""
+    """A time in one phase."""
 
     phase: str
     start: float
@@ -68,7 +68,7 @@ class Explanation:
 
 
 def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
-    """Explain the first request with this id. Raises `ConfigError` if there is none.
+    """Explain the first request with this id. Raises `ConfigError`.
 
     end_time: of the stream, for an open request; by default of its last event.
     """
@@ -86,10 +86,7 @@ def explain(log: Iterable[Event], request_id: str, end_time: float | None = None
 
 
 def intervals(log: Iterable[Event], end_time: float) -> dict[str, list[Interval]]:
-    """Return every request's phases by id, in order of arrival. A reused id gets the suffix "'".
-
-    end_time: of the stream, for open requests.
-    """
+    """Return all phases by id, in order of arrival. A reused id gets the suffix "'"."""
     explainers: dict[str, _Explainer] = {}
     done: dict[str, list[Interval]] = {}
     for event in log:
@@ -134,13 +131,13 @@ class _Explainer:
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
-        self.found_in_host: events.HostBlocksFound | None = None  # until the `HostBlocksCopied` of its step
+        self.found_in_host: events.HostBlocksFound | None = None  # until its step's `HostBlocksCopied`
         self.tokens_while_queued: Counter[str] = Counter()
         for event in before:
             self._note_blocked(event)
 
     def take(self, event: Event) -> None:
-        """Process an event during the request's life."""
+        """Process an event."""
         self._note_blocked(event)
         if isinstance(event, events.StepScheduled):
             self._note_step(event)
@@ -186,7 +183,7 @@ class _Explainer:
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
-        """End the phase, with its details, and begin another one, if any."""
+        """Enter another phase, if any. details: of the ended one."""
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
@@ -232,7 +229,7 @@ class _Explainer:
         self.shared.update({name: n for name, n in event.num_scheduled_tokens.items() if name != self.request_id})
 
     def note_tokens(self, event: events.StepCompleted) -> None:
-        """Count new tokens. The first one ends the prompt phase."""
+        """Count new tokens. The first ends the prompt phase."""
         count = event.num_new_tokens.get(self.request_id, 0)
         self.num_tokens += count
         if count and not self.has_output:
@@ -241,7 +238,7 @@ class _Explainer:
                 self.enter(GENERATING, event.time)
 
     def note_event(self, event: events.RequestEvent) -> None:
-        """Process an event of this request."""
+        """Process the request's event."""
         reasons = self.result.reasons
         if isinstance(event, events.RequestQueued):
             self.enter(ARRIVING, event.arrival_time)

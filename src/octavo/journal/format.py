@@ -1,28 +1,26 @@
-"""The format of a journal: a line with a JSON object as header, then one with a JSON array for each call into the core.
+"""The format of a journal: a JSON object as header, then one JSON array for each call into the core, each on a line.
 
 The core is deterministic, so a journal has only its inputs, and checksums of its decisions. It has no text. A token is
 replaced by a pseudonym: 31 bits of a running hash over it and all tokens before it (BLAKE2b with a key that is not
 stored). So pseudonyms of two requests are equal as far as their tokens are, and reveal nothing else. Cache salts and
-keys of spans are replaced by keyed hashes; "spans" has [first, end, key] for each.
+keys of spans become keyed hashes; "spans" has [first, end, key] for each.
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided; null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
      seconds, passes, [numbers], [moves], {number: count}, kernels] the result of a step
-    ["k", [answers]]                                                of a KV store, before the line of their call
+    ["k", [answers]]                                                of a KV store, before their call's line
     ["x", t, message]                                               the step failed
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
-    ["g", number, output]                                           the generated tokens of a request at its end
+    ["g", number, output]                                           an ended request's generated tokens
 
-A result omits requests that were due exactly one token, got it and continue. A request with a postponed token has
-sampled 0 and no error. The last six fields, omitted if all are empty, are seconds and passes of drafting, requests
-with computed drafts, copies to and from host memory, numbers of proposed drafts, and the number of kernels that were
-compiled, which older journals lack.
+A result omits requests that were due exactly one token, got it and continue. A postponed token has sampled 0 and no
+error. The last six fields, omitted if all are empty, are seconds and passes of drafting, requests with computed drafts,
+copies to and from host memory, numbers of proposed drafts, and compiled kernels (not in older journals).
 
-The header has the version as "journal". "kv_groups" has one object per KV group, full attention first:
-{"kind": "full_attention", "num_blocks": n}, {"kind": "sliding_window", "num_blocks": n, "window": tokens}.
-"converted_from": original version. Checksums of version 2 become null, because later versions decide differently.
+The header has the version as "journal", and in "kv_groups" each `KVGroupSpec.to_json`, full attention first.
+"converted_from": original version. Version 2's checksums become null, because later versions decide differently.
 
 t: microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts and outputs:
 base64 of pseudonyms of four bytes, without the highest bit.
@@ -72,7 +70,7 @@ REQUEST_DEFAULTS: dict[str, Any] = {
 
 
 class Pseudonyms:
-    """Pseudonyms for one sequence."""
+    """One sequence's pseudonyms."""
 
     def __init__(self, key: bytes) -> None:
         self._hash = hashlib.blake2b(key=key, digest_size=4)
@@ -88,7 +86,7 @@ class Pseudonyms:
 
 
 def hidden(text: str, key: bytes) -> str:
-    """Return a secret text's keyed hash: 16 hexadecimal digits."""
+    """Return a text's keyed hash: 16 hexadecimal digits."""
     return hashlib.blake2b(text.encode(), key=key, digest_size=8).hexdigest()
 
 
@@ -98,7 +96,7 @@ def encode_tokens(names: bytes) -> str:
 
 
 def decode_tokens(text: str) -> list[int]:
-    """Decode pseudonyms to the 31-bit token ids of a replay."""
+    """Decode pseudonyms to a replay's token ids."""
     packed = array("I")
     packed.frombytes(base64.b64decode(text))
     return [name & 0x7FFFFFFF for name in packed]
@@ -113,7 +111,7 @@ def decode_transfer(
 
 
 def checksum(scheduled: SchedulerOutput) -> int:
-    """Return a checksum of a step's decisions."""
+    """Return a decision's checksum."""
     cached, counts, copies = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, scheduled.copies
     seldom = (
         [(new.request_id, new.num_computed_tokens, new.block_ids) for new in scheduled.scheduled_new_reqs],
@@ -139,7 +137,7 @@ def open_journal(path: Path, mode: str) -> IO[str]:
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and complete lines. Raises `ConfigError` for an unreadable file or another version."""
+    """Return header and complete lines. Raises `ConfigError`."""
     header, lines = read_any_version(path)
     version = header["journal"]
     if version == VERSION:

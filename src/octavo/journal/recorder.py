@@ -1,4 +1,4 @@
-"""A scheduler that writes a journal."""
+"""Writes a journal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RecordedClock:
-    """A clock of whole microseconds. `microseconds` is its last reading: the scheduler reads it once in each call."""
+    """A clock of whole microseconds. `microseconds`: its last reading; the scheduler reads it once in each call."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -63,7 +63,7 @@ class _Unfinished:
     pseudonyms: Pseudonyms
 
     def generated(self) -> str:
-        """Return the pseudonyms of its generated tokens. Call it once."""
+        """Return generated pseudonyms. Call it once."""
         sequence = self.request.sequence
         return encode_tokens(self.pseudonyms.extend(sequence.token_ids[sequence.num_prompt_tokens :]))
 
@@ -71,8 +71,8 @@ class _Unfinished:
 class RecordingScheduler:
     """Passes every call on to `scheduler` and writes it to a file.
 
-    header: of `describe`. store: the scheduler's connector. `seconds`: CPU time of recording.
-    Raises OSError if the file cannot be opened. If writing fails later, the journal ends and the engine continues.
+    header: of `describe`. `seconds`: CPU time of recording. Raises OSError if the file cannot be opened. If writing
+    fails later, the journal ends.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class RecordingScheduler:
         return getattr(self._scheduler, name)
 
     def add_request(self, request: Request) -> None:
-        """Add and record a request, unless it is refused."""
+        """Record an accepted request."""
         total = request.max_total_tokens
         self._scheduler.add_request(request)
         start = time.thread_time()
         pseudonyms = Pseudonyms(self._key)
         prompt = pseudonyms.extend(request.sequence.token_ids)
-        if request.request_id in self._unfinished:  # the earlier one has ended; the next result reports it
+        if request.request_id in self._unfinished:  # the next result reports the ended one
             self._replaced[request.request_id] = self._unfinished[request.request_id]
         self._unfinished[request.request_id] = _Unfinished(self._num_arrivals, request, pseudonyms)
         options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
@@ -126,7 +126,7 @@ class RecordingScheduler:
         self.seconds += time.thread_time() - start
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests from outside; record known ones."""
+        """Record known requests' ends."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
         self._note_answers()
@@ -142,7 +142,7 @@ class RecordingScheduler:
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
-        """Decide and record a step, after injected preemptions."""
+        """Record a step, after injected preemptions."""
         to_preempt, known = self._scheduler.faults.to_preempt, self._unfinished
         if to_preempt and self._scheduler.in_flight is None:
             self._write(["p", [known[name].number for name in to_preempt if name in known]])
@@ -154,7 +154,7 @@ class RecordingScheduler:
         return scheduled
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a step's result, and record it unless it is stale."""
+        """Record a result unless stale."""
         is_taken = result.step == scheduled.step and scheduled is self._scheduler.in_flight
         outputs = self._scheduler.update_from_output(scheduled, result)
         if not is_taken:
@@ -167,7 +167,7 @@ class RecordingScheduler:
         for output in outputs:
             num_accepted, reason = len(output.new_token_ids), output.finish_reason
             if reason is None and num_accepted == 1 and not has_drafts:
-                continue  # without drafts one token was sampled as well
+                continue  # without drafts one token was sampled
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
             if reason is not None or num_sampled != 1 or num_accepted != 1:
                 name = output.request_id
@@ -188,7 +188,7 @@ class RecordingScheduler:
         return outputs
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End and record a failed step."""
+        """Record a failed step."""
         is_taken = scheduled is self._scheduler.in_flight
         outputs = self._scheduler.fail_step(scheduled, message)
         if not is_taken:
@@ -214,7 +214,7 @@ class RecordingScheduler:
         return self._scheduler.has_work()
 
     def close(self) -> None:
-        """Write the remaining lines."""
+        """Flush and close."""
         if not self._file.closed:
             self._flush()
             self._file.close()
@@ -222,7 +222,7 @@ class RecordingScheduler:
     def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
         """Write the generated tokens of ended requests.
 
-        of_step: outputs of a step, so that those of a reused id are of its first request.
+        of_step: a step's outputs, so a reused id means its first request.
         """
         for output in outputs:
             if output.finish_reason is None:
@@ -273,7 +273,7 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
-    """Return a header, with which an equal scheduler can be made. more: further fields."""
+    """Return a header that suffices to make an equal scheduler. more: further fields."""
     manager = scheduler.kv_cache_manager
     return {
         "scheduler": dataclasses.asdict(scheduler.config),

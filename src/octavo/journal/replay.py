@@ -1,4 +1,4 @@
-"""Replays a journal with a new core, and compares every decision."""
+"""Replays a journal, and compares every decision."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-FIRST_WITH_DROPPED_SAVES = 3  # first version with answers about dropped saves
+FIRST_WITH_DROPPED_SAVES = 3
 STOP_TOKEN = -1  # replaces any stop token
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A step that the replay decided differently. decided: its token counts."""
+    """A step with another decision. decided: its token counts."""
 
     step: int
     decided: dict[str, int]
@@ -43,7 +43,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The outcome of a replay. num_unchecked: steps without a checksum.
+    """A replay's outcome. num_unchecked: steps without a checksum.
 
     log: events on the recorded clock. end_time: of the last line, in seconds.
     """
@@ -57,9 +57,9 @@ class Replay:
 
 
 class Player:
-    """Drives a new `scheduler` through the lines of a journal. Its events go to `log`.
+    """Drives a new `scheduler` through a journal. Its events go to `log`.
 
-    names: request ids by number. Raises `ConfigError` for an unknown option or KV group.
+    names: request ids by number. Raises `ConfigError`.
     """
 
     def __init__(self, header: dict[str, Any], lines: list[list[Any]]) -> None:
@@ -94,7 +94,7 @@ class Player:
         self.scheduler.transfers.reports_dropped_saves = has_dropped_saves
 
     def play(self, line: list[Any]) -> None:
-        """Repeat a line's call. Lines must be played in order."""
+        """Repeat a call. Play lines in order."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]
@@ -193,7 +193,7 @@ class Player:
         self.scheduler.reset_prefix_cache()
 
     def _play_g(self, number: int, output: str) -> None:
-        """Do nothing: outputs are read at the start."""
+        """Do nothing."""
 
 
 def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
@@ -206,7 +206,7 @@ def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
 
 
 def replay(path: Path) -> Replay:
-    """Replay a journal. Raises `ConfigError` if it cannot be read."""
+    """Replay a journal. Raises `ConfigError`."""
     header, lines = read_journal(path)
     player = Player(header, lines)
     for line in lines:

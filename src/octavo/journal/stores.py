@@ -1,4 +1,4 @@
-"""Records and repeats the answers of an external KV store."""
+"""Records and repeats a store's answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 class RecordedConnector:
-    """Passes every call to a `KVConnector`, and keeps its answers.
-
-    These are numbers of tokens, None, or indices of wanted keys.
-    """
+    """Passes calls to a `KVConnector`, and keeps its answers: numbers of tokens, None, or indices of wanted keys."""
 
     def __init__(self, connector: KVConnector) -> None:
         self.name = connector.name
@@ -29,7 +26,7 @@ class RecordedConnector:
         self._answers: list[Answer] = []
 
     def take_answers(self) -> list[Answer]:
-        """Return and clear the answers."""
+        """Take the answers."""
         answers, self._answers = self._answers, []
         return answers
 
@@ -71,7 +68,7 @@ class RecordedConnector:
 
 
 class ReplayedConnector:
-    """A `KVConnector` that gives recorded answers in order. Raises `ConfigError` if it has no more."""
+    """Gives recorded answers in order. Raises `ConfigError` if none is left."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -89,7 +86,7 @@ class ReplayedConnector:
         return None if isinstance(answer, list) else answer
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Return the keys of the next answer."""
+        """Return the next keys."""
         del only_first_group
         answer = self._next()
         return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()

@@ -1,4 +1,4 @@
-"""A timeline in Chrome's trace format, for Perfetto."""
+"""Chrome traces for Perfetto."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST_LANE = 100  # Perfetto merges thread 0, and a thread with its process's n
 
 
 def chrome_trace(replay: Replay) -> dict[str, Any]:
-    """Return the content of a trace file."""
+    """Return a trace file."""
     stream = replay.log.events
     lives = intervals(stream, replay.end_time)
     starts = [life[0].start for life in lives.values() if life]

@@ -1,1 +1,1 @@
-"""Model families, one file each, and how their checkpoints are read."""
+"""Model families, and how their checkpoints are read. Broken or unsupported files raise `ModelError`."""

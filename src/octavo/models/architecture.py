@@ -25,7 +25,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 class ModelTensors(NamedTuple):
-    """A model's tensors, in the order of packing."""
+    """Tensors in the order of packing."""
 
     embedding: Linear
     layers: tuple[LayerTensors, ...]
@@ -38,14 +38,12 @@ class Architecture:
     """One decoder-only transformer.
 
     eos_token_ids      of config.json; generation_config.json and the tokenizer may add to them
-    stored             how weights are stored as integers, or None
-    stored_floats      how weights are stored as floats of 8 or 4 bits, or None
     block_bytes        bytes in memory of matrices in GGUF's blocks, by tensor name
     has_head           False for an embedding model saved without lm_head; the weights are tied then
-    embedding_scale    factor of the embeddings, rounded to the activations' dtype
+    embedding_scale    rounded to the activations' dtype
     norm_offset        added to each stored norm; the sum is kept in float32
     logit_softcap      see `octavo.kernels.operations.soft_cap`
-    text_part_of       the class of the whole model, if this is its text part
+    text_part_of       the class of the whole model
     logits_scaling     divisor of the logits
     num_position_dims  see `AttentionBatch.rotary_positions`
     """
@@ -85,12 +83,12 @@ class Architecture:
         )
 
     def within(self, max_model_len: int) -> Architecture:
-        """Return the architecture for shorter sequences; see `RopeConfig.within`."""
+        """See `RopeConfig.within`."""
         return replace(self, layers=tuple(layer.within(max_model_len) for layer in self.layers))
 
     @property
     def attentions(self) -> list[AttentionConfig]:
-        """Attention of the layers without another token mixer."""
+        """Attention of layers without another token mixer."""
         return [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionConfig)]
 
     @property
@@ -100,7 +98,7 @@ class Architecture:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of weights that a token uses: of the experts, only those of the chosen ones."""
+        """Number of weights that a token uses."""
         return self.num_parameters - self._num_idle_parameters
 
     @property
@@ -109,10 +107,7 @@ class Architecture:
 
     @property
     def attention_share(self) -> float:
-        """Operations of attention per far position, over those of a token's matrix products without lm_head.
-
-        A far position costs layers with a sliding window nothing.
-        """
+        """Operations of attention per far position, over those of a token's matrix products without lm_head."""
         far = sum(each.num_heads * each.head_dim for each in self.attentions if each.window is None)
         products = sum(math.prod(s) for n, s in self.tensor_shapes().items() if len(s) == 2 and not is_vocabulary(n))
         return 2 * far / (products - self._num_idle_parameters)
@@ -123,11 +118,11 @@ class Architecture:
         return KVLayout(tuple(layer.attention.cache_spec for layer in self.layers))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the tensors' shapes, in the order of packing."""
+        """Return shapes in the order of packing."""
         return {name: shape for each in in_order(self.tensors()) for name, shape in each.shapes.items()}
 
     def scale_names(self) -> list[str]:
-        """Return the names of stored scales."""
+        """Return names of stored scales."""
         return [name for name in self.stored_tensors() if name.rpartition(".")[2] in SCALE_NAMES]
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
@@ -139,7 +134,7 @@ class Architecture:
             if len(shape) == 2 and stored is not None and stored.covers(module):
                 tensors |= stored.tensors(module, *shape)
             else:
-                tensors[name] = StoredTensor(shape)  # not an optional bias, as integers may have
+                tensors[name] = StoredTensor(shape)
         return tensors
 
 
@@ -156,7 +151,7 @@ def is_norm(tensor_name: str) -> bool:
 def read_decoder(
     config: ConfigFile, name: str, *, layers: tuple[LayerConfig, ...], max_context_tokens: int
 ) -> Architecture:
-    """Read the keys that all families share."""
+    """Read the keys of all families."""
     stored = read_quantization_config(config)
     architecture = Architecture(
         name=name,
@@ -178,7 +173,7 @@ def read_decoder(
 
 
 def _read_dtype(config: ConfigFile) -> str:
-    """Read `dtype`, which transformers wrote as `torch_dtype` before version 5."""
+    """Read `dtype`, or the older `torch_dtype`."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = config.text(key, "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:

@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged KV cache."""
+"""Grouped-query attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.models.layers import ModelContext
     from octavo.models.rope_config import RopeConfig
 
-_MAX_HEAD_DIM = 256  # limit of the compiled kernels' buffers
+_MAX_HEAD_DIM = 256
 
 
 class AttentionTensors(NamedTuple):
@@ -33,12 +33,11 @@ class AttentionTensors(NamedTuple):
 class AttentionConfig:
     """Attention of one layer (Ainslie et al. 2023).
 
-    rope      None for no rotation
-    window    tokens that a position sees, itself included, or None for all
-    scale     of scores; None for head_dim ** -0.5
-    softcap   of scaled scores (`octavo.kernels.operations.soft_cap`)
-    qk_norm   before rotation: "head" has one weight [head_dim] for all heads, "width" takes all heads as one row
-    is_fused  the checkpoint has one matrix for queries, keys and values
+    rope     None for no rotation
+    window   tokens that a position sees, itself included, or None for all
+    scale    of scores; None for head_dim ** -0.5
+    softcap  of scaled scores (`octavo.kernels.operations.soft_cap`)
+    qk_norm  before rotation: "head" has one weight [head_dim] for all heads, "width" takes all heads as one row
     """
 
     num_heads: int
@@ -66,7 +65,7 @@ class AttentionConfig:
         qk_norm: Literal["head", "width"] | None = None,
         is_fused: bool = False,
     ) -> AttentionConfig:
-        """Read the shapes of layers without a window. Raises `ModelError` for unsupported ones."""
+        """Read layers without a window."""
         hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
         if default_num_kv_heads is None or "num_key_value_heads" in config.values:
             default_num_kv_heads = num_heads  # null means num_heads, too
@@ -96,7 +95,7 @@ class AttentionConfig:
         )
 
     def within(self, max_model_len: int) -> AttentionConfig:
-        """Return the configuration for shorter sequences, without a window that holds all of them."""
+        """See `RopeConfig.within`. Drops a window that holds all positions."""
         window, rope = self.window, self.rope
         return replace(
             self,
@@ -111,7 +110,7 @@ class AttentionConfig:
 
     @property
     def width(self) -> int:
-        """Values of a token's queries, keys and values."""
+        """Values of queries, keys and values."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def tensors(self, name: str, hidden_size: int) -> AttentionTensors:
@@ -134,7 +133,7 @@ class AttentionConfig:
 
 
 class Attention:
-    """The attention of one layer, with packed weights. Rotary embeddings need positions of one dimension."""
+    """The attention of one layer. Rotary embeddings need positions of one dimension."""
 
     __slots__ = (
         "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",
@@ -164,9 +163,7 @@ class Attention:
         q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             rows = (q, k)
-            if (
-                config.qk_norm == "width"
-            ):  # slices, not views of heads: those of one token have no stride to be recorded
+            if config.qk_norm == "width":  # views of one token's heads have no stride to be recorded
                 q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
                 parts = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=1)
                 rows = (parts[0].unsqueeze(1), parts[1].unsqueeze(1))
@@ -178,7 +175,7 @@ class Attention:
         return q
 
     def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Return [num_rows, hidden] of queries over the cache."""
+        """See `TokenMixer`."""
         config, (k_cache, v_cache) = self.config, cache
         attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, config.window, config.softcap)
         return self.kernels.linear(attended, self.o)

@@ -20,18 +20,17 @@ if TYPE_CHECKING:
 
     from octavo.models.stored_quantization import StoredTensor
 
-_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
-_ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")  # in one tensor of three dimensions
+_RESIDENT_BYTES = 32 << 20
+_ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Stored by some checkpoints, but computed here.
+# Not read: computed here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
 
 class CheckpointFiles:
-    """All tensors of a checkpoint, by the names of `octavo.models.weight_files.decoder_names`. Raises `ModelError`.
+    """The `StoredTensors` of a checkpoint, by the names of `octavo.models.weight_files.decoder_names`.
 
-    The files stay mapped while this object or a tensor from it lives. Only the pages of the last returned tensors stay
-    in memory.
+    Only the pages of the last returned tensors stay in memory.
     """
 
     __slots__ = ("_file_of", "_handed_out", "_part", "_stored_name", "directory")
@@ -55,7 +54,6 @@ class CheckpointFiles:
             self._divide(name)
 
     def _divide(self, name: str) -> None:
-        """Replace a tensor of all experts of a layer by a name for each expert's matrix."""
         match = _ALL_EXPERTS.search(name)
         assert match is not None
         path, file = self._file_of[name]
@@ -79,10 +77,7 @@ class CheckpointFiles:
         return shape if part is None else [part[1].stop - part[1].start, shape[2]]
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless the files hold exactly the expected tensors.
-
-        With tied embeddings they may have lm_head.weight as well: it must be the same matrix.
-        """
+        """See `StoredTensors`. With tied embeddings, the files may have an equal lm_head.weight."""
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._file_of]
         if missing:
             raise ModelError(
@@ -101,7 +96,7 @@ class CheckpointFiles:
             path, file = self._file_of[name]
             stored = file.get_slice(self._stored_name[name])
             found = self._shape(name)
-            if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):  # a number may have any rank
+            if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):
                 raise ModelError(
                     f"{path}: {name} has shape {found}, but config.json requires {list(shape)}; the two belong to "
                     "different models"
@@ -129,11 +124,11 @@ class CheckpointFiles:
         return self.tensor(name) if name in self._file_of else None
 
     def weight(self, name: str) -> Tensor:
-        """Return a matrix. Wrappers of this class know formats with several tensors for one."""
+        """Return a matrix."""
         return self.tensor(name)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor that aliases the file's pages: copy it before the file may change."""
+        """See `StoredTensors`."""
         path, file = self._file_of[name]
         try:
             tensor: Tensor = file.get_tensor(self._stored_name[name])
@@ -148,7 +143,7 @@ class CheckpointFiles:
         return tensor
 
     def release(self) -> None:
-        """Release the pages of the returned tensors, and freed memory; tensors remain usable."""
+        """See `StoredTensors`."""
         for path, tensors in self._handed_out.items():
             forget_pages(path, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
         self._handed_out.clear()

@@ -1,4 +1,4 @@
-"""`config.json`, with errors that name the file, the key and the value."""
+"""`config.json`, with errors that name file, key and value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MISSING = object()
 
-# Keys that change the tokens, with their harmless values. A family that does not read a key refuses other values.
+# Keys that change the tokens, with harmless values. Families refuse other values of unread keys.
 _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
@@ -41,17 +41,14 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
 
 
 class ConfigFile:
-    """Values of one JSON object, and a record of the keys that were read.
-
-    Raises `ModelError` for a broken file or value.
-    """
+    """Values of one JSON object, and the keys that were read. Raises `ModelError`."""
 
     __slots__ = ("_read_keys", "path", "prefix", "values")
 
     def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
         self.path = path
         self.values = values
-        self.prefix = prefix  # of nested keys, like "rope_parameters."
+        self.prefix = prefix
         self._read_keys: set[str] = set()
 
     @classmethod
@@ -68,7 +65,7 @@ class ConfigFile:
         return cls(path, values)
 
     def with_defaults(self, **defaults: Any) -> ConfigFile:
-        """Return the same file with values for missing and null keys."""
+        """Return the file with values for missing and null keys."""
         other = ConfigFile(self.path, self.values | {k: v for k, v in defaults.items() if not self.has(k)}, self.prefix)
         other._read_keys = self._read_keys
         return other
@@ -79,7 +76,7 @@ class ConfigFile:
         return ModelError(f"{self.path}: {self.prefix}{key} = {shown[:200]}: {problem}")
 
     def has(self, key: str) -> bool:
-        """Return True if the key is neither missing nor null."""
+        """Return True unless the key is missing or null."""
         return self.values.get(key) is not None
 
     def count(self, key: str, default: Any = _MISSING) -> int:
@@ -117,7 +114,7 @@ class ConfigFile:
         return values
 
     def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
-        """Return a finite number above `above`, or None."""
+        """Return a number like `number`, or None."""
         return self.number(key, above=above) if self.has(key) else None
 
     def flag(self, key: str, default: Any = _MISSING) -> bool:
@@ -135,7 +132,7 @@ class ConfigFile:
         return value
 
     def section(self, key: str) -> ConfigFile | None:
-        """Return a nested object; None if it is missing, null or empty."""
+        """Return a nested object; None if missing, null or empty."""
         value = self.values.get(key)
         if value is None or value == {}:
             return None
@@ -144,7 +141,7 @@ class ConfigFile:
         return ConfigFile(self.path, value, f"{self.prefix}{key}.")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return token ids, given as a number, a list, or null, without negative ones."""
+        """Return nonnegative token ids of a number, a list, or null."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
@@ -152,7 +149,7 @@ class ConfigFile:
         return tuple(id_ for id_ in ids if id_ >= 0)
 
     def refuse_unread(self, family: str) -> None:
-        """Raise `ModelError` for a key that would change the tokens and was not read."""
+        """Refuse an unread key that would change the tokens."""
         for key, harmless in _CHANGES_TOKENS.items():
             if key not in self._read_keys and self.values.get(key) not in harmless:
                 raise self.error(key, f"octavo does not support this for {family}; it would generate wrong tokens")
@@ -162,7 +159,7 @@ class ConfigFile:
         self._read_keys.add(key)
 
     def unread(self) -> list[str]:
-        """Return the keys that were not read."""
+        """Return unread keys."""
         return [key for key in self.values if key not in self._read_keys]
 
     def _get(self, key: str, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors as layers declare them. Does not import torch."""
+"""Declares tensors. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Linear layers of one input, computed as one.
-
-    parts: each layer's name, without ".weight", and its out_features.
-    """
+    """Linear layers of one input, computed as one. parts: each layer's name, without ".weight", and out_features."""
 
     parts: tuple[tuple[str, int], ...]
     in_features: int
@@ -55,7 +52,7 @@ class Norm:
 
 
 def in_order(declared: object) -> Iterator[Linear | Norm]:
-    """Yield the declarations in nested tuples, skipping None."""
+    """Yield the declarations in nested tuples."""
     if isinstance(declared, Linear | Norm):
         yield declared
     elif isinstance(declared, tuple):

@@ -20,25 +20,24 @@ class TokenMixer(Protocol):
 
     cache: from `CacheSpec.views`. Rows are written at `AttentionBatch.slot_mapping` and read through
     `AttentionBatch.block_tables`, both of the layer's KV group.
-
     A row's result must not depend on rows of other sequences, nor on how its sequence is divided among steps. Batches
     have no padding: only models whose layers are all `Attention` are captured as graphs.
     """
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Write the tokens [num_tokens, hidden] into the cache; return [num_tokens, ...] for `attend`.
+        """Write tokens [num_tokens, hidden] into the cache; return [num_tokens, ...] for `attend`.
 
-        After the last layer has written, rows that are no longer needed are removed from the result.
+        After the last layer has written, unneeded rows are removed from the result.
         """
         ...
 
     def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Return [num_rows, hidden] for the rows from `write_kv`, or some of them."""
+        """Return [num_rows, hidden] for all or some rows of `write_kv`."""
         ...
 
 
 class TokenMixerConfig(Protocol):
-    """The parameters of a `TokenMixer`. Frozen and hashable."""
+    """Frozen, hashable parameters of a `TokenMixer`."""
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -55,7 +54,7 @@ class TokenMixerConfig(Protocol):
         ...
 
     def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare the tensors of the layer `name`."""
+        """Declare the tensors of layer `name`."""
         ...
 
     def build(self, context: ModelContext, tensors: Any) -> TokenMixer:
@@ -67,7 +66,7 @@ class MLP(Protocol):
     """The second sublayer: computes each token by itself."""
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return [num_tokens, hidden] -> the same shape. A row's result must not depend on the other rows.
+        """Return [num_tokens, hidden] -> the same shape. Rows must be independent.
 
         batch: for an MLP that computes requests differently, such as adapters.
         """
@@ -75,7 +74,7 @@ class MLP(Protocol):
 
 
 class MLPConfig(Protocol):
-    """The parameters of an `MLP`. Frozen and hashable."""
+    """Frozen, hashable parameters of an `MLP`."""
 
     @property
     def intermediate_size(self) -> int:
@@ -83,7 +82,7 @@ class MLPConfig(Protocol):
         ...
 
     def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare the tensors of the layer `name`."""
+        """Declare the tensors of layer `name`."""
         ...
 
     def build(self, context: ModelContext, tensors: Any) -> MLP:
@@ -93,7 +92,7 @@ class MLPConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """The norms of a layer by their names in the checkpoint.
+    """A layer's norms by their names in the checkpoint.
 
     Pre-norms are applied to a sublayer's input, post-norms to its output before it is added to the residual stream.
     """
@@ -117,19 +116,19 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """A layer of a model. Layers with equal configurations compute the same with different weights."""
+    """A layer of a model, without its weights."""
 
     attention: TokenMixerConfig
     mlp: MLPConfig
     norms: LayerNorms = field(default_factory=LayerNorms)
-    residual_scale: float = 1.0  # of each sublayer's output
+    residual_scale: float = 1.0
 
     def within(self, max_model_len: int) -> LayerConfig:
         """Return the layer for shorter sequences."""
         return replace(self, attention=self.attention.within(max_model_len))
 
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
-        """Declare the tensors of the layer `name`."""
+        """Declare the tensors of layer `name`."""
 
         def norm(norm_name: str | None) -> Norm | None:
             return None if norm_name is None else Norm(f"{name}.{norm_name}", hidden_size)
@@ -145,7 +144,7 @@ class LayerConfig:
 
 
 class DecoderLayer:
-    """The sublayers of a layer, and the norms after them."""
+    """A layer's sublayers, and the norms after them."""
 
     __slots__ = ("after_attention", "after_mlp", "attention", "kv_group", "mlp")
 
@@ -168,7 +167,7 @@ class ResidualNorm:
     __slots__ = ("add", "added", "eps", "kernels", "scale", "stream")
 
     def __init__(self, context: ModelContext, added: Norm | None, stream: Norm | None, scale: float) -> None:
-        from octavo.kernels.operations.add import add  # noqa: PLC0415 - configurations are read without torch
+        from octavo.kernels.operations.add import add  # noqa: PLC0415 - not for configurations
 
         self.add = add
         self.kernels = context.kernels
@@ -178,10 +177,7 @@ class ResidualNorm:
         self.stream = context.optional_norm(stream)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Return the next sublayer's input [num_tokens, hidden], which may be `residual`.
-
-        Updates `residual` in place.
-        """
+        """Update `residual` in place; return the next sublayer's input [num_tokens, hidden], perhaps `residual`."""
         if self.added is not None:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
         if self.stream is not None:

@@ -1,4 +1,4 @@
-"""The checkpoint of a drafting model. Does not import torch."""
+"""A drafting model's checkpoint. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCheckpoint:
-    """A checkpoint that is loaded for drafting.
-
-    quantization: as in `octavo.config.ModelConfig`. shares_kv: it is the target with quantized weights, and reads the
-    target's keys and values.
-    """
+    """A checkpoint for drafting. shares_kv: it is the target with quantized weights, and reads its KV."""
 
     name: str
     weights: WeightSource

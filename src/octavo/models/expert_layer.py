@@ -1,4 +1,4 @@
-"""The computation of a mixture of experts."""
+"""Computes a mixture of experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Experts:
-    """The experts of one layer, with packed weights."""
+    """The experts of one layer."""
 
     __slots__ = (
         "config", "down", "gate_up", "kernels", "router", "shared_down", "shared_gate", "shared_gate_up",

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router chooses MLPs for each token (Shazeer et al. 2017). Does not import torch."""
+"""Mixtures of experts (Shazeer et al. 2017). Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _MOST_CHOSEN = 64  # csrc/experts.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How experts are chosen for a token and weighted; see `octavo.kernels.operations.choose_experts`.
+    """How experts are chosen and weighted; see `octavo.kernels.operations.choose_experts`.
 
-    num_chosen: experts of a token. least_sum: negative if the weights of the chosen experts are not normalized.
+    least_sum: negative if the weights of a token's experts are not normalized.
     """
 
     num_experts: int
@@ -35,11 +35,11 @@ class Router:
 
     @classmethod
     def read(cls, config: ConfigFile, *, normalizes: bool) -> Router:
-        """Read a router that chooses by the softmax over all experts. Raises `ModelError`.
+        """Read a router that chooses by the softmax over all experts.
 
-        normalizes: whether the weights of the chosen experts sum to 1.
+        normalizes: whether the chosen experts' weights sum to 1.
         """
-        key = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # transformers writes either
+        key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
         num_experts, num_chosen = config.count(key), config.count("num_experts_per_tok")
         if num_chosen > min(num_experts, _MOST_CHOSEN):
             raise config.error("num_experts_per_tok", f"must be at most {key} = {num_experts}, and {_MOST_CHOSEN}")
@@ -58,9 +58,8 @@ class ExpertsTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """The sum of the chosen experts' outputs, times their weights, and of an expert that computes every token.
+    """The weighted sum of the chosen experts' outputs, and of a shared expert that computes every token.
 
-    expert_size, shared_size: values between the matrices of an expert, and of the shared expert, if there is one.
     has_shared_gate: a sigmoid of the token multiplies the shared expert's output.
     """
 
@@ -73,7 +72,7 @@ class ExpertsConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Values computed for a token: the inputs and outputs of its experts take as much as three of these rows."""
+        """Values computed for a token: its experts' inputs and outputs take as much as three of these rows."""
         return self.router.num_chosen * (self.expert_size + self.hidden_size) + (self.shared_size or 0)
 
     @property
@@ -83,7 +82,7 @@ class ExpertsConfig:
         return idle * 3 * self.hidden_size * self.expert_size
 
     def tensors(self, name: str, hidden_size: int) -> ExpertsTensors:
-        """Declare the layer's tensors. Each expert has its own."""
+        """Declare the layer's tensors, and each expert's."""
         name, num_experts = f"{name}.mlp", self.router.num_experts
         experts = [_expert(f"{name}.experts.{index}", hidden_size, self.expert_size) for index in range(num_experts)]
         shared = None
@@ -99,13 +98,13 @@ class ExpertsConfig:
 
     def build(self, context: ModelContext, tensors: ExpertsTensors) -> Experts:
         """Build the experts."""
-        from octavo.models.expert_layer import Experts  # noqa: PLC0415 - configurations are read without torch
+        from octavo.models.expert_layer import Experts  # noqa: PLC0415 - not for configurations
 
         return Experts(context, self, tensors)
 
 
 def is_router(tensor_name: str) -> bool:
-    """Return True if a tensor decides which experts compute a token, or weights the shared expert."""
+    """Return True for a router or the shared expert's gate."""
     return tensor_name.endswith((".mlp.gate.weight", ".mlp.shared_expert_gate.weight"))
 
 

@@ -1,4 +1,4 @@
-"""An architecture's parts in words. Does not import torch."""
+"""Describes an architecture's parts in words. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.decoder_layer import LayerConfig, MLPConfig
 
-# Needed by every family; patterns of layers repeat within 12.
+# Patterns of layers repeat within 12.
 _SAMPLE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -35,7 +35,6 @@ _SAMPLE: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _WITH_EXPERTS = frozenset({"MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-# A family ignores or refuses options that it does not know.
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"attention_bias": True},
     {"mlp_bias": True},
@@ -50,16 +49,13 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
     {"tie_word_embeddings": True},
 )
-_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused"})  # about files only
-_OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})  # named as parts
+_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused"})
+_OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an architecture that the plain decoder lacks.
-
-    value: its amount, or "". num_layers: None if it is not a part of layers.
-    """
+    """A part that the plain decoder lacks. num_layers: None if it is not a part of layers."""
 
     name: str
     value: str = ""
@@ -84,16 +80,16 @@ def parts_of(architecture: Architecture) -> list[Part]:
 
 
 def family_parts(name: str) -> tuple[list[str], list[str]]:
-    """Return the parts that a family always has, and its optional ones."""
+    """Return a family's constant parts, and its optional ones."""
     sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
     try:
         always = _names_of(sample | _ROPE)
         sample |= _ROPE
-    except ModelError:  # this family has a rotary embedding for each type of layer
+    except ModelError:
         always = _names_of(sample)
     optional: dict[str, None] = {}
     for keys in _OPTIONS:
-        with suppress(ModelError):  # the family refuses the key
+        with suppress(ModelError):
             optional |= dict.fromkeys(part for part in _names_of(sample | keys) if part not in always)
     return always, list(optional)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
     from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
 
-_VALUES_AT_ONCE = 1 << 22  # converted at a time
-# OCP Microscaling Formats 1.0, section 5.3.3: the values of the 16 codes of an E2M1.
+_VALUES_AT_ONCE = 1 << 22
+# The 16 values of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -43,7 +43,7 @@ class ExpandedFloats:
         self.dtype = dtype
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless the files hold exactly the expected tensors."""
+        """See `StoredTensors`."""
         self.files.check(expected)
 
     def find(self, name: str) -> Tensor | None:
@@ -68,12 +68,12 @@ class ExpandedFloats:
         return Fp8Weight(values, _scales_of_rows(self.stored, values.shape, scales), columns)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor. An expanded weight is new; any other tensor may alias a file's pages."""
+        """See `StoredTensors`. An expanded weight aliases no file."""
         expanded = self._expanded(name)
         return self.files.tensor(name) if expanded is None else expanded
 
     def release(self) -> None:
-        """Release the pages of the tensors that were read."""
+        """See `StoredTensors`."""
         self.files.release()
 
     def _expanded(self, name: str) -> Tensor | None:
@@ -110,7 +110,6 @@ def expand(stored: StoredFloats, values: Tensor, scales: Tensor, dtype: torch.dt
 
 
 def _scales_of_rows(stored: StoredFloats, shape: Sequence[int], scales: Tensor) -> Tensor:
-    """Return float32 [out_features, groups of columns]."""
     scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
     scales = scales.float().view(stored.scale_shape(shape[0], shape[1]))
     return scales[torch.arange(shape[0]) // (stored.block[0] or shape[0])]
@@ -129,7 +128,7 @@ def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
 
 
 def _decoded(values: Tensor) -> Tensor:
-    """Return float32 of FP8, or of two E2M1 in each byte, the lower bits first."""
+    """Return float32 of FP8, or of two E2M1 in each byte, lower bits first."""
     if values.dtype == torch.float8_e4m3fn:
         return values.float()
     pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])

@@ -31,7 +31,7 @@ class GatedMLPConfig:
     intermediate_size: int
     bias: bool = False
     activation: Activation = "silu"
-    is_fused: bool = False  # the checkpoint has one matrix for gate and up
+    is_fused: bool = False
 
     @classmethod
     def read(
@@ -43,7 +43,7 @@ class GatedMLPConfig:
         default_activation: str = "silu",
         is_fused: bool = False,
     ) -> GatedMLPConfig:
-        """Read the shapes. Raises `ModelError` for an unsupported activation."""
+        """Read the shapes."""
         activation = _ACTIVATIONS.get(config.text(activation_key, default_activation))
         if activation is None:
             raise config.error(activation_key, f"octavo computes {', '.join(_ACTIVATIONS)} only")
@@ -67,7 +67,7 @@ class GatedMLPConfig:
 
 
 class GatedMLP:
-    """The MLP of one layer, with packed weights."""
+    """The MLP of one layer."""
 
     __slots__ = ("activation", "down", "gate_up", "kernels")
 
@@ -79,5 +79,5 @@ class GatedMLP:
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
         """Return [num_tokens, hidden] -> the same shape."""
-        del batch  # all requests have the same weights
+        del batch
         return self.kernels.linear(self.kernels.gated_linear(hidden, self.gate_up, self.activation), self.down)

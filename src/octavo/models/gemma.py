@@ -1,4 +1,4 @@
-"""Gemma: Llama's decoder with a GELU gate, scaled embeddings, and norms stored as their weights less one."""
+"""Gemma: Llama with a GELU gate, scaled embeddings, and norms stored as their weights less one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GELU = "gelu_pytorch_tanh"
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Gemma's keys. In the first files `hidden_act` is "gelu" and means GELU by tanh."""
+    """Read Gemma's keys. In early files `hidden_act` is "gelu" and means GELU by tanh."""
     config = config.with_defaults(hidden_act=GELU, num_key_value_heads=16, head_dim=256, max_position_embeddings=8192)
     if config.text("hidden_act") not in {GELU, "gelu"}:
         raise config.error("hidden_act", f"octavo computes {GELU} only")

@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each sublayer, windows in every other layer, soft-capped scores and logits."""
+"""Gemma 2: norms before and after sublayers, windows in every other layer, soft-capped scores and logits."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def read_mixed(
 ) -> Architecture:
     """Read the keys that Gemma 2 and 3 share.
 
-    local_rope: of layers with a window. pattern: every `pattern`-th layer sees all positions, unless `layer_types` is
-    given.
+    local_rope: of layers with a window. pattern: by default every `pattern`-th layer sees all positions.
     """
     bias = config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)

@@ -28,7 +28,7 @@ _DEFAULTS = {
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """Read Gemma 3's keys; scaled positions are within `max_position_embeddings`.
 
-    A soft cap of scores is refused: some programs compute it, transformers does not.
+    Refuse a soft cap of scores, which transformers does not compute.
     """
     config = config.with_defaults(**_DEFAULTS)
     rope, local_rope = _read_ropes(config)
@@ -37,7 +37,6 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_ropes(config: ConfigFile) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotary embeddings of layers without and with a window, from either style of keys."""
     max_positions, local_theta = (
         config.count("max_position_embeddings"),
         config.number("rope_local_base_freq", 10_000.0),

@@ -1,7 +1,4 @@
-"""Translates a GGUF file's metadata to the keys of config.json. Does not import torch.
-
-All knowledge of families is in `_FAMILIES`.
-"""
+"""Translates a GGUF file's metadata to the keys of config.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
-# Blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`), with the additional bytes in memory.
+# Blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`): additional bytes in memory.
 BLOCK_KINDS = {
     TensorType.Q8_0: 0,
     TensorType.Q4_0: 0,
@@ -36,13 +33,13 @@ BLOCK_KINDS = {
     TensorType.Q6_K: 0,
     TensorType.MXFP4: 0,
 }
-# Read from elsewhere, or not computed by llama.cpp.
+# Read from elsewhere, or ignored by llama.cpp.
 _NOT_READ = (
     *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type"),
     *(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),
 )
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
-_GEMMA_LOCAL_THETA = 10_000.0  # of files without the key
+_GEMMA_LOCAL_THETA = 10_000.0
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD = 4, 2, 6, 4
 _MAX_FLOAT32 = 3.4e38
 _GELU = "gelu_pytorch_tanh"
@@ -54,10 +51,9 @@ class GGUFFamily:
     """How one of llama.cpp's architectures is stored.
 
     name              as in `architectures` of config.json
-    read              returns the family's own keys
     names             Hugging Face's names of parts of a layer, if not Llama's
     rotates_pairs     neighbouring rows of q and k rotate together, not the halves of a head
-    norms_around_one  norms hold the factor; Hugging Face's layout holds the factor less 1
+    norms_around_one  norms hold the factor; Hugging Face's hold it less 1
     """
 
     name: str
@@ -69,7 +65,7 @@ class GGUFFamily:
 
 
 class GGUFFields:
-    """The metadata with the architecture's prefix."""
+    """The metadata of one architecture."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file, self.architecture = file, architecture
@@ -80,11 +76,11 @@ class GGUFFields:
         }
         for key, value in values.items():
             if isinstance(value, list) and value and all(each == value[0] for each in value):
-                values[key] = value[0]  # equal in all layers
+                values[key] = value[0]
         self.values = ConfigFile(file.path, values, prefix)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number. Raises `ModelError`."""
+        """Return a whole number."""
         return self.values.count(key) if default is None else self.values.count(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -110,7 +106,7 @@ class GGUFFields:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers. Raises `ModelError` unless all of them have tensors."""
+        """Number of layers. Refuses layers without tensors."""
         count = self.count("block_count")
         there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
         if count != len(there):
@@ -119,7 +115,7 @@ class GGUFFields:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head, equal for keys and values."""
+        """Width of a head's keys and values."""
         heads, hidden = self.count("attention.head_count"), self.count("embedding_length")
         if "attention.key_length" not in self.values.values and hidden % heads:
             raise self.values.error("attention.head_count", f"must divide embedding_length = {hidden}")
@@ -131,11 +127,11 @@ class GGUFFields:
         return width
 
     def window(self) -> int | None:
-        """Return the length of the sliding window, or None."""
+        """Return the window's length, or None."""
         return self.count("attention.sliding_window") if self.optional("attention.sliding_window") else None
 
     def layer_types(self, window: int | None, period: int) -> list[str]:
-        """Return each layer's type. period: by default, the last layer of each has no window."""
+        """Return each layer's type. By default the last layer of each `period` has no window."""
         key, num_layers = "attention.sliding_window_pattern", self.num_layers
         self.values.mark(key)
         pattern = self.values.values.get(key, period)
@@ -148,7 +144,7 @@ class GGUFFields:
         return ["sliding_attention" if window and is_near else "full_attention" for is_near in pattern]
 
     def factors(self, tensor: str) -> list[float]:
-        """Return the factors of a rotary embedding. Raises `ModelError`."""
+        """Return a rotary embedding's factors."""
         stored = self.file.tensors[tensor]
         if stored.type is not TensorType.F32 or len(stored.shape) != 1 or stored.shape[0] > self.head_dim:
             raise ModelError(
@@ -162,7 +158,7 @@ class GGUFFields:
 
 
 def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
-    """Return the architecture's name and its family. Raises `ModelError`."""
+    """Return an architecture's name and family."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
@@ -174,7 +170,7 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
 
 
 def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> dict[str, Any]:
-    """Return the config.json of the metadata. Raises `ModelError` for a missing or unsupported key."""
+    """Return the metadata's config.json."""
     if EMBEDDING not in file.tensors:
         raise ModelError(
             f"{file.path}: there is no tensor {EMBEDDING}; the file has only a vocabulary, or only a part of the model"
@@ -222,7 +218,7 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 
 
 def _read_dtype(file: GGUFFile) -> str:
-    """Return a dtype for activations in which all matrices outside `BLOCK_KINDS` are exact.
+    """Return a dtype for activations in which matrices outside `BLOCK_KINDS` are exact.
 
     Other blocks are expanded to float32.
     """
@@ -266,7 +262,7 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _gemma_scalar(fields: GGUFFields, *, is_27b: bool) -> int:
-    """Return query_pre_attn_scalar, which no file contains."""
+    """No file contains query_pre_attn_scalar."""
     return fields.count("embedding_length") // fields.count("attention.head_count") if is_27b else fields.head_dim
 
 
@@ -306,9 +302,9 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
-    """A file that does not scale queries is of Mistral, not of Ministral 3."""
+    """Only Ministral 3's files scale queries."""
     beta = fields.optional("attention.temperature_scale")
-    fields.values.mark("rope.scaling.yarn_log_multiplier")  # a factor of 1 has no effect
+    fields.values.mark("rope.scaling.yarn_log_multiplier")
     if beta is None:
         return {"sliding_window": None}
     return {
@@ -346,23 +342,19 @@ def _read_experts(fields: GGUFFields, **more: Any) -> dict[str, Any]:
 
 
 def _read_qwen2_moe(fields: GGUFFields) -> dict[str, Any]:
-    """llama.cpp never normalizes the weights of this architecture's experts."""
     shared = fields.count("expert_shared_feed_forward_length")
     return _read_experts(fields, norm_topk_prob=False, shared_expert_intermediate_size=shared)
 
 
 def _read_qwen3_moe(fields: GGUFFields) -> dict[str, Any]:
-    """llama.cpp always normalizes the weights of this architecture's experts."""
     return _read_experts(fields, norm_topk_prob=True)
 
 
 def _read_olmoe(fields: GGUFFields) -> dict[str, Any]:
-    """llama.cpp never normalizes the weights of this architecture's experts."""
     return _read_experts(fields, norm_topk_prob=False)
 
 
 def _read_llama(fields: GGUFFields) -> dict[str, Any]:
-    """A file with experts is of Mixtral."""
     if not fields.optional("expert_count"):
         return {}
     return {

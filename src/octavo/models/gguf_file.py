@@ -1,7 +1,6 @@
 """Reads and checks GGUF, versions 2 and 3 in little-endian order (ggml's docs/gguf.md). Does not import torch.
 
-The package `gguf` trusts every count, offset and nesting in a file, and makes an object of every token, which takes ten
-seconds for a large vocabulary.
+The package `gguf` checks no counts, offsets or nesting, and is slow for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
-_LENGTH = struct.Struct("<Q")  # of a string
+_LENGTH = struct.Struct("<Q")
 _MAX_KEYS, _MAX_TENSORS, _MAX_NAME_CHARS, _MAX_DIMENSIONS = 1 << 16, 1 << 20, 1 << 16, 4
-_MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000
+_MAX_ITEMS = 1 << 22
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
 _ALL_EXPERTS = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.weight")
-# Cut by bytes for an upload: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
+# Files cut by bytes: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
     r"(?P<whole>.+\.gguf)"
     r"(?:[.-](?:part|split|chunk)(?:[-_.]?(?P<number>\d+)|[-_.](?P<letters>[a-z]{1,2}))(?:[-_.]?of[-_.]?(?P<count>\d+))?"
@@ -107,7 +106,7 @@ class GGUFFile:
 
     @classmethod
     def read(cls, path: Path) -> GGUFFile:
-        """Read the model's files. Raises `ModelError` if one is broken or missing."""
+        """Read all files."""
         metadata, tensors = _read(path)
         paths = [path, *_other_splits(path, metadata)]
         for other in paths[1:]:
@@ -121,7 +120,6 @@ class GGUFFile:
 
 
 def _divided(tensors: dict[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
-    """Yield the tensors; instead of one of all experts of a layer, each expert's, which are one after another."""
     for name, stored in tensors.items():
         match = _ALL_EXPERTS.fullmatch(name)
         if match is None or len(stored.shape) != 3:
@@ -155,8 +153,6 @@ def _read(path: Path) -> tuple[dict[str, Value], dict[str, StoredArray]]:
 
 
 class _Reader:
-    """Reads a file from its beginning, and never beyond its end."""
-
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self.path = path
         self.data = data
@@ -167,7 +163,6 @@ class _Reader:
         raise ModelError(f"{self.path}: {problem}")
 
     def read_metadata(self) -> tuple[dict[str, Value], int]:
-        """Return the values by key, and the number of tensors."""
         if self.data[:4] != MAGIC:
             self.fail(f"this is not a GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
         version = self.number("I", "the version")
@@ -212,7 +207,6 @@ class _Reader:
         return tensors
 
     def describe(self, index: int) -> tuple[str, TensorType, tuple[int, ...], int]:
-        """Return (name, type, shape, offset) of a tensor."""
         name = self.text(f"the name of tensor {index}", most=_MAX_NAME_CHARS)
         num_dimensions = self.number("I", name)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -242,7 +236,6 @@ class _Reader:
         return self.texts(key, count)
 
     def numbers(self, code: int, count: int, key: str) -> list[int] | list[float] | list[bool]:
-        """Read `count` values, after checking that the file has their bytes."""
         if code not in _FORMATS:
             self.fail(f"{key} is {'an array in an array' if code == _ARRAY else f'of the unknown type {code}'}")
         kind = _FORMATS[code]
@@ -273,10 +266,10 @@ class _Reader:
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
-        """In keys that only describe the file, bytes that are not UTF-8 are replaced."""
+        """Replace bytes that are not UTF-8 in keys that only describe the file."""
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
-        data, size, unpack = self.data, self.size, _LENGTH.unpack_from  # a vocabulary has hundreds of thousands
+        data, size, unpack = self.data, self.size, _LENGTH.unpack_from
         errors = "replace" if key.startswith(("general.", "quantize.")) else "strict"
         texts: list[str] = []
         begin = self.position
@@ -296,7 +289,7 @@ class _Reader:
 def check_piece(path: Path) -> None:
     """Raise `ModelError`, with the way to join them, if a path is a piece of a GGUF file that was cut by bytes.
 
-    The same holds for a folder that has only pieces, and for a missing file whose pieces exist.
+    Also for a folder of pieces, and for a missing file whose pieces exist.
     """
     found = _PIECE_NAME.fullmatch(path.name)
     if path.is_dir():

@@ -20,15 +20,15 @@ ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
 # Llama 3.1's low_freq_factor, high_freq_factor, original_max_position_embeddings.
 _LLAMA3 = (1.0, 4.0, 8192)
 _YARN = "rope.scaling.yarn_"
-# llama.cpp's, and the architecture whose betas it reads from the file.
+# llama.cpp's, and the architecture whose betas it reads.
 _BETA_FAST, _BETA_SLOW, _READS_BETAS = 32.0, 1.0, "mistral3"
 
 
 def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
-    """Return `rope_parameters`. Raises `ModelError`."""
+    """Return `rope_parameters`."""
     theta = fields.number("rope.freq_base", 10_000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = fields.values.text("rope.scaling.type", "linear")  # llama.cpp's default
+    kind = fields.values.text("rope.scaling.type", "linear")
     factor = fields.optional("rope.scaling.factor") or fields.optional("rope.scale_linear") or 1.0
     original = fields.optional("rope.scaling.original_context_length")
     if fields.has(ROPE_FREQUENCIES):
@@ -52,11 +52,7 @@ def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
-    """Return the numbers of yarn that llama.cpp computes with (its `llama_context`).
-
-    It reads `yarn_attn_factor` and `yarn_ext_factor` for no architecture that is known here. A value that differs is
-    logged.
-    """
+    """Return the numbers of yarn that llama.cpp computes with (`llama_context`)."""
     is_read = fields.architecture == _READS_BETAS
     multiplier = fields.optional(f"{_YARN}log_multiplier") if is_read else None
     attention_factor = _yarn_mscale(factor, 1.0) / (1.0 if multiplier is None else _yarn_mscale(factor, multiplier))
@@ -77,12 +73,11 @@ def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
 
 
 def _yarn_mscale(factor: float, multiplier: float) -> float:
-    """Return the temperature of attention (Peng et al. 2023, section 3.4)."""
+    """Return attention's temperature (Peng et al. 2023, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * multiplier * math.log(factor) + 1.0
 
 
 def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
-    """Return Llama 3's parameters. A file stores only their result: the divisor of each frequency."""
     stored = fields.factors(ROPE_FREQUENCIES)
     low, high, original = _LLAMA3
     factor = max(stored)

@@ -30,17 +30,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
+_RESIDENT_BYTES = 32 << 20
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 _BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
-_EXPANDED_AT_ONCE = 1 << 22  # expanded at a time
+_EXPANDED_AT_ONCE = 1 << 22
 
 
 class GGUFTensors:
-    """The tensors of GGUF files by Hugging Face's names: `octavo.models.weight_source.StoredTensors`.
-
-    The files stay mapped while this or a tensor from it lives.
-    """
+    """The `StoredTensors` of GGUF files by Hugging Face's names."""
 
     __slots__ = ("_handed_out", "_mapped", "_names", "_weights")
 
@@ -51,7 +48,7 @@ class GGUFTensors:
         self._handed_out: dict[Path, list[tuple[int, int]]] = {}
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless the files hold exactly the expected tensors, in types that can be read."""
+        """See `StoredTensors`. Also refuses types that cannot be read."""
         path = self._weights.path
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._names]
         if missing:
@@ -74,7 +71,6 @@ class GGUFTensors:
         self._check_types()
 
     def _check_types(self) -> None:
-        """Log which blocks are expanded; require the package that expands them."""
         names = list(self._names.values())
         rare = [each for name in names if (each := self._weights.file.tensors[name]).type not in _BLOCKS | _FLOATS]
         if not rare:
@@ -95,11 +91,11 @@ class GGUFTensors:
         )
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor, or None."""
+        """See `StoredTensors`."""
         return self.tensor(name) if name in self._names else None
 
     def weight(self, name: str) -> Tensor | BlockWeight:
-        """Return a matrix as it is stored, its rows in Hugging Face's order."""
+        """Return a matrix as it is stored, with rows in Hugging Face's order."""
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]
         if stored.type not in _BLOCKS or len(stored.shape) != 2:
@@ -118,10 +114,9 @@ class GGUFTensors:
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor: float32 if it is stored in blocks, otherwise its own type.
+        """Return float32 if it is stored in blocks, otherwise its own type.
 
-        Raises `ModelError` for numbers that are not finite in norms, biases and expanded blocks. Matrices of floats are
-        not read.
+        Refuses norms, biases and expanded blocks that are not finite. Does not read matrices of floats.
         """
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]
@@ -142,14 +137,13 @@ class GGUFTensors:
         return numbers
 
     def release(self) -> None:
-        """Release the pages of the returned tensors, which remain usable."""
+        """See `StoredTensors`."""
         for path, parts in self._handed_out.items():
             forget_pages(path, parts)
         self._handed_out.clear()
         return_free_memory()
 
     def _bytes(self, stored: StoredArray) -> Tensor:
-        """Return uint8 that aliases the file."""
         mapped = self._mapped[stored.path][stored.offset : stored.offset + stored.num_bytes]
         if sum(num_bytes for parts in self._handed_out.values() for _, num_bytes in parts) >= _RESIDENT_BYTES:
             self.release()
@@ -164,7 +158,7 @@ def _forget(path: Path, rows: Tensor) -> None:
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
     """Return, for each row in Hugging Face's order, its index in a file of llama.cpp.
 
-    There, rows that are rotated together are neighbours; here they are in the two halves of a head.
+    There, rows that rotate together are neighbours; here they are in a head's halves.
     """
     return torch.arange(num_rows).view(num_heads, -1, 2).swapaxes(1, 2).flatten()
 
@@ -172,7 +166,7 @@ def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
 def _map(path: Path) -> Tensor:
     try:
         with path.open("rb") as file:
-            # Private and writable, because torch requires it; the map is never written.
+            # Torch requires a writable map. It is never written.
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error})") from error
@@ -186,7 +180,6 @@ def _broken(stored: StoredArray, name: str, what: str) -> ModelError:
 
 
 def _expand(stored: StoredArray, blocks: Tensor) -> Tensor:
-    """Return float32 of blocks [blocks, bytes]."""
     values = stored.type.block_values
     numbers = torch.empty(len(blocks), values)
     step = max(1, _EXPANDED_AT_ONCE // values)
@@ -199,6 +192,6 @@ def _expand(stored: StoredArray, blocks: Tensor) -> Tensor:
 def _expand_blocks(kind: TensorType, blocks: Tensor) -> Tensor:
     if kind in _BLOCKS:
         return BlockWeight(_BLOCKS[kind], blocks, kind.block_values).dequantize()
-    from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415 - optional, and slow to import
+    from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415 - optional and slow
 
     return torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[kind.name]))

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file by Hugging Face's names. Imports torch only when they are opened."""
+"""The weights of a GGUF file by Hugging Face's names. Only `open` imports torch."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _FILE_TYPES = {
     21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4",
 }  # fmt: skip
-_FILE_TYPE_GUESSED = 1 << 10  # a flag
-_OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}  # read with the configuration
+_FILE_TYPE_GUESSED = 1 << 10
+_OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}
 
 
 class GGUFWeights:
-    """The weights in a GGUF file, or in several of one model."""
+    """The weights in a model's GGUF files."""
 
     __slots__ = ("_pairs", "architecture", "family", "file", "path")
 
@@ -73,7 +73,7 @@ class GGUFWeights:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Types of the matrices; the one with the most values comes first."""
+        """Types of the matrices, the most frequent first."""
         values: Counter[str] = Counter()
         for stored in self.file.tensors.values():
             if len(stored.shape) == 2:
@@ -82,7 +82,7 @@ class GGUFWeights:
 
     @property
     def file_type(self) -> int | None:
-        """The number general.file_type, or None if it is unknown to llama.cpp."""
+        """general.file_type, if llama.cpp knows it."""
         number = self.file.metadata.get("general.file_type")
         if not isinstance(number, int) or number & ~_FILE_TYPE_GUESSED not in _FILE_TYPES:
             return None
@@ -90,20 +90,20 @@ class GGUFWeights:
 
     @property
     def quantization_level(self) -> str:
-        """llama.cpp's name of the mix of types, like Q4_K_M; without one the type with the most values."""
+        """llama.cpp's name of the mix of types, like Q4_K_M, or the most frequent type."""
         return self.types[0] if self.file_type is None else _FILE_TYPES[self.file_type]
 
     def weight_files(self) -> list[Path]:
-        """Return all files of the model."""
+        """Return all files."""
         return list(self.file.paths)
 
     def config_files(self) -> list[Path]:
-        """Return none: the file itself describes its weights."""
+        """Return none: the file describes its weights."""
         return []
 
     def open(self) -> StoredTensors:
-        """Map the files into memory."""
-        from octavo.models.gguf_tensors import GGUFTensors  # noqa: PLC0415 - only who loads weights needs it
+        """Map the files."""
+        from octavo.models.gguf_tensors import GGUFTensors  # noqa: PLC0415
 
         return GGUFTensors(self)
 
@@ -113,7 +113,7 @@ class GGUFWeights:
         return {_hugging_face_name(name, parts): name for name in self.file.tensors if name not in _OF_CONFIG}
 
     def block_bytes(self) -> dict[str, int]:
-        """Return the bytes in memory of matrices in blocks, by Hugging Face's name."""
+        """Return the bytes in memory of matrices in blocks."""
         sizes: dict[str, int] = {}
         for name, stored_name in self.names().items():
             stored = self.file.tensors[stored_name]
@@ -123,7 +123,7 @@ class GGUFWeights:
         return sizes
 
     def heads_of_pairs(self, name: str) -> int | None:
-        """Return the number of heads of a tensor with rows in rotated pairs, or None."""
+        """Return the heads of a tensor with rows in rotated pairs."""
         part = name.split(".")[-2] if name.count(".") else ""
         return self._pairs.get(part)
 

@@ -1,4 +1,4 @@
-"""Granite 3 (dense): Llama's decoder with factors of embeddings, residuals, scores and logits."""
+"""Granite 3 (dense): Llama with factors of embeddings, residuals, scores and logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers' KV cache."""
+"""The layout of layers' KV cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from octavo.data.kv_groups import KVGroupKind
 
-ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}  # dtypes of rows with scales, by users' names
+ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
-_SCALE_BYTES = 4  # of each row, as in `octavo.kernels.quantization`
+_SCALE_BYTES = 4
 
 
 class CacheSpec(Protocol):
@@ -33,7 +33,7 @@ class CacheSpec(Protocol):
 
     @property
     def keeping_all(self) -> CacheSpec:
-        """For all positions."""
+        """The same without a window."""
         ...
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
@@ -41,23 +41,20 @@ class CacheSpec(Protocol):
         ...
 
     def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
-        """Return the tensors that the layer reads and writes, as views of `part`; their first dimension is num_blocks.
+        """Return views of `part` that the layer reads and writes; their first dimension is num_blocks.
 
         part: [num_blocks, block_bytes / the bytes of a number].
         """
         ...
 
     def obstacle(self, dtype: str) -> str | None:
-        """Return why the cache cannot have this dtype, as the end of a sentence."""
+        """Return why the cache cannot have this dtype, as a sentence's end."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Keys and values of a layer.
-
-    window: tokens that a position sees, itself included, or None for all.
-    """
+    """Keys and values of a layer. window: tokens that a position sees, itself included, or None for all."""
 
     num_kv_heads: int
     head_dim: int
@@ -75,10 +72,7 @@ class KVShape:
         return replace(self, window=None)
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Return the bytes of [2, num_kv_heads, block_size, head_dim].
-
-        Each head's rounded rows are followed by their scales.
-        """
+        """Return the bytes of [2, num_kv_heads, block_size, head_dim], and of scales after each head's rounded rows."""
         if self.shared_layer is not None:
             return 0
         row_bytes = self.head_dim * _VALUE_BYTES[dtype] + (_SCALE_BYTES if dtype in ROUNDED_KV.values() else 0)
@@ -92,7 +86,7 @@ class KVShape:
         return rows[:, 0], rows[:, 1]
 
     def obstacle(self, dtype: str) -> str | None:
-        """Refuse unaligned scales."""
+        """See `CacheSpec`."""
         if dtype in ROUNDED_KV.values() and self.head_dim % 4:
             return f"needs a head_dim that is a multiple of 4, not {self.head_dim}"
         return None
@@ -144,7 +138,7 @@ class KVLayout:
 
     @property
     def window(self) -> int | None:
-        """The largest window, or None if every layer reads all positions."""
+        """The largest window, or None."""
         read = (each.kind.most_positions for each in self.layers)
         return max((most for most in read if most is not None), default=None)
 
@@ -160,14 +154,13 @@ class KVLayout:
         )
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Return one token's bytes while all layers read it."""
+        """Return a token's bytes inside the window."""
         return sum(self.block_bytes(1, dtype))
 
     def bytes_before_window(self, dtype: str) -> int:
-        """Return one token's bytes outside the window."""
+        """Return a token's bytes outside the window."""
         return self.block_bytes(1, dtype)[0]
 
 
 def _reading(spec: CacheSpec, layer: int) -> CacheSpec:
-    """Set `shared_layer`."""
     return replace(spec, shared_layer=layer)  # type: ignore[type-var]

@@ -26,7 +26,7 @@ class KVCache(Protocol):
     """Stores layers' data."""
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return its views."""
+        """Return a layer's views."""
         ...
 
 
@@ -50,9 +50,9 @@ class Weights(Protocol):
 class ModelContext:
     """The context that layers are built in.
 
-    cos_sin  (rope, head_dim) -> float32 [max_model_len, rotary_dim]; one for equal arguments
-    query_scale  rope -> float32 [max_model_len] or None, likewise
-    linears, norms  all weights that were returned
+    cos_sin         (rope, head_dim) -> float32 [max_model_len, rotary_dim]; one for equal arguments
+    query_scale     rope -> float32 [max_model_len] or None, likewise
+    linears, norms  all returned weights
     """
 
     architecture: Architecture
@@ -70,7 +70,7 @@ class ModelContext:
         return self.linears[-1]
 
     def grouped(self, declared: Sequence[Linear]) -> PackedGroups:
-        """Return the weights of groups of rows: experts, or adapters. All have one shape."""
+        """Return the weights of groups of rows, such as experts, of one shape."""
         return self.kernels.pack_groups([self.linear(each) for each in declared])
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
@@ -88,7 +88,7 @@ class ModelContext:
 class CausalLM:
     """A decoder-only transformer: token ids -> hidden states -> logits.
 
-    Rows belong to any number of sequences; nothing is padded. dtype: of activations and KV cache.
+    Rows belong to any number of sequences, without padding.
     """
 
     __slots__ = (

@@ -18,7 +18,7 @@ MODELS = {"LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and 3.3, SmolLM2, TinyLlama"
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Llama's keys. `sliding_window` has no effect in this architecture."""
+    """Read Llama's keys. `sliding_window` has no effect."""
     max_positions = config.count("max_position_embeddings", 2048)
     rope, bias = read_rope(config, max_positions), config.flag("attention_bias", default=False)
     layer = LayerConfig(

@@ -71,11 +71,10 @@ def load_model(
 ) -> CausalLM:
     """Read and pack all weights of a checkpoint.
 
-    load_format: "dummy" makes random weights from `seed`. quantization, group_size: how weights are rounded that are
-    not integers. progress(done, total): called after each tensor, in bytes of `dtype`.
-
-    Peak memory is that of the packed weights, of the pages last read and, if weights are converted or rounded, of the
-    largest ones that are computed together. Raises `ModelError`, and `ConfigError` if the kernels do not support fp8.
+    load_format: "dummy" makes random weights from `seed`. quantization, group_size: for weights that are not integers.
+    progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels do not support fp8.
+    Peak memory is that of the packed weights, of the pages last read and of the largest weights that are converted or
+    rounded together.
     """
     if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(
@@ -123,7 +122,7 @@ def load_model(
 
 
 def open_packed_cache(max_bytes: int) -> PackedCache | None:
-    """Return the cache, or None for 0 bytes or without a home directory."""
+    """Return the cache; None for 0 bytes or without a home directory."""
     try:
         return PackedCache(max_bytes) if max_bytes else None
     except RuntimeError as error:
@@ -134,7 +133,6 @@ def open_packed_cache(max_bytes: int) -> PackedCache | None:
 def _open_source(
     weights: WeightSource, architecture: Architecture, kernels: Kernels, dtype: str, seed: int | None
 ) -> StoredTensors:
-    """Open and check the files; with a seed, weights are random."""
     stored, source = architecture.stored, _source_of_floats(weights, architecture, dtype, seed)
     if stored is None:
         return source
@@ -158,7 +156,6 @@ def _source_of_floats(weights: WeightSource, architecture: Architecture, dtype: 
 
 
 def _keeps_format(architecture: Architecture, kernels: Kernels, quantization: str | None) -> bool:
-    """Return True if weights are packed as they are stored."""
     if architecture.stored is not None:
         return True
     floats = architecture.stored_floats
@@ -176,7 +173,6 @@ def _log_small_floats(
     *,
     keeps_fp8: bool,
 ) -> None:
-    """Log how floats are treated."""
     if architecture.stored_floats is None:
         return
     summary = architecture.stored_floats.summary
@@ -208,7 +204,7 @@ def _log_small_floats(
 
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
-    """Return kept weights, or None if packing is as fast as reading."""
+    """Return None if packing is as fast as reading."""
     if not packer.has_integers or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
@@ -220,8 +216,6 @@ def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dt
 
 
 class _Packer:
-    """The `Weights` of `layers`: takes tensors from their source, fuses and packs them."""
-
     def __init__(
         self,
         source: StoredTensors,
@@ -262,13 +256,11 @@ class _Packer:
         return self.kernels.pack_linear(weight, fused_bias)
 
     def _check_scales(self) -> None:
-        """Check all scales before packing; kept weights need no check."""
         names, self.unchecked_scales = self.unchecked_scales, []
         if names:
             refuse_broken_scales(self.source, names)
 
     def _weight(self, declared: Linear) -> WeightToPack:
-        """Return fused layers: their parts as stored, or all rounded."""
         names = {f"{name}.weight": rows * declared.in_features for name, rows in declared.parts}
         if not self.keeps_format:
             return self._of_floats(next(iter(names)), (self._counted(self.source.tensor(n), names[n]) for n in names))
@@ -283,7 +275,6 @@ class _Packer:
         return self._fused(stored)
 
     def _fused(self, stored: Mapping[str, StoredWeight]) -> WeightToPack:
-        """Fuse equal formats."""
         blocks = [each.to(self.device) for each in stored.values() if isinstance(each, BlockWeight)]
         if blocks:
             return blocks
@@ -296,7 +287,7 @@ class _Packer:
         return fuse_quantized(parts)
 
     def _of_floats(self, name: str, parts: Iterable[Tensor]) -> WeightToPack:
-        """Return floats, perhaps rounded. Parts may alias the source: each is packed before that changes."""
+        """Round floats if configured. Parts may alias the source, and are packed before it changes."""
         bits = rounded_bits(name, self.quantization)
         placed = (part.to(self.device, self.dtype) for part in parts)
         if bits is None:
@@ -311,7 +302,6 @@ class _Packer:
         return self.kernels.round_weight(weight, bits, self.group_size)
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:
-        """Refuse biases that the model does not add. Some programs write zeros."""
         for name in names:
             bias = self.source.find(f"{name}.bias")
             if bias is not None and bool(bias.any()):
@@ -325,7 +315,6 @@ class _Packer:
         self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)
 
     def _fuse(self, tensors: list[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Concatenate named vectors."""
         sizes = [math.prod(shape) for _, shape in tensors]
         dtype = self.norm_dtype if is_norm(tensors[0][0]) else self.dtype
         fused = torch.empty(sum(sizes), dtype=dtype, device=self.device)
@@ -335,7 +324,6 @@ class _Packer:
         return fused
 
     def _counted(self, weight: WeightT, size: int) -> WeightT:
-        """Count, then return."""
         self._count(size * self.dtype.itemsize)
         return weight
 
@@ -344,7 +332,6 @@ class _Packer:
         self.report_progress()
 
     def report_progress(self) -> None:
-        """Report progress. A call without new bytes shows that loading continues."""
         self.progress(self.done_bytes, self.total_bytes)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MODELS = {"MinistralForCausalLM": "Ministral 8B", "Ministral3ForCausalLM": "Ministral 3"}
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _DEFAULTS_3 = {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
-_DEFAULT_WINDOW = 4096  # without the key; null: no window
+_DEFAULT_WINDOW = 4096
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
@@ -40,7 +40,6 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_windows(config: ConfigFile) -> list[int | None]:
-    """Return each layer's window; by default all have it."""
     num_layers = config.count("num_hidden_layers")
     window = config.count("sliding_window") if config.has("sliding_window") else None
     kinds = [FULL if window is None else SLIDING] * num_layers

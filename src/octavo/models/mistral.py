@@ -1,4 +1,4 @@
-"""Mistral: Llama's decoder without biases; early checkpoints have sliding windows."""
+"""Mistral: Llama without biases; early checkpoints have sliding windows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"MistralForCausalLM": "Mistral 7B, Mistral NeMo, Mistral Small"}
-_DEFAULT_WINDOW = 4096  # without the key; null: no window
+_DEFAULT_WINDOW = 4096
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:

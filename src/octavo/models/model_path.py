@@ -10,14 +10,13 @@ from octavo.errors import ModelError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 _WEIGHTS = "*.safetensors"
-# Mistral's own layout, and exports in subdirectories.
 _HUB_LEFT_OUT = ["consolidated*.safetensors", "*/*.safetensors"]
 
 
 def resolve_model_path(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
     """Return the directory of a checkpoint; a hub id is downloaded unless huggingface_hub's cache has it.
 
-    weights: False to download only the other files. Raises `ModelError` if there is none.
+    weights: False to download only other files.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -29,7 +28,7 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
             f"{path} does not exist; give a directory in Hugging Face layout, a GGUF file or a hub id (owner/name)"
         )
     try:
-        from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional and slow
     except ImportError as error:
         raise ModelError(
             f"there is no directory {model!r}; to download it from the Hugging Face hub install huggingface_hub: pip "
@@ -39,7 +38,7 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
         files = [*_HUB_FILES, _WEIGHTS] if weights else _HUB_FILES
         found = Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=_HUB_LEFT_OUT))
     except Exception as error:
-        # It does not wrap the exceptions of requests, httpx or httpx2.
+        # It does not wrap its HTTP client's exceptions.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"there is no directory {model!r}, and it could not be downloaded from the Hugging Face hub: {reason}"

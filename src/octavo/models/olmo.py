@@ -43,7 +43,6 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_ropes(config: ConfigFile) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotary embeddings without and with a window, in either style."""
     max_positions, kinds = config.count("max_position_embeddings"), config.section("rope_parameters")
     if kinds is None:
         return read_rope(config, max_positions), RopeConfig(theta=config.number("rope_theta"))

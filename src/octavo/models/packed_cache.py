@@ -1,7 +1,7 @@
 """Keeps packed integer weights on disk, in safetensors' format, which holds no code.
 
-A file is used only if the checkpoint's files are byte for byte those that it was made from; each tensor has a checksum.
-A user with write access to the directory can forge it, which changes tokens, but cannot run code.
+A file is used only if no byte of the checkpoint's files has changed. A user with write access can forge it, which
+changes tokens, but cannot run code.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_BYTES = 64 << 20  # less is packed fast enough
+LEAST_BYTES = 64 << 20
 FORMAT_VERSION = 3  # increase it when storage changes
 _READERS, _WEIGHTS_AHEAD = 2, 4
-_TASK_BYTES = 8 << 20  # per task
-_PIECE_BYTES = 1 << 20  # checked in the processor's cache
-_LINE_BYTES = 64  # of a cache line
+_TASK_BYTES = 8 << 20
+_PIECE_BYTES = 1 << 20
+_LINE_BYTES = 64
 _MAX_HEADER_BYTES = 64 << 20
 HASHES_FILE = "hashes.json"
 _SUFFIX = ".packed.safetensors"
@@ -49,7 +49,7 @@ _IN_USE_S = 86400.0
 
 
 class Identity:
-    """The content of a checkpoint's files, and the formats of packed weights."""
+    """Identifies a checkpoint's files and formats of packed weights."""
 
     def __init__(
         self, files: Iterable[Path], formats: Iterable[object], hashes: FileHashes, on_progress: Callable[[], None]
@@ -67,7 +67,7 @@ class Identity:
         return _digest_text(json.dumps([self._formats, files]))
 
     def is_current(self) -> bool:
-        """Return True if no file has changed since. Raises `OSError`."""
+        """Return True if no file has changed. Raises `OSError`."""
         return all(FileState.of(path) == state for path, state in self._states.items())
 
     def keep(self) -> None:
@@ -87,7 +87,7 @@ class PackedCache:
         return FileHashes(self.directory / HASHES_FILE)
 
     def path(self, checkpoint: Path, *formats: object) -> Path:
-        """Return its path."""
+        """Return a checkpoint's path."""
         name = json.dumps([str(checkpoint.resolve()), *(str(each) for each in formats)])
         readable = "".join(c if c.isalnum() or c in "-._" else "-" for c in checkpoint.resolve().name)[:60]
         return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
@@ -95,16 +95,16 @@ class PackedCache:
     def make_room(self, num_bytes: int, for_path: Path) -> bool:
         """Remove files until `num_bytes` fit; return False, and remove nothing, if that is impossible.
 
-        Files of the last day are kept: otherwise models used in turn would evict each other.
+        Keeps files of the last day: otherwise models used in turn would evict each other.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
         ages: dict[Path, tuple[float, int]] = {}
         for path in self.directory.iterdir():
-            with suppress(FileNotFoundError):  # removed meanwhile
+            with suppress(FileNotFoundError):
                 ages[path] = (now - path.stat().st_mtime, path.stat().st_size)
         for path, (age, _) in ages.items():
-            if path.suffix == ".tmp" and age > _ABANDONED_S:  # of a killed process
+            if path.suffix == ".tmp" and age > _ABANDONED_S:
                 path.unlink(missing_ok=True)
         kept = {path: each for path, each in ages.items() if path.name.endswith(_SUFFIX) and path != for_path}
         too_much = num_bytes + sum(size for _, size in kept.values()) - self.max_bytes
@@ -123,10 +123,7 @@ class PackedCache:
 
 
 class KeptWeights:
-    """`Weights` from a kept file, otherwise from a checkpoint.
-
-    goes_on is called after each written tensor: on a slow disk, all may take minutes.
-    """
+    """`Weights` from a kept file, otherwise from a checkpoint. on_progress: called after each written tensor."""
 
     def __init__(
         self,
@@ -144,7 +141,7 @@ class KeptWeights:
         self._source = source
         self._on_progress = on_progress
         self._packed: dict[str, tuple[KeptLinear, ...]] = {}
-        self._is_complete = True  # so far
+        self._is_complete = True
         self._reader = _Reader.open(path, identity.digest(), kernels) if os.access(path, os.R_OK) else None
 
     def linear(self, declared: Linear) -> PackedLinear:
@@ -155,10 +152,10 @@ class KeptWeights:
                 restored = self._restore(declared, self._reader.take(name))
                 self._source.skip(declared)
                 return restored  # noqa: TRY300
-            except Exception as error:  # noqa: BLE001 - whatever does not agree is made anew
+            except Exception as error:  # noqa: BLE001 - packs again
                 logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
                 self.close()
-                self._is_complete = False  # the next start writes the file
+                self._is_complete = False
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
         packed = self._source.linear(declared)
@@ -167,7 +164,6 @@ class KeptWeights:
         return packed
 
     def _restore(self, declared: Linear, kept: list[KeptLinear]) -> PackedLinear:
-        """Raise an exception if a kept weight does not fit."""
         restored = self._kernels.restore_linear(kept)
         found = restored.out_features, restored.in_features, {part.bias is not None for part in kept}
         expected = declared.out_features, declared.in_features, {declared.has_bias}
@@ -176,7 +172,7 @@ class KeptWeights:
         return restored
 
     def norm(self, declared: Norm) -> Tensor:
-        """Use the checkpoint."""
+        """Read the checkpoint."""
         return self._source.norm(declared)
 
     def skip(self, declared: Linear) -> None:
@@ -184,10 +180,10 @@ class KeptWeights:
         self._source.skip(declared)
 
     def finish(self) -> None:
-        """Write the file, if all weights were packed now. A failure is only logged."""
+        """Write the file, if all weights were packed now. Failures are only logged."""
         if self._reader is not None:
             with suppress(OSError):
-                os.utime(self._path)  # just used
+                os.utime(self._path)
             self._identity.keep()
             return
         packed, self._packed = self._packed, {}
@@ -208,36 +204,29 @@ class KeptWeights:
             logger.warning("packed weights cannot be stored in %s: %s", self._path, error)
 
     def close(self) -> None:
-        """Release the file. A second call has no effect."""
+        """Release the file. May be repeated."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
 
 class _TensorBeingRead(NamedTuple):
-    """Memory that threads read into. tasks: return checksums."""
-
     name: str
     data: Tensor
     digest: str
     tasks: list[Future[list[int]]]
 
     def result(self) -> Tensor:
-        """Wait for undamaged data. Raises `ValueError`."""
         if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
             raise ValueError(f"{self.name} is damaged")
         return self.data
 
 
 class _Reader:
-    """Reads and checks a kept file, a few weights ahead.
-
-    All weights are in one piece of memory, so that most pages are huge.
-    """
+    """Reads and checks a kept file, a few weights ahead, into one piece of memory."""
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
-        """Return None if no readable file has this identity."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -251,7 +240,7 @@ class _Reader:
             if _digest_text(metadata["linears"]) != metadata["digest"]:
                 raise ValueError("its header is damaged")  # noqa: TRY301
             return cls(file, start, header, json.loads(metadata["linears"]), kernels)
-        except Exception as error:  # noqa: BLE001 - whatever does not agree is made anew
+        except Exception as error:  # noqa: BLE001 - packs again
             logger.warning("%s cannot be read (%s); weights are packed again", path, error)
             os.close(file)
             return None
@@ -271,7 +260,6 @@ class _Reader:
         self._num_begun = 0
 
     def take(self, name: str) -> list[KeptLinear]:
-        """Return a weight and begin to read the next ones. Raises an exception for damage."""
         index = self._names.index(name)
         for ahead in self._names[self._num_begun : index + 1 + _WEIGHTS_AHEAD]:
             self._begun[ahead] = [self._begin_part(ahead, *each) for each in enumerate(self._linears[ahead])]
@@ -302,7 +290,6 @@ class _Reader:
         return _TensorBeingRead(name, data, digest, tasks)
 
     def _read(self, data: Tensor, offset: int) -> list[int]:
-        """Return each piece's checksum."""
         sums = []
         for piece in _cut(data, _PIECE_BYTES):
             view, done = _bytes_of(piece), 0
@@ -317,10 +304,9 @@ class _Reader:
 
 
 def _places(tensors: dict[str, Any], num_bytes: int) -> dict[str, tuple[int, int]]:
-    """Return each tensor's begin and end. Raises `ValueError`."""
     places: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, tensor in tensors.items():  # in the file's order
+    for name, tensor in tensors.items():
         first, last = tensor["data_offsets"]
         if not (type(first) is type(last) is int and end <= first < last <= num_bytes):
             raise ValueError(f"{name} is cut off")
@@ -345,7 +331,6 @@ def _read_header(file: int) -> tuple[dict[str, Any], int]:
 def _write(
     path: Path, identity: str, packed: dict[str, tuple[KeptLinear, ...]], on_progress: Callable[[], None]
 ) -> None:
-    """Replace the file."""
     tensors: dict[str, Tensor] = {}
     for name, parts in packed.items():
         for index, part in enumerate(parts):
@@ -382,7 +367,6 @@ def _write(
 
 
 def _tensor_name(linear: str, part: int, what: str) -> str:
-    """Name a tensor."""
     return f"{linear}.{what}" if part == 0 else f"{linear}.{part}.{what}"
 
 
@@ -395,7 +379,6 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _digest_sums(sums: Iterable[int]) -> str:
-    """Hash all checksums."""
     return hashlib.blake2b(b"".join(each.to_bytes(8, "little") for each in sums), digest_size=16).hexdigest()
 
 

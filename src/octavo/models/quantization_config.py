@@ -1,4 +1,4 @@
-"""Reads how weights are stored. Raises `ModelError` for unsupported methods and options."""
+"""Reads how weights are stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from octavo.models.config_file import ConfigFile
 
-_GROUP_MULTIPLE = 32  # as in `octavo.kernels.quantization`
+_GROUP_MULTIPLE = 32
 _KEYS = ("quantization_config", "compression_config")
 _FLOAT_FORMATS = ("float-quantized", "mxfp4-pack-quantized")
 _COMPRESSED_FORMATS = ("int-quantized", "pack-quantized", *_FLOAT_FORMATS)
@@ -68,7 +68,6 @@ def read_quantization_config(config: ConfigFile) -> StoredQuantization | StoredF
 
 
 def _unnamed_method(key: str, section: ConfigFile) -> str:
-    """Infer the method."""
     if key == "compression_config":
         return "compressed-tensors"
     return "bitsandbytes" if any(section.values.get(f"load_in_{bits}bit") is True for bits in (4, 8)) else ""
@@ -172,7 +171,6 @@ def _read_gptq(section: ConfigFile) -> StoredQuantization:
 
 
 def _all_but(section: ConfigFile, key: str) -> tuple[str, ...]:
-    """Return a pattern of a block's linear layers, except the listed names."""
     lists = section.values.get(key) or []
     are_lists = isinstance(lists, list) and all(isinstance(part, list) for part in lists)
     if not are_lists or not all(isinstance(name, str) for part in lists for name in part):
@@ -225,7 +223,7 @@ def _names(section: ConfigFile, key: str) -> tuple[str, ...]:
 
 
 def _as_pattern(name: str) -> str:
-    """Return a name of the text part with `*` as a regular expression that matches it and all names below it."""
+    """Return a name with `*` as a regular expression that also matches names below it."""
     name = name.replace("language_model.", "")
     if name.startswith("re:") or "*" not in name:
         return name

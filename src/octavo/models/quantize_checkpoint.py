@@ -1,6 +1,6 @@
-"""Writes a quantized copy of a checkpoint, for `octavo quantize`.
+"""Writes a quantized copy of a checkpoint, which vLLM and transformers also read.
 
-vLLM and transformers also read it. Embeddings, lm_head and norms are not quantized.
+Embeddings, lm_head and norms are not quantized.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 PRECISIONS = ("int8", "int4")
 MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
-_ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.shared_expert_gate$")  # in the form of compressed-tensors
-_TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")  # .model: of SentencePiece
+_ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.shared_expert_gate$")
+_TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")
 
 
 def quantize_checkpoint(
@@ -55,8 +55,8 @@ def quantize_checkpoint(
     """Write a quantized copy of a checkpoint into a new or empty directory; return the bytes of its weights.
 
     precision: "int8" (a scale per output feature) or "int4" (one per `group_size` input features). progress(done,
-    total): in bytes of the source's weights. Raises `ModelError` if the source cannot be read or is quantized, or the
-    destination is not empty.
+    total): in bytes of the source's weights. Raises `ModelError` if the source is quantized or the destination not
+    empty.
     """
     architecture = read_architecture(source)
     if architecture.stored is not None:
@@ -72,7 +72,7 @@ def quantize_checkpoint(
     files = open_tensors(FolderWeights(source), architecture, getattr(torch, architecture.dtype))
     refuse_broken_scales(files, architecture.scale_names())
     config = text_part(ConfigFile.read(source / "config.json")).values
-    config.pop("compression_config", None)  # its older name
+    config.pop("compression_config", None)
     has_experts = any(is_router(name) for name in architecture.tensor_shapes())
     config["quantization_config"] = describe_stored(
         precision, group_size, ["lm_head", *(_ROUTERS if has_experts else ())]
@@ -104,7 +104,7 @@ def _write_weights(
     progress: Callable[[int, int], None],
 ) -> int:
     writer = _ShardWriter(directory, max_shard_bytes)
-    total = weight_bytes(architecture, architecture.dtype)  # an estimate
+    total = weight_bytes(architecture, architecture.dtype)
     done = 0
     for name, shape in architecture.tensor_shapes().items():
         tensor = files.tensor(name)
@@ -121,7 +121,6 @@ def _write_weights(
 
 
 def _copy_the_rest(source: Path, directory: Path) -> None:
-    """Copy everything but weights."""
     for path in source.iterdir():
         is_text = path.suffix in _TEXT_SUFFIXES or path.name.startswith(("LICENSE", "NOTICE", "USE_POLICY"))
         if path.is_file() and is_text and path.name != "config.json" and not path.name.endswith(".index.json"):
@@ -146,8 +145,6 @@ def _module_folders(path: Path) -> set[str]:
 
 
 class _ShardWriter:
-    """Writes files of at most `max_bytes` bytes, as Hugging Face does."""
-
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
         self._max_bytes = max_bytes
@@ -164,7 +161,6 @@ class _ShardWriter:
         self._num_bytes += size
 
     def finish(self) -> int:
-        """Return all bytes."""
         self._write()
         names = [f"model-{number + 1:05}-of-{self._num_shards:05}.safetensors" for number in range(self._num_shards)]
         if self._num_shards == 1:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Increase it when values are read differently: this invalidates weights on disk.
 READING_VERSION = 2
 _VALUES_A_WORD = 8
-_VALUES_AT_ONCE = 1 << 22  # of an int8 weight, in float32
+_VALUES_AT_ONCE = 1 << 22
 _NIBBLE = 15
 # AWQ stores eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first: the place of column j.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -72,10 +72,10 @@ def read_quantized(
     tensor: Callable[[str], Tensor | None],
     round_weight: Callable[[Tensor, int], QuantizedWeight],
 ) -> QuantizedWeight:
-    """Return the weight [out_features, in_features] of a linear layer. Raises `ModelError` for a wrong order.
+    """Return the weight [out_features, in_features] of a linear layer.
 
-    tensor(name): returns one of `stored.tensors(module, ...)`, if it exists. round_weight:
-    `octavo.kernels.interface.Kernels.round_weight`, because int8 is rotated and rounded again.
+    tensor(name): returns one of `stored.tensors(module, ...)`, if it exists. round_weight: `Kernels.round_weight`,
+    because int8 is rotated and rounded again.
     """
 
     def required(name: str) -> Tensor:
@@ -119,7 +119,7 @@ def read_quantized(
 
 
 def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
-    """Raise `ModelError` for a scale that is not finite: all logits would be NaN."""
+    """Refuse scales that are not finite: all logits would be NaN."""
     for name in names:
         scales = files.find(name)
         if scales is None:
@@ -132,10 +132,9 @@ def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
 
 
 def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> Tensor | None:
-    """Return the input features by group, ascending within each, or None if they are stored so."""
     name = {StoredLayout.PACKED: "weight_g_idx", StoredLayout.GPTQ: "g_idx"}.get(stored.layout)
     group_of = None if name is None else tensor(f"{module}.{name}")
-    if group_of is None or bool((group_of == -1).all()):  # no order
+    if group_of is None or bool((group_of == -1).all()):
         return None
     ordered, order = group_of.long().sort(stable=True)
     expected = torch.arange(len(group_of)) // (stored.group_size or len(group_of))
@@ -148,7 +147,6 @@ def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str],
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """Undo AWQ's order."""
     places = torch.tensor(_AWQ_PLACES)
     return values.view(values.shape[0], -1, _VALUES_A_WORD)[:, :, places].reshape(values.shape)
 
@@ -164,12 +162,12 @@ def unpack_nibbles(words: Tensor, dim: int) -> Tensor:
 def pack_nibbles(values: Tensor) -> Tensor:
     """Return 0 .. 15 as int32 [rows, ceil(columns / 8)], lowest bits first."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % _VALUES_A_WORD))
-    pairs = padded[:, ::2] | padded[:, 1::2] << 4  # a little-endian word is four bytes
+    pairs = padded[:, ::2] | padded[:, 1::2] << 4
     return pairs.contiguous().view(torch.int32)
 
 
 def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int) -> dict[str, Tensor]:
-    """Round a weight and return its tensors. int8 is not rotated, because other programs do not rotate."""
+    """Round a weight and return its tensors. int8 is not rotated: other programs do not rotate."""
     if precision == "int8":
         values, scales = round_to_int8(weight, rotated=False)
         return {f"{module}.weight": values, f"{module}.weight_scale": scales.unsqueeze(1)}

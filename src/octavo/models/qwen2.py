@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's decoder with a bias on q, k and v; upper layers may have a window."""
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v; upper layers may have a window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen2ForCausalLM": "Qwen2, Qwen2.5, QwQ"}
-_DEFAULT_WINDOW = 4096  # without the key; null: no window
+_DEFAULT_WINDOW = 4096
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
@@ -39,7 +39,7 @@ def layers_with_windows(
     attention: AttentionConfig,
     has_window: Callable[[int, int], bool] = lambda index, bound: index >= bound,
 ) -> tuple[LayerConfig, ...]:
-    """Return all layers. has_window(index, max_window_layers): without `layer_types`, whether a layer has a window."""
+    """Return all layers. has_window(index, max_window_layers): used without `layer_types`."""
     mlp, windows = GatedMLPConfig.read(config), _read_windows(config, has_window)
     return tuple(LayerConfig(attention=replace(attention, window=each), mlp=mlp) for each in windows)
 

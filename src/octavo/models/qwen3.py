@@ -1,4 +1,4 @@
-"""Qwen3: an RMS norm on each head of q and k before rotation."""
+"""Qwen3: an RMS norm on each head of q and k."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class RandomWeights:
 
 _NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
 _QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
-_OF_FAMILY: dict[str, dict[str, Any]] = {  # own keys
+_OF_FAMILY: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma2ForCausalLM": {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -101,7 +101,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {  # own keys
 
 
 def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
-    """Return a small config.json for tests, with keys changed."""
+    """Return a small config.json for tests."""
     config: dict[str, Any] = {
         "architectures": [name],
         "model_type": name.removesuffix("ForCausalLM").lower(),
@@ -161,7 +161,6 @@ def write_checkpoint(
 
 
 def _stored_name(family: str, name: str) -> str:
-    """Return the name of a tensor in checkpoints of a family."""
     if family != "MixtralForCausalLM" or ".mlp." not in name:
         return name
     for ours, theirs in (("mlp", "block_sparse_moe"), ("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):

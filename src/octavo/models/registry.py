@@ -39,11 +39,11 @@ FAMILIES = {
 }
 
 
-_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would take memory before the missing tensors are noticed
+_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would take memory before missing tensors are noticed
 
 
 class Family(Protocol):
-    """A family's module. MODELS: its architectures, and the models that users know them by."""
+    """A family's module. MODELS: its architectures, and names that users know."""
 
     MODELS: dict[str, str]
 
@@ -58,7 +58,7 @@ def find_family(name: str) -> Family:
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """Read `config.json`. Raises `ModelError` for a model that octavo cannot serve."""
+    """Read `config.json`."""
     architecture = architecture_of(ConfigFile.read(directory / "config.json"))
     if not architecture.tie_word_embeddings and was_saved_without_head(directory):
         architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
@@ -66,7 +66,7 @@ def read_architecture(directory: Path) -> Architecture:
 
 
 def architecture_of(config: ConfigFile) -> Architecture:
-    """Read a configuration by its family. Raises `ModelError`."""
+    """Read a configuration by its family."""
     if config.has(_LAYERS) and config.count(_LAYERS) > _MOST_LAYERS:
         raise config.error(_LAYERS, f"octavo supports at most {_MOST_LAYERS}")
     names = config.values.get("architectures")

@@ -22,7 +22,7 @@ _SLICE_POSITIONS = 1024  # fit a core's cache: faster than two threads
 def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
     """Return float32 [num_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
 
-    Angles are products of float32 numbers as in transformers, so that they are rounded equally.
+    Angles are float32 products, rounded as in transformers.
     """
     if rope is None:
         return torch.empty(num_positions, 0, dtype=torch.float32)
@@ -65,7 +65,7 @@ def _slices(rope: RopeConfig, head_dim: int, num_positions: int) -> Iterator[tup
 
 
 def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor | None:
-    """Return float32 [num_positions]: the factors of queries (Llama 4), if any."""
+    """Return float32 [num_positions]: factors of queries (Llama 4), if any."""
     if rope is None or not rope.query_scale_beta:
         return None
     with one_thread():
@@ -92,7 +92,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Divide low frequencies, keep high ones, blend between (Llama 3.1 model card)."""
+    """Keep high frequencies, divide low ones, blend between (Llama 3.1 model card)."""
     low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     blend = (original / wavelengths - low) / (high - low)
@@ -102,10 +102,9 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
-    """Interpolate slow pairs, keep fast ones, ramp between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
+    """Keep fast pairs, interpolate slow ones, ramp between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
 
     def pair_with(rotations: float) -> float:
-        """Return the pair that rotates so often in the original context."""
         original = rope.original_max_position_embeddings
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -114,7 +113,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
-        last += 0.001  # no division by zero
+        last += 0.001
     ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 SUPPORTED_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "longrope")
-_DEFAULT_THETA = 10_000.0  # as in transformers
+_DEFAULT_THETA = 10_000.0
 _PARTIAL, _QUERY_SCALE = "partial_rotary_factor", "llama_4_scaling_beta"
 _UNSUPPORTED_KEYS = ("mrope_section", "full_attention", "sliding_attention", "short_mscale", "long_mscale")
 
@@ -20,14 +20,14 @@ _UNSUPPORTED_KEYS = ("mrope_section", "full_attention", "sliding_attention", "sh
 class RopeConfig:
     """Parameters of one rotary embedding.
 
-    partial_rotary_factor     the rotated share of a head's dimensions, from the first on
-    interleaved       rotates neighbouring dimensions, not equal places of both halves
-    query_scale_beta  queries at position p are scaled by 1 + beta * ln(1 + floor(p / original)); 0: by 1
-    low_freq_factor, high_freq_factor     llama3: bounds of interpolation
-    original_max_position_embeddings      llama3, yarn, longrope: context before stretching
-    attention_factor  yarn, longrope: multiplies cosines and sines
-    beta_fast, beta_slow, truncate        yarn: ends of the ramp, in rotations; whether they are rounded
-    short_factors, long_factors           longrope: of each wavelength, see `within`
+    partial_rotary_factor             the rotated share of a head's dimensions, from the first on
+    interleaved                       rotates neighbouring dimensions, not equal places of both halves
+    query_scale_beta                  queries at position p are scaled by 1 + beta * ln(1 + floor(p / original))
+    low_freq_factor, high_freq_factor llama3: bounds of interpolation
+    original_max_position_embeddings  llama3, yarn, longrope: context before stretching
+    attention_factor                  yarn, longrope: multiplies cosines and sines
+    beta_fast, beta_slow, truncate    yarn: ends of the ramp, in rotations; whether they are rounded
+    short_factors, long_factors       longrope: of each wavelength
     """
 
     kind: RopeKind = "default"
@@ -47,11 +47,11 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return rotated dimensions."""
+        """Return the number of rotated dimensions."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, config: ConfigFile, head_dim: int) -> None:
-        """Raise `ModelError` if such heads cannot be rotated."""
+        """Refuse heads that cannot be rotated."""
         rotary_dim, factors = self.rotary_dim(head_dim), len(self.short_factors)
         if rotary_dim % 2 or not rotary_dim:
             raise config.error(_PARTIAL, f"rotates {rotary_dim} of {head_dim} dimensions of a head; it must be even")
@@ -61,8 +61,8 @@ class RopeConfig:
     def within(self, max_model_len: int) -> RopeConfig:
         """Return the parameters for sequences of up to `max_model_len` tokens.
 
-        longrope has factors for short and for long sequences. As in vLLM, an engine chooses by the longest that it
-        serves: a choice by a sequence's length would change earlier keys when it grows.
+        As in vLLM, `max_model_len` chooses between longrope's factors: a choice by a sequence's length would change
+        earlier keys when it grows.
         """
         if self.kind != "longrope":
             return self
@@ -88,8 +88,7 @@ def read_rope(
 ) -> RopeConfig:
     """Read either style. `rope_scaling` wins over `rope_parameters`, and a theta inside it wins, as in transformers.
 
-    section: of some layers. is_partial, scales_queries: allow a rotation of parts of heads, and queries scaled by
-    position.
+    section: of some layers. is_partial, scales_queries: allow partially rotated heads, and queries scaled by position.
     """
     section = section or config.section("rope_scaling") or config.section("rope_parameters")
     sections = [config] if section is None else [config, section]
@@ -122,7 +121,7 @@ def _read_section(config: ConfigFile, section: ConfigFile, theta: float, max_pos
         case "yarn":
             original = _original_length(config, section, max_position_embeddings)
             return _read_yarn(section, theta, original, max_position_embeddings)
-        case "longrope" | "su":  # its first name
+        case "longrope" | "su":
             return _read_longrope(section, theta, _original_length(config, section, None), max_position_embeddings)
         case _:
             raise section.error(key, f"octavo supports the rope types {', '.join(SUPPORTED_KINDS)}")
@@ -163,7 +162,7 @@ def _read_yarn(section: ConfigFile, theta: float, original: int, max_position_em
     attention_factor = section.optional_number("attention_factor")
     if attention_factor is None:
         mscale, mscale_all_dim = section.values.get("mscale"), section.values.get("mscale_all_dim")
-        if mscale and mscale_all_dim:  # zero: not given, as in transformers
+        if mscale and mscale_all_dim:
             over, under = section.number("mscale"), section.number("mscale_all_dim")
             attention_factor = _yarn_mscale(factor, over) / _yarn_mscale(factor, under)
         else:
@@ -184,7 +183,6 @@ def _read_yarn(section: ConfigFile, theta: float, original: int, max_position_em
 
 
 def _read_longrope(section: ConfigFile, theta: float, original: int, max_position_embeddings: int) -> RopeConfig:
-    """Read both lists of factors (Ding et al. 2024)."""
     factor = section.number("factor", max_position_embeddings / original)
     attention_factor = section.optional_number("attention_factor")
     if attention_factor is None:
@@ -203,5 +201,5 @@ def _read_longrope(section: ConfigFile, theta: float, original: int, max_positio
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
-    """Return the temperature of attention (Peng et al. 2023, section 3.4)."""
+    """Return attention's temperature (Peng et al. 2023, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's decoder; every fourth layer does not rotate."""
+"""SmolLM3: Llama; every fourth layer does not rotate."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_rotates(config: ConfigFile) -> list[bool]:
-    """Return which layers rotate; by default all but one in `no_rope_layer_interval`."""
     num_layers, interval = config.count("num_hidden_layers"), config.count("no_rope_layer_interval")
     every = [int((index + 1) % interval != 0) for index in range(num_layers)]
     flags = config.whole_numbers("no_rope_layers", every)
@@ -51,7 +50,6 @@ def _read_rotates(config: ConfigFile) -> list[bool]:
 
 
 def _read_windows(config: ConfigFile, rotates: list[bool]) -> list[int | None]:
-    """Return each layer's window; by default layers without rotation have it."""
     if not config.flag("use_sliding_window", default=False) or not config.has("sliding_window"):
         return [None] * len(rotates)
     has_window = [not rotated for rotated in rotates]

@@ -1,7 +1,6 @@
 """How a checkpoint stores weights that are floats of 8 or 4 bits with scales. Does not import torch.
 
-MXFP4 is multiplied as it is. FP8 is expanded to the model's dtype at load, or by Triton kernels in every product.
-Quantization rounds both to integers.
+MXFP4 is multiplied as it is. FP8 is expanded at load, or by Triton kernels in every product. Quantization rounds both.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 _BYTES = ("U8",)
 _SCALES = (*FLOATS, "F8_E8M0")
-MXFP4_GROUP = 32  # values that share an exponent
+MXFP4_GROUP = 32
 
 
 class FloatLayout(StrEnum):
@@ -42,7 +41,7 @@ class StoredFloats:
     """The small floats of a checkpoint (FP8: E4M3; MXFP4: OCP Microscaling Formats 1.0, section 5.4).
 
     block        (out_features, in_features) that share a scale; None: all of them in that direction
-    scale_names  possible names; the first that exists is used
+    scale_names  the first that exists is used
     """
 
     layout: FloatLayout
@@ -74,7 +73,7 @@ class StoredFloats:
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
-        """Return its shape."""
+        """Return the scales' shape."""
         sizes = zip((out_features, in_features), self.block, strict=True)
         rows, columns = (1 if block is None else -(-size // block) for size, block in sizes)
         return rows, columns
@@ -92,15 +91,12 @@ class StoredFloats:
         }
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
-        """Return tensors by name. Raises `ModelError` if the format cannot hold this layer.
-
-        Scales for activations, keys and values are optional and ignored.
-        """
+        """Return tensors by name. Optional scales for activations, keys and values are ignored."""
         if self.bits == 4 and in_features % MXFP4_GROUP:
             raise ModelError(
                 f"{module} has {in_features} input features, which is not a multiple of MXFP4's {MXFP4_GROUP}"
             )
-        is_optional = len(self.scale_names) > 1  # reading requires one
+        is_optional = len(self.scale_names) > 1
         dtypes = _BYTES if self.bits == 4 else _SCALES
         scales = StoredTensor(self.scale_shape(out_features, in_features), dtypes, is_optional)
         match self.layout:

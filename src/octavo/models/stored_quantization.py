@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 FLOATS = ("F32", "F16", "BF16", "F64")
-SCALE_NAMES = ("weight_scale", "weight_scale_inv", "weight_scales", "scales")  # in any format
+SCALE_NAMES = ("weight_scale", "weight_scale_inv", "weight_scales", "scales")
 _INT32 = ("I32",)
-_VALUES_A_WORD = 8  # int4 values of an int32
+_VALUES_A_WORD = 8
 
 
 class StoredLayout(StrEnum):
@@ -38,10 +38,10 @@ class StoredTensor(NamedTuple):
 class StoredQuantization:
     """The integers of a checkpoint.
 
-    group_size   input features that share a scale, or None for all of them
+    group_size   input features that share a scale, or None for all
     zero_offset  is added to stored zero points (GPTQ stores one less)
     may_reorder  files list each group's input features (act-order, g_idx)
-    ignored      layers that are stored as floats: names, their last parts, or "re:" and a regular expression
+    ignored      layers stored as floats: names, their last parts, or "re:" and a regular expression
     """
 
     layout: StoredLayout
@@ -59,15 +59,15 @@ class StoredQuantization:
         return f"int{self.bits} ({self.layout}) with a scale per {of}{', act-order' if self.may_reorder else ''}"
 
     def covers(self, module: str) -> bool:
-        """Return True for integers. module: without ".weight"."""
+        """Return True if the layer is stored as integers. module: without ".weight"."""
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def num_groups(self, in_features: int) -> int:
-        """Return row scales."""
+        """Return a row's number of scales."""
         return 1 if self.group_size is None else -(-in_features // self.group_size)
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
-        """Return tensors' declarations."""
+        """Return tensors by name."""
         groups = self.num_groups(in_features)
         words, out_words = -(-in_features // _VALUES_A_WORD), -(-out_features // _VALUES_A_WORD)
         zero_shape = (groups, out_words)
@@ -92,7 +92,7 @@ class StoredQuantization:
                     "qzeros": StoredTensor(zero_shape, _INT32),
                     "scales": StoredTensor((groups, out_features)),
                     "g_idx": StoredTensor((in_features,), _INT32, is_optional=not self.may_reorder),
-                    # Some programs write zeros; a nonzero one must be noticed.
+                    # Some programs write zeros; a nonzero bias must be noticed.
                     "bias": StoredTensor((out_features,), is_optional=True),
                 }
             case StoredLayout.AWQ:

@@ -1,4 +1,4 @@
-"""The text part of models of text and images, served alone."""
+"""The text part of models of text and images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.models.config_file import ConfigFile
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# By the model's class: the class of each `model_type` of its text part.
+# By the model's class: the text part's class for each `model_type`.
 TEXT_PARTS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "LlavaForConditionalGeneration": {
@@ -22,7 +22,7 @@ TEXT_PARTS: dict[str, dict[str, str]] = {
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
-# Their text keys may be stored with the model's.
+# These may store the text's keys with the model's.
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 _OF_WHOLE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 _TIED, _ROPES = "tie_word_embeddings", ("rope_scaling", "rope_parameters")
@@ -31,7 +31,7 @@ _TIED, _ROPES = "tie_word_embeddings", ("rope_scaling", "rope_parameters")
 def text_part(config: ConfigFile) -> ConfigFile:
     """Return the configuration of the text part of a model of `TEXT_PARTS`; return any other unchanged.
 
-    Token ids, dtype and quantization of the whole model win. Raises `ModelError` for an unknown text part.
+    Token ids, dtype and quantization of the whole model win.
     """
     names = config.values.get("architectures")
     whole = next((name for name in names if name in TEXT_PARTS), None) if isinstance(names, list) else None

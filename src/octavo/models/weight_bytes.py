@@ -21,13 +21,10 @@ def weight_bytes(
     quantization: str | None = None,
     group_size: int = DEFAULT_GROUP_SIZE,
 ) -> int:
-    """Return the bytes of all weights in `dtype`.
+    """Return the bytes of all weights in `dtype`, with scales. FP8 of a checkpoint counts as expanded.
 
     norm_dtype: that of activations; norms with an offset are in float32. quantization: of matrices that are not stored
     as integers.
-
-    A row of int8 or fp8 has a scale of four bytes. int4 has two bytes for each scale and zero point, four for the unit
-    of each row, and four for each input feature if these may be reordered. FP8 of a checkpoint counts as expanded.
     """
     norm_dtype = "float32" if architecture.norm_offset else norm_dtype or dtype
     in_blocks = _kept_blocks(architecture) if quantization is None else {}
@@ -46,7 +43,7 @@ def weight_bytes(
 
 
 def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
-    """Return the bits that a matrix is rounded to, or None: routers choose experts in full precision."""
+    """Return the bits that a matrix is rounded to, or None: routers choose in full precision."""
     if quantization is None or is_router(matrix_name) or (quantization == "fp8" and is_vocabulary(matrix_name)):
         return None
     if quantization == "fp8":
@@ -56,7 +53,6 @@ def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
 
 
 def _order_bytes(architecture: Architecture) -> int:
-    """Return act-order's bytes."""
     stored = architecture.stored
     if stored is None or not stored.may_reorder:
         return 0
@@ -65,7 +61,6 @@ def _order_bytes(architecture: Architecture) -> int:
 
 
 def _kept_blocks(architecture: Architecture) -> dict[str, int]:
-    """Return `block_bytes` of products that are all in blocks."""
     sizes = architecture.block_bytes
     linears = [each for each in in_order(architecture.tensors()) if isinstance(each, Linear)]
     products = [[f"{name}.weight" for name in linear.names] for linear in linears]
@@ -75,7 +70,6 @@ def _kept_blocks(architecture: Architecture) -> dict[str, int]:
 def _rounding(
     architecture: Architecture, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
 ) -> tuple[int | None, int, bool]:
-    """Return (bits, scales of a row, whether it has zero points)."""
     if len(shape) != 2:
         return None, 0, False
     stored = architecture.stored

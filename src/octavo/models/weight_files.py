@@ -12,8 +12,8 @@ from octavo.models.config_file import ConfigFile
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BARE_EMBEDDING = "embed_tokens.weight"  # of names without "model."
-# The text part of models with images, in both orders of transformers.
+BARE_EMBEDDING = "embed_tokens.weight"
+# The text part of models with images: transformers writes either order.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(experts\.\d+\.)?(gate|w1|w2|w3)(?=\.)")
@@ -22,7 +22,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return model.safetensors, or the files of its index, or all safetensors files. Raises `ModelError`."""
+    """Return model.safetensors, or the files of its index, or all safetensors files."""
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
@@ -59,9 +59,9 @@ def _indexed_files(index_path: Path) -> list[Path]:
 def was_saved_without_head(directory: Path) -> bool:
     """Return True for an embedding model without lm_head, recognized by its names or sentence-transformers' files.
 
-    Broken files give False: loading them fails later.
+    False for broken files: loading them fails later.
     """
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - only checkpoints of untied weights need it
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
     try:
         names: set[str] = set()
@@ -81,7 +81,7 @@ def some(names: list[str]) -> str:
 
 
 def decoder_names(stored: Iterable[str]) -> dict[str, str]:
-    """Return a decoder's names for tensors, with those in the files. Embedding models often lack `model.`."""
+    """Map a decoder's tensor names to those in the files. Embedding models often lack `model.`."""
     stored = list(stored)
     if BARE_EMBEDDING in stored:
         return {f"model.{name}": name for name in stored}
@@ -89,7 +89,6 @@ def decoder_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def _of_experts(name: str) -> str:
-    """Return Mixtral's names in the form of other families."""
     if match := _MIXTRAL.search(name):
         name = name.replace(match[0], f".mlp.{match[1] or ''}{_MIXTRAL_PARTS[match[2]]}")
     return name

@@ -1,6 +1,6 @@
 """SHA-256 hashes of a checkpoint's files, stored with each file's state.
 
-A file with the same size, times and inode is unchanged: users cannot reset the time of its last state change (ctime).
+A file with the same size, times and inode is unchanged: users cannot reset its ctime.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 1024  # a checkpoint has up to a few hundred
+MAX_ENTRIES = 1024
 _PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
 _READERS = 4
-# A change within a clock tick does not alter the times: only older files' hashes are stored.
+# Only older files' hashes are stored: a change within a clock tick does not alter the times.
 _SETTLED_NS = 2 * 10**9
 
 
@@ -40,16 +40,13 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Return it; follows links."""
+        """Return a file's state; follows links."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 class FileHashes:
-    """Hashes by resolved path, in a JSON file of at most `MAX_ENTRIES`; the oldest are dropped first.
-
-    Of two simultaneous writers, the later one wins.
-    """
+    """Hashes by resolved path, in a JSON file of at most `MAX_ENTRIES`; the oldest are dropped first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +54,7 @@ class FileHashes:
         self._new: dict[str, tuple[FileState, str]] = {}
 
     def sha256(self, file: Path, state: FileState, on_progress: Callable[[], None]) -> str:
-        """Return a hash of the whole file, found in this state; see `hash_file`."""
+        """Return the hash of a file in this state; see `hash_file`."""
         known = self.known(file, state)
         if known is not None:
             return known
@@ -68,16 +65,16 @@ class FileHashes:
         return digest
 
     def known(self, file: Path, state: FileState) -> str | None:
-        """Return the hash without reading the file, or None."""
+        """Return a stored hash, or None."""
         name = str(file.resolve())
         entry = self._new.get(name) or self._known.get(name)
         return entry[1] if entry is not None and entry[0] == state else None
 
     def keep(self) -> None:
-        """Write new hashes. A failure is only logged."""
+        """Write new hashes. Failures are only logged."""
         if not self._new:
             return
-        entries = _read(self.path)  # perhaps of another process
+        entries = _read(self.path)
         for name, entry in self._new.items():
             entries.pop(name, None)
             entries[name] = entry
@@ -94,10 +91,7 @@ class FileHashes:
 
 
 def hash_file(path: Path, on_progress: Callable[[], None] = lambda: None) -> str:
-    """Return the SHA-256 over the SHA-256 of each 8 MiB. Raises `OSError`.
-
-    goes_on is called after each part.
-    """
+    """Return the SHA-256 over the SHA-256 of each 8 MiB. Raises `OSError`. on_progress: called after each part."""
     whole = hashlib.sha256()
     with path.open("rb") as file, ThreadPoolExecutor(_READERS, thread_name_prefix="octavo-hash") as pool:
         number = file.fileno()
@@ -121,7 +115,7 @@ def hash_file(path: Path, on_progress: Callable[[], None] = lambda: None) -> str
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` when it is complete, and only then."""
+    """Open a new file that replaces `path` when it is complete."""
     number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:
@@ -134,7 +128,6 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def _read(path: Path) -> dict[str, tuple[FileState, str]]:
-    """Return stored entries."""
     try:
         entries = json.loads(path.read_bytes())
         digests = {name: entry.pop("sha256") for name, entry in entries.items()}

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in any file format."""
+"""A checkpoint's weights in any format."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class StoredTensors(Protocol):
     """A checkpoint's tensors; its files are open while this or a tensor from it lives."""
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless the files hold exactly the expected tensors."""
+        """Refuse files without exactly the expected tensors."""
         ...
 
     def find(self, name: str) -> Tensor | None:
-        """Return it or None."""
+        """Return a tensor, or None."""
         ...
 
     def weight(self, name: str) -> StoredWeight:
@@ -53,21 +53,21 @@ class WeightSource(Protocol):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The matrices' types, if the configuration does not name them."""
+        """The matrices' types, if not in the configuration."""
         ...
 
     @property
     def quantization_level(self) -> str:
-        """Name of that mix, such as Q4_K_M."""
+        """Name of the mix of `types`, such as Q4_K_M."""
         ...
 
     @property
     def file_type(self) -> int | None:
-        """Number of that mix."""
+        """llama.cpp's number of that mix."""
         ...
 
     def weight_files(self) -> list[Path]:
-        """Return the files. Raises `ModelError`."""
+        """Return all files."""
         ...
 
     def config_files(self) -> list[Path]:
@@ -80,7 +80,7 @@ class WeightSource(Protocol):
 
 
 class FolderWeights:
-    """The weights in a folder in Hugging Face's layout."""
+    """A folder in Hugging Face's layout."""
 
     __slots__ = ("path",)
     types: tuple[str, ...] = ()
@@ -100,6 +100,6 @@ class FolderWeights:
 
     def open(self) -> StoredTensors:
         """Open the files."""
-        from octavo.models.checkpoint import CheckpointFiles  # noqa: PLC0415 - only the loader needs it
+        from octavo.models.checkpoint import CheckpointFiles  # noqa: PLC0415
 
         return CheckpointFiles(self.path)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WeightsIdentity:
-    """A hash over a checkpoint's weights and architecture. A thread reads the files while they are loaded.
+    """A hash over a checkpoint's weights and architecture. A thread reads the files during loading.
 
     seed: of random weights. Raises `ConfigError` if there is no directory for hashes.
     """
@@ -37,7 +37,7 @@ class WeightsIdentity:
         pool.shutdown(wait=False)
 
     def result(self) -> str:
-        """Return the hash, after loading. Raises `ModelError` if files changed meanwhile."""
+        """Return the hash, after loading. Refuses files that changed meanwhile."""
         identity = self._identity
         if identity is None:
             return self._described

@@ -30,7 +30,7 @@ class DaemonThreads:
         self._is_closed = False
         self._name = name
         self._hangs_after_s = hangs_after_s
-        self._begun: dict[int, float] = {}  # start of each running task, by thread
+        self._begun: dict[int, float] = {}
         self._threads: list[threading.Thread] = []
         for _ in range(num_threads):
             self._add_thread()
@@ -53,10 +53,7 @@ class DaemonThreads:
             self._add_thread()
 
     def close(self, timeout_s: float) -> bool:
-        """Discard queued tasks and wait for running ones. Returns True if all threads ended in time.
-
-        May be called again to wait longer.
-        """
+        """Discard queued tasks and wait for running ones; may be repeated. Return True if all threads ended in time."""
         self._is_closed = True
         _end(self._tasks, self._threads)
         end = time.monotonic() + timeout_s
@@ -81,4 +78,4 @@ def _work(tasks: Tasks, begun: dict[int, float], number: int) -> None:
         except BaseException:  # also a library's panic: the thread must survive
             logger.exception("a task of %s failed", threading.current_thread().name)
         del begun[number]
-        del task  # release its objects before the next task
+        del task

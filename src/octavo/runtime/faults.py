@@ -1,6 +1,6 @@
 """Faults that concern one request: logged with its id, and reported to it only.
 
-A loop over many requests guards the work for each with
+A loop over requests guards the work for each:
 
     try: ...
     except BaseException as error:

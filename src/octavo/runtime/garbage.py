@@ -1,4 +1,4 @@
-"""Exclude long-lived objects from garbage collection."""
+"""Excludes long-lived objects from garbage collection."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def permanent_generation() -> Iterator[None]:
-    """Disable the collector during the block, then freeze all existing objects.
+    """Disable the collector during the block, then freeze all objects. Only for a process that octavo owns.
 
-    So later full collections, which delay requests, visit only newer objects. Only for a process that octavo owns.
+    Later full collections visit only newer objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -35,11 +35,11 @@ class TextFormatter(logging.Formatter):
         place = f"{process}: " if process else ""
         super().__init__(f"%(asctime)s %(levelname)s {place}%(name)s: %(message)s")
 
-    def formatTime(self, record: logging.LogRecord, _datefmt: str | None = None) -> str:  # noqa: N802 - its base's name
+    def formatTime(self, record: logging.LogRecord, _datefmt: str | None = None) -> str:  # noqa: N802
         """Return the record's time."""
         return _time_of(record)
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - its base's name
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Return the line without a traceback."""
         line, about = super().formatMessage(record), request_id.get()
         return line if about is None or isinstance(record.msg, Fields) else f"{line} [{about}]"
@@ -69,15 +69,15 @@ class JsonFormatter(logging.Formatter):
 
 
 class _AuditHandler(logging.handlers.WatchedFileHandler):
-    """Writes to a file that may be rotated. Lines that cannot be written go to the log; no request fails."""
+    """Writes to a file that may be rotated. Lines that cannot be written go to the log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # from reopening; handled by `logging` since Python 3.14
+        except OSError:  # Python 3.14's `logging` handles it
             self.handleError(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - named by `logging`
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         error = sys.exc_info()[1]
         if isinstance(error, OSError):
             line = self.format(record)
@@ -89,9 +89,9 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
     """Log to standard error; changes the root logger unless it already has handlers.
 
-    style: one of `LOG_FORMATS`. process: name of a process that the user did not start.
-    audit_file: gets the `AUDIT` logger's lines as JSON, whatever the level, instead of standard error; reopened after
-    rotation. Raises `ConfigError` if it cannot be opened.
+    style: one of `LOG_FORMATS`. process: name of a process that the user did not start. audit_file: gets the `AUDIT`
+    logger's lines of all levels as JSON, instead of standard error; reopened after rotation. Raises `ConfigError` if it
+    cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""Return this process's unused memory to the system. Best effort."""
+"""Returns unused memory to the system. Best effort."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 RETURN_PERIOD_S = 60.0
-_M_ARENA_MAX, _ARENAS = -8, 2  # of mallopt
+_M_ARENA_MAX, _ARENAS = -8, 2
 _MAPS = Path("/proc/self/maps")
 
 
 def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
-    """Drop the resident pages within parts (address, bytes) of a mapped file; the page cache keeps them.
-
-    Only this file's mappings are touched, as other memory would lose its content. Linux only.
-    """
+    """Drop the resident pages within parts (address, bytes) of a mapped file; the page cache keeps them. Linux only."""
     libc = _libc()
     if libc is None or not _MAPS.exists():
         return
@@ -43,10 +40,9 @@ def return_free_memory() -> None:
 
 @contextmanager
 def returning_free_memory(period_s: float = RETURN_PERIOD_S) -> Iterator[None]:
-    """Call `return_free_memory` every period_s seconds during the block, so that memory peaks do not persist.
+    """Call `return_free_memory` every period_s seconds during the block.
 
-    It needs no interpreter lock. It also limits glibc to two heaps for the rest of the process: with one per thread,
-    each would keep its peak size.
+    Also limits glibc to two heaps for the rest of the process: one per thread would each keep its peak size.
     """
     choose = getattr(_libc(), "mallopt", None)
     if choose is not None:

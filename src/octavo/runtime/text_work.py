@@ -1,4 +1,4 @@
-"""Threads for work on texts. A request waits only for texts of its size class."""
+"""Threads for work on texts."""
 
 from __future__ import annotations
 
@@ -19,48 +19,44 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-# In characters. Work queues only in its own lane: eight texts of 30,000 characters take 150 ms, a whole short request 4
-# ms. Tiny texts take 0.2 ms on the event loop; a thread would wait longer for the busy interpreter.
+# In characters. Work queues only in its own lane: eight texts of 30,000 characters take 150 ms, a short request 4 ms.
+# Tiny texts take 0.2 ms on the event loop; a thread would wait longer.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LARGE = 256  # entries; serializing one takes microseconds
-_BYTES_PER_ENTRY = 128  # of JSON input
-_KINDS = "text", "count"  # of threads: for requests with an answer, and for token counts
-_LONGEST_S = 30.0  # for one piece of work; 8 MB of text take a third of it
+_BYTES_PER_ENTRY = 128
+_KINDS = "text", "count"  # for requests with an answer, and for token counts
+_LONGEST_S = 30.0  # 8 MB of text take a third of it
 
 
 class AbandonedError(Exception):
-    """The caller of this work was cancelled or timed out."""
+    """The caller was cancelled or timed out."""
 
 
 class _Work:
-    """State of one piece of work."""
-
     def __init__(self) -> None:
         self.is_abandoned = False
         self.num_tokens = 0
         self._end = math.inf
 
     def begin(self) -> None:
-        """Start the time limit."""
         self._end = time.monotonic() + _LONGEST_S
         self.check()
 
     def check(self) -> None:
-        """Raise `AbandonedError` if the caller is gone, `RequestError` after the time limit."""
         if self.is_abandoned:
             raise AbandonedError
         if time.monotonic() > self._end:
             raise RequestError(f"reading this request took longer than {_LONGEST_S:g} s; send a shorter request")
 
 
-_local = threading.local()  # `work`: the `_Work` of this thread
+_local = threading.local()
 
 
 def progress(num_tokens: int = 0) -> None:
     """Count tokens read by this thread's work, if any.
 
-    Long work must call it often: it is the only cancellation point. Raises `AbandonedError` if the caller is gone, and
+    Long work must call it often: it is the only cancellation point. Raises `AbandonedError` if the caller is gone,
     `RequestError` if the work takes too long.
     """
     work: _Work | None = getattr(_local, "work", None)
@@ -73,7 +69,7 @@ class TextWork:
     """Thread pool for work on texts: four lanes by size, each with one thread that tenants use in turns.
 
     Tiny texts run on the event loop, except counts, which have own threads. A lane's next count starts only when the
-    event loop has the last result, so other callbacks wait for at most one per lane.
+    event loop has the last result, so that other callbacks hardly wait.
     """
 
     def __init__(self) -> None:
@@ -97,10 +93,9 @@ class TextWork:
     ) -> T:
         """Run `work` and return its result. Raises `DeadlineError`, and its exceptions.
 
-        deadline: on the event loop's clock. on_read: always called at the end with the number of tokens read (see
-        `progress`).
-        is_count: tokens are only counted; no generation waits for it.
-        If the caller is cancelled, the work does not start, or stops at its next `progress`.
+        deadline: on the event loop's clock. on_read: always called at the end with the number of tokens read. is_count:
+        no generation waits for it. If the caller is cancelled, the work does not start, or stops at its next
+        `progress`.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:
@@ -146,7 +141,7 @@ async def run_text_work(
     deadline: float = math.inf,
     is_count: bool = False,
 ) -> T:
-    """Run `work` on the event loop, or in a thread if many entries would block other requests."""
+    """Run `work` on the event loop; many entries in a thread, because they would block other requests."""
     if num_entries <= _LARGE:
         return work()
     num_chars = num_entries * _BYTES_PER_ENTRY

@@ -37,7 +37,7 @@ class Turns:
     ) -> None:
         self._executor = executor
         self._max_waiting, self._refusal, self._parameter = max_waiting, refusal, parameter
-        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # the next tenant comes first
+        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()
         self._lock = threading.Lock()
 
     def submit(self, tenant: str, run: Callable[[], T]) -> Future[T]:
@@ -66,13 +66,12 @@ class Turns:
         return None
 
     def _run_next(self) -> None:
-        """Run the next task. After cancelled tasks there may be none."""
         if (task := self._take()) is None:
             return
         future, run = task
         try:
             result = run()
-        except BaseException as error:  # noqa: BLE001 - raised again by the result
+        except BaseException as error:  # noqa: BLE001 - the result raises it
             future.set_exception(error)
         else:
             future.set_result(result)

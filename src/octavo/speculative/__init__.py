@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def create_proposer(config: SpeculativeConfig | None, *, max_num_seqs: int, max_model_len: int) -> Proposer:
-    """Return the configured lookup proposer, or `NoProposer`."""
+    """Return the configured lookup proposer."""
     if config is None or config.method in {"draft_model", "quantized"}:
         return NoProposer()
     if config.method == "suffix":

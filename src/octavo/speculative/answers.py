@@ -11,7 +11,7 @@ from octavo.speculative.suffix_index import BYTES_PER_TOKEN, SuffixIndex
 if TYPE_CHECKING:
     from array import array
 
-BYTES_PER_ANSWER = 400  # end position, salt digest and owner number: a measured bound
+BYTES_PER_ANSWER = 400  # measured: end position, salt digest and owner number
 
 
 class Answers:
@@ -23,8 +23,8 @@ class Answers:
     def __init__(self, max_bytes: int, max_answers: int) -> None:
         self._index = SuffixIndex(max_bytes // BYTES_PER_TOKEN)
         self._max_answers = max_answers
-        self._ends: deque[tuple[int, bytes]] = deque()  # end position and salt's digest
-        self._owners: dict[bytes, list[int]] = {}  # by salt digest: owner number, number of answers
+        self._ends: deque[tuple[int, bytes]] = deque()
+        self._owners: dict[bytes, list[int]] = {}
         self._free: list[int] = []
 
     @staticmethod

@@ -18,9 +18,8 @@ class DraftTask:
     """A request that needs draft tokens.
 
     token_ids: int32 [num_tokens], with this step's sampled tokens; append-only, valid until the next step.
-    max_computed: limit on drafts that cost a forward pass each; None: max_drafts.
-    cache_salt: drafts pass only between requests of equal salt.
-    predicted_token_ids: int32, the answer that the client expects.
+    max_computed: limit on drafts that cost a forward pass each; None: max_drafts. cache_salt: drafts pass only between
+    requests of equal salt. predicted_token_ids: int32, the answer that the client expects.
     """
 
     request_id: str
@@ -45,10 +44,8 @@ class EndedRequest:
 class Proposer(Protocol):
     """Source of draft tokens, called once after each step.
 
-    A rejected draft costs one row of a step and never changes the output.
-
-    num_bytes: maximum memory use. num_passes: forward passes of a model in the latest call.
-    computes: it may run a model when lookup finds no drafts.
+    num_bytes: maximum memory use. num_passes: forward passes of a model in the latest call. computes: it may run a
+    model.
     """
 
     num_speculative_tokens: int
@@ -66,7 +63,7 @@ class Proposer(Protocol):
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the state of requests that may resume. Unknown ids are ignored."""
+        """Drop the state of requests that may resume. Ignores unknown ids."""
         ...
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:

@@ -1,7 +1,7 @@
 """Drafts from a smaller model with the same vocabulary, or from the target with quantized weights.
 
 After speculative decoding (Leviathan et al., arXiv 2211.17192). For exact verification the drafting model samples with
-the target's noise, so that sampled drafts are often accepted, too.
+the target's noise: then sampled drafts are often accepted.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Protocol):
-    """The worker's drafting model, which continues requests of the latest step.
-
-    max_model_len: the longest sequence that it can continue, in tokens.
-    """
+    """Continues requests of the latest step. max_model_len: the longest sequence that it can continue."""
 
     max_model_len: int
 
@@ -44,10 +41,7 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Drafts with a model when lookup finds nothing: one batched forward pass per draft position.
-
-    first: lookup proposer that is called first.
-    """
+    """Drafts with a model when `first`, a lookup proposer, finds nothing: one batched pass per draft position."""
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -80,7 +74,6 @@ class ModelProposer:
         return drafts
 
     def _choose(self, most: NDArray[np.int64]) -> list[list[int]]:
-        """Return at most `most[i]` tokens for request i."""
         longest = int(most.max())
         chosen = np.full((len(most), longest), -1, dtype=np.int64)
         indices = np.arange(len(most))

@@ -1,4 +1,4 @@
-"""Drafts are the tokens after the latest earlier occurrence of a request's last tokens.
+"""Drafts the tokens after the latest earlier occurrence of a request's last tokens.
 
 After "prompt lookup decoding" (Apoorv Saxena, 2023), with an index instead of a search.
 """
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask
 
 _TOKEN_BITS = 32
-_MOST_TOKENS = 1 << 17  # of all requests
-_ENTRY_BYTES = 120  # per dictionary entry just after growth, without its key's tokens; measured
+_MOST_TOKENS = 1 << 17
+_ENTRY_BYTES = 120  # measured, just after growth, without the key's tokens
 
 
 @dataclass(slots=True)
 class _Index:
     """The latest end of each n-gram in a request's first `num_tokens` tokens.
 
-    N-grams that end with the last token are added when a token follows them.
-    ends: by n-gram as one integer. newest: the last tokens, likewise.
+    N-grams that end with the last token are added when a token follows. ends: by n-gram as one integer. newest: the
+    last tokens, likewise.
     """
 
     ends: dict[int, int] = field(default_factory=dict)
@@ -37,8 +37,7 @@ class _Index:
 class NgramProposer(LookupProposer[_Index]):
     """Matches a request's longest repeated suffix of prompt_lookup_min to prompt_lookup_max tokens.
 
-    A token costs one dictionary entry per length, and no search. When the indices are full, further requests get no
-    drafts until indexed ones end.
+    When the indices are full, further requests get no drafts until indexed ones end.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class NgramProposer(LookupProposer[_Index]):
         ends, newest, masks = index.ends, index.newest, self._masks
         whole, end = masks[0][0], index.num_tokens
         for token_id in token_ids[index.num_tokens :].tolist():
-            # These n-grams are usable now, as a token follows them.
             if end >= self._lengths[-1]:
                 for n, (mask, leading) in zip(self._lengths, masks, strict=True):
                     if n <= end:

@@ -1,4 +1,4 @@
-"""Drafts from the answer that the client expects (OpenAI's `prediction`), only for its own request."""
+"""Drafts from the answer that the client expects (OpenAI's `prediction`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ DRAFTS_PER_TOKEN = 2
 
 
 class PredictionProposer:
-    """Prefers the prediction to a proposer's drafts if it yields at least as many.
-
-    Each draft adds at most one token to a step, so an equal number is as good.
-    """
+    """Prefers the prediction to a proposer's drafts if it yields at least as many."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 
@@ -54,8 +51,8 @@ class PredictionProposer:
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
     """Return up to `most` tokens that follow the end of the answer in the prediction.
 
-    Unless the answer is its prefix, they follow the longest match of the answer's last tokens; of equally long ones,
-    that with the position closest to the one in the answer.
+    Unless the answer is its prefix, they follow the longest match of the answer's last tokens; on a tie, the one
+    closest to the answer's position.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):
@@ -70,11 +67,7 @@ def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most
 def _longest_matches(
     predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the ends of the longest matches of the answer's last tokens, and their length.
-
-    A single match is extended only as far as needed.
-    """
-    num_places = len(predicted) - NGRAM  # a token must follow
+    num_places = len(predicted) - NGRAM
     if len(answer) < NGRAM or num_places <= 0:
         return np.empty(0, dtype=np.int64), 0
     matches = np.ones(num_places, dtype=bool)

@@ -13,7 +13,7 @@ IndexT = TypeVar("IndexT")
 
 
 class RequestIndices(Generic[IndexT]):
-    """One token index per running request, of at most max_tokens in total."""
+    """An index per running request, of at most max_tokens together."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -25,7 +25,7 @@ class RequestIndices(Generic[IndexT]):
         return self._kept[request_id][0] if request_id in self._kept else None
 
     def free_tokens(self, request_id: str) -> int:
-        """Return the largest capacity, in tokens, of this request's index."""
+        """Return the largest capacity of a request's index, in tokens."""
         current = self._kept[request_id][1] if request_id in self._kept else 0
         return self.max_tokens - self.num_tokens + current
 
@@ -36,17 +36,14 @@ class RequestIndices(Generic[IndexT]):
         self.num_tokens += num_tokens
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop indices; unknown ids are ignored."""
+        """Drop indices. Ignores unknown ids."""
         for request_id in request_ids:
             if (kept := self._kept.pop(request_id, None)) is not None:
                 self.num_tokens -= kept[1]
 
 
 class LookupProposer(Generic[IndexT]):
-    """Looks drafts up in an index of each request's own tokens.
-
-    max_tokens: of all indices.
-    """
+    """Looks drafts up in an index of each request's own tokens. max_tokens: of all indices."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 

@@ -1,12 +1,12 @@
 """Drafts from a request's own tokens, and from earlier answers with the same cache salt.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Accepted drafts make an answer observably faster, like a prefix
-hit. So the cache salt isolates drafts, too:
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975). Accepted drafts make an answer observably faster, so the cache
+salt isolates them like prefix hits:
 
-- An answer is a draft only for requests of equal salt; requests without a salt share with one another. The server gives
-  each tenant its own salts, unless its key shares the prefix cache.
-- The end of a prompt is kept under the same salt, to match the beginning of an answer.
-- The tokens of a request that has not ended are drafts for itself only.
+- An answer is a draft only for requests of equal salt; no salt counts as one. The server gives each tenant its own
+  salts, unless its key shares the prefix cache.
+- The end of a prompt is kept under the same salt.
+- The tokens of an unfinished request are drafts for itself only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.speculative.interface import DraftTask, EndedRequest
 
-_MOST_TOKENS = 1 << 17  # of all running requests
-_MIN_CAPACITY = 256  # spare capacity of a new index, in tokens
+_MOST_TOKENS = 1 << 17
+_MIN_CAPACITY = 256
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):
@@ -40,7 +40,7 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
         self._max_model_len = max(max_model_len, MIN_CAPACITY)
         super().__init__(config.num_speculative_tokens, min(max_num_seqs * self._max_model_len, _MOST_TOKENS))
         self.num_bytes = self._indices.max_tokens * BYTES_PER_TOKEN
-        # Allocated when the first request ends: memory planning must not count it twice.
+        # Memory planning must not count it twice: it is allocated when the first request ends.
         self._answers: Answers | None = None
         self._max_bytes = config.suffix_decoding_max_cached_bytes
         self._max_answers = config.suffix_decoding_max_cached_requests
@@ -76,7 +76,6 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
         return draft
 
     def _extended(self, task: DraftTask) -> SuffixIndex | None:
-        """Update or replace a request's index; None without room."""
         num_tokens = len(task.token_ids)
         index = self._indices.get(task.request_id)
         if index is None or num_tokens > index.capacity:

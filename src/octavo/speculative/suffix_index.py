@@ -1,8 +1,7 @@
 """Finds earlier occurrences of a suffix and drafts the tokens after them.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975): the most frequent continuation wins, and a longer match drafts
-more. Instead of a suffix tree it has an n-gram index over a ring buffer of fixed size. Hits are compared token by
-token, so a hash collision never yields a draft.
+After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with an n-gram index over a ring buffer instead of a suffix
+tree. Hits are compared token by token, so a hash collision never yields a draft.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    Hit = tuple[int, int]  # end position and length of a match
+    Hit = tuple[int, int]
 
 NGRAM = 3  # shortest match, in tokens
 MAX_MATCH = 32  # longest match, in tokens
@@ -21,21 +20,21 @@ MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
-_MAX_HITS = 6  # the newest, among which continuations are counted
-_MAX_STEPS = 64  # limit on chain entries, collisions included
+_MAX_HITS = 6
+_MAX_STEPS = 64
 _MAX_LENGTHS = 2
 
 
 class SuffixIndex:
     """Ring buffer of the newest `capacity` tokens, in texts that each have an owner.
 
-    Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to the latest position with it, which
-    links to the previous one.
+    Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to its latest position, which links
+    to the previous one.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(capacity, MIN_CAPACITY)
-        self.num_tokens = 0  # ever written, with text boundaries
+        self.num_tokens = 0  # ever written, with boundaries
         self._oldest = 0
         self._tokens = array("i", [_BOUNDARY]) * self.capacity
         self._owners = array("i", [0]) * self.capacity
@@ -54,7 +53,7 @@ class SuffixIndex:
         return max(self._oldest, self.num_tokens - self.capacity)
 
     def extend(self, token_ids: Iterable[int], owner: int = 0) -> None:
-        """Append tokens to the newest text. owner: the same for a whole text."""
+        """Append tokens to the newest text. owner: of the whole text."""
         capacity, tokens, owners = self.capacity, self._tokens, self._owners
         previous, heads = self._previous, self._heads
         end = self.num_tokens
@@ -105,7 +104,7 @@ class SuffixIndex:
         for length in lengths:
             num_drafts = min(most, int(factor * length))
             if best_score >= num_drafts:
-                break  # each draft adds at most one
+                break
             longer = [run for run, (_, matched) in zip(runs, hits, strict=True) if matched >= length]
             draft, score = _most_frequent(longer, num_drafts, min_probability)
             if score > best_score:
@@ -113,7 +112,6 @@ class SuffixIndex:
         return best, best_score
 
     def _find(self, suffix: array[int], owner: int) -> list[Hit]:
-        """Return the newest hits of the suffix, newest first."""
         capacity, tokens, owners, previous = self.capacity, self._tokens, self._owners, self._previous
         suffix = suffix[-min(MAX_MATCH, capacity) :]
         length = len(suffix)
@@ -130,7 +128,7 @@ class SuffixIndex:
             if owners[place] == owner and position < last:
                 start = place + 1 - length
                 stood = tokens[start : place + 1] if start >= 0 else tokens[start:] + tokens[: place + 1]
-                # The highest differing bit is in the last token that differs; all later tokens match.
+                # The highest differing bit is in the last token that differs.
                 differing = (to_number(stood.tobytes(), "little") ^ as_number).bit_length()
                 num_same = length - (differing + _TOKEN_BITS - 1) // _TOKEN_BITS
                 if num_same >= NGRAM:
@@ -141,7 +139,7 @@ class SuffixIndex:
         return hits
 
     def _runs(self, positions: list[int], length: int) -> list[list[int]]:
-        """Return `length` tokens from each position; a run that reaches the newest token is repeated."""
+        """Repeat a run that reaches the newest token."""
         capacity, tokens, end = self.capacity, self._tokens, self.num_tokens
         runs = [tokens[each % capacity : each % capacity + length].tolist() for each in positions]
         for index, position in enumerate(positions):

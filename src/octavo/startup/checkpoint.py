@@ -72,10 +72,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Open a path, hub id or built-in model; a file is read as GGUF. Raises `ModelError`.
-
-    weights: False to not download them.
-    """
+    """Open a path, hub id or built-in model; a file is read as GGUF. weights: False to not download them."""
     model = built_in_path(str(model)) or model
     if problem := explain_undecodable(str(model)):
         raise ModelError(f"the model's path {problem}")

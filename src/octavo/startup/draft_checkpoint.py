@@ -25,10 +25,7 @@ _WORTHWHILE_SHARE = 0.8  # of the model's bytes: with more, a draft takes almost
 def find_draft_checkpoint(
     speculative: SpeculativeConfig | None, config: ModelConfig, target: ServedModel
 ) -> DraftCheckpoint | None:
-    """Return the draft model's checkpoint, if a model drafts. Raises `ConfigError`.
-
-    config: that of the target.
-    """
+    """Return the draft model's checkpoint, if any. Raises `ConfigError`. config: of the target."""
     if speculative is None or not speculative.drafts_by_model:
         return None
     if speculative.model is None:
@@ -61,7 +58,7 @@ def find_draft_checkpoint(
 
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
-    """Return the target in fewer bits. Raises `ConfigError` if that hardly saves bytes."""
+    """Return the target in fewer bits, if that saves bytes."""
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(
@@ -123,7 +120,6 @@ def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
 
 
 def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
-    """Raise `ConfigError` if a token of the target has another id, or none, in the draft model."""
     stored = draft.stored_tokenizer()
     if stored is None:
         logger.warning("%s has no tokenizer: it is assumed to use the model's tokens", name)
@@ -132,7 +128,7 @@ def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
         return
     draft_vocab, target_vocab = (each.read_tokenizer().backend.get_vocab() for each in (draft, target))
     for token, number in target_vocab.items():
-        # Conversions to GGUF name unused rows [PADn]; no text produces them.
+        # Conversions to GGUF name unused rows [PADn].
         if draft_vocab.get(token) != number and (token in draft_vocab or token != f"[PAD{number}]"):
             there = f"number {draft_vocab[token]}" if token in draft_vocab else "no token"
             raise ConfigError(

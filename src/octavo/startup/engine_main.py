@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def build(config: EngineConfig, progress: Progress) -> EngineCore:
     """Import torch and build the core."""
     with permanent_generation():
-        from octavo.build import build_core  # noqa: PLC0415 - takes seconds; the process is watched already
+        from octavo.build import build_core  # noqa: PLC0415 - takes seconds
 
         return build_core(config, progress=progress, reads_ahead=True)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from octavo.startup.launch import ServedModel
 
 logger = logging.getLogger(__name__)
-_SHOWN_KEY = 100  # characters
+_SHOWN_KEY = 100
 
 
 def find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
@@ -43,19 +43,18 @@ def check_fingerprint(
 ) -> EngineFingerprint:
     """Return the engine's fingerprint. Refuse a start that computes other numbers than an earlier one.
 
-    identity: hashes the weights, so that starts with a copy of them are compared, too; None if KV is not shared.
-    Nothing is compared without use of the disk (packed_cache_bytes 0), or without checksums.
-    Raises `FingerprintError`, and `ModelError` for weights that have changed.
+    identity: hashes the weights, so that starts with a copy of them are compared, too. Compares nothing if
+    packed_cache_bytes is 0 or there are no checksums. Raises `FingerprintError`, and `ModelError` for changed weights.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
         return fingerprint
     if identity is not None:
-        identity.result()  # writes the hashes that `_describe_engine` reads
+        identity.result()  # writes hashes for `_describe_engine`
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
         engine = _describe_engine(config, served, info, draft, dtype)
-    except (OSError, RuntimeError) as error:  # a file was removed, or this user has no home
+    except (OSError, RuntimeError) as error:  # a removed file, or no home directory
         logger.warning("the fingerprint of this start cannot be compared: %s", error)
         return fingerprint
     kept.check(engine, fingerprint)
@@ -65,10 +64,9 @@ def check_fingerprint(
 def _describe_engine(
     config: EngineConfig, served: ServedModel, info: WorkerInfo, draft: DraftCheckpoint | None, dtype: str
 ) -> dict[str, Any]:
-    """Return all that a start's numbers may depend on. Raises `OSError`."""
     model = config.model
     seed = model.seed if model.load_format == "dummy" else None
-    hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)  # already written if the weights were hashed
+    hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)
     return {
         "model": describe_model(served.checkpoint.weights, served.architecture, hashes, seed),
         "draft": None if draft is None else describe_model(draft.weights, draft.architecture, hashes, seed),
@@ -83,10 +81,7 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return all that a token's KV depends on, except tokens. Engines share KV only if their fingerprints agree.
-
-    identity: of the weights; None if KV stays in this engine.
-    """
+    """Return all that a token's KV depends on, except tokens. identity: None if KV stays in this engine."""
     model, cache = config.model, config.cache
     keys = [
         f"kv:{info.kv_dtype} in blocks of {cache.block_size}, layout {info.kv_layout_version}",
@@ -102,7 +97,7 @@ def cache_keys(
 
 
 def kv_format(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return the cache keys by name, for a router, without the secret. Long ones are hashed."""
+    """Return the cache keys by name, for a router, without the secret."""
     values = dict(key.split(":", 1) for key in keys)
     values.pop("secret", None)
     return {

@@ -35,10 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that will be served.
-
-    text: the checkpoint of tokenizer and chat template. max_model_len: of a sequence, in tokens.
-    """
+    """A model to serve. text: the checkpoint of tokenizer and chat template."""
 
     checkpoint: Checkpoint
     text: Checkpoint
@@ -66,10 +63,10 @@ def launch_engine(
 ) -> Engine:
     """Start a process for the core, load the tokenizer meanwhile, and return the engine when it is ready.
 
-    progress(done, total): called with bytes of packed weights. meanwhile: called while the process loads; its errors
-    end the start. Raises `ConfigError` and `ModelError`.
+    progress(done, total): in bytes of packed weights. meanwhile: called while the process loads; its errors end the
+    start. Raises `ConfigError` and `ModelError`.
     """
-    from octavo.engine.remote_core import RemoteCore  # noqa: PLC0415 - needs zmq and msgspec, which only servers do
+    from octavo.engine.remote_core import RemoteCore  # noqa: PLC0415 - only for servers
 
     served, path = ServedModel.find(config.model), config.model
     draft = find_draft_checkpoint(config.speculative, config.model, served)
@@ -108,7 +105,7 @@ def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProc
 
 
 def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler | None:
-    """Make a compiler of grammars, which reads the vocabulary at first use. None without a tokenizer."""
+    """Make a compiler of grammars. None without a tokenizer."""
     if config.skip_tokenizer_init:
         return None
 

@@ -1,7 +1,6 @@
-"""Close objects with a schema that names properties but does not say if further ones are allowed.
+"""Closes objects whose schema names properties but does not say if further ones are allowed.
 
-In JSON Schema such an object is open, and a small model then invents properties without end. llama.cpp and xgrammar
-close it, as the tools that write such schemas expect.
+In JSON Schema they are open, and a small model invents properties without end.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ OBJECT_KEYWORDS = frozenset(
         "unevaluatedProperties",
     )
 )
-# These determine further properties.
 _DECIDING = frozenset(("additionalProperties", "const", "enum", "patternProperties", "propertyNames"))
 
 
-MAX_MERGED = 50_000  # about 20 ms
+MAX_MERGED = 50_000
 
 
 class MergeBudget:
-    """Limits merging: products of options and properties, or of references and targets, grow fast."""
+    """Limits merging: products of options and properties grow fast."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED
@@ -50,8 +48,8 @@ class MergeBudget:
 class Merged:
     """The combined constraints of several schemas on one object.
 
-    least: its minimum number of properties. has_properties: some schema names properties or forbids unevaluated ones.
-    is_decided: a schema itself determines the further properties.
+    least: minimum number of properties. has_properties: a schema names properties or forbids unevaluated ones.
+    is_decided: a schema determines further properties.
     """
 
     def __init__(self, budget: MergeBudget) -> None:
@@ -66,7 +64,7 @@ class Merged:
         """Return an independent copy."""
         self._budget.take(len(self.names) + 1)
         other = copy(self)
-        other.names, other._referred = dict(self.names), set(self._referred)  # noqa: SLF001 - its own
+        other.names, other._referred = dict(self.names), set(self._referred)  # noqa: SLF001
         return other
 
     def add(self, schema: Any, root: dict[str, Any]) -> None:
@@ -78,7 +76,7 @@ class Merged:
                 continue
             self._add_properties(part)
             reference = part.get("$ref")
-            if isinstance(reference, str) and reference not in self._referred:  # only once: references may be cyclic
+            if isinstance(reference, str) and reference not in self._referred:  # references may be cyclic
                 self._referred.add(reference)
                 left.append(resolve(reference, root))
             for key in ("allOf", "anyOf", "oneOf"):
@@ -104,11 +102,11 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """Whether the object may have only named properties, which must reach its minimum."""
+        """True if the object may have only named properties, which must reach its minimum."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:
-        """Add a member of `allOf` that closes a closable merge."""
+        """Close a closable merge with a member of `allOf`."""
         if not self.is_closable or not isinstance(schema, dict):
             return schema
         self._budget.take(len(self.names))
@@ -120,7 +118,7 @@ class Merged:
 
 
 def closed(schema: dict[str, Any], found: Any) -> Any:
-    """Return `found`, which is `schema` with rewritten properties, closed if it may be."""
+    """Return `found`, which is `schema` with rewritten properties, closed if possible."""
     merged = Merged(MergeBudget())
     merged.add(schema, schema)
     if not merged.is_closable or not isinstance(found, dict):

@@ -1,9 +1,8 @@
-"""Translate llama.cpp's GBNF into the Lark notation of llguidance.
+"""Translates llama.cpp's GBNF into llguidance's Lark.
 
-Each character becomes a lexeme, except for the parts that `octavo.structured_output.gbnf_lexemes` finds: with longer
-lexemes, llguidance's lexer would forbid texts that a grammar allows, such as "ba" for `root ::= word "a"` and `word ::=
-[a-z]+`.
-The notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
+Characters become lexemes, except for the parts that `octavo.structured_output.gbnf_lexemes` finds: longer lexemes would
+forbid allowed texts, such as "ba" for `root ::= word "a"` and `word ::= [a-z]+`. The notation:
+https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def is_gbnf(grammar: str) -> bool:
 def to_lark(grammar: str) -> str:
     """Translate a grammar. Raises `ValueError`."""
     rules = with_lexemes(read_rules(grammar))
-    names = {"root": "start"}  # Lark allows other names than GBNF
+    names = {"root": "start"}
     for name in rules:
         names.setdefault(name, f"r{len(names)}")
     terminals: dict[str, str] = {}
@@ -85,7 +84,7 @@ class _Reader:
         self._rules: Rules = {}
         self._used = {"root"}
         self._name: str | None = None
-        self._levels: list[list[list[Node]]] = []  # by depth: alternatives, each with its items
+        self._levels: list[list[list[Node]]] = []
         self._can_repeat = False
 
     def add(self, token: re.Match[str]) -> None:
@@ -168,7 +167,7 @@ def _joined(alternatives: list[list[Node]]) -> Node:
 
 
 def _written(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
-    """Spell a node in Lark, without recursion because nodes may be deep. Mutated: terminals."""
+    """Avoid recursion: nodes may be deep."""
     written: list[str] = []
     left: list[Node | str] = [root]
     while left:
@@ -220,7 +219,6 @@ def _set(text: str, *, is_negated: bool) -> Ranges:
 
 
 def _characters(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield characters, each with True if it is escaped."""
     place = 0
     while place < len(text):
         found = _ESCAPE.match(text, place)

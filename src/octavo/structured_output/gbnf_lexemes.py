@@ -1,8 +1,8 @@
-"""Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
+"""Finds the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
-llguidance's lexer takes the longest lexeme and never backtracks, which is exact if no text of a lexeme is a prefix of
-another text. A grammar without recursion becomes one lexeme. In others, parts that mark their own end, such as a string
-with its quotes, become lexemes, if the prefix condition holds for all lexemes and single characters together.
+llguidance's lexer takes the longest lexeme and never backtracks. This is exact if no text of a lexeme is a prefix of
+another text. A grammar without recursion becomes one lexeme. In others, parts that mark their own end become lexemes,
+if the prefix condition holds for all lexemes and single characters together.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 # Beyond these limits, an automaton could exceed the lexer's.
-_MAX_CHARS = 1000  # with repetitions counted
+_MAX_CHARS = 1000
 _MAX_DEPTH = 64
 _MAX_STATES = 1000
 _MAX_ROUNDS = 100
-_MAX_WORK = 100_000  # about 5 us each; other threads wait
+_MAX_WORK = 100_000  # about 5 us each
 
 
 class TooLargeError(Exception):
@@ -138,14 +138,12 @@ def _nodes(root: Node) -> Iterator[tuple[Node, int]]:
 
 
 class _Automaton:
-    """Matches several parts of a grammar in parallel."""
-
     def __init__(self, rules: Rules, parts: Iterable[Node], work: _Work) -> None:
         self._rules, self._work = rules, work
         self._edges: list[list[tuple[Ranges, int]]] = [[]]
         self._empty: list[list[int]] = [[]]
-        self._ends: set[int] = set()  # in which a part is complete
-        self._owners: list[int] = [-1]  # part by state
+        self._ends: set[int] = set()
+        self._owners: list[int] = [-1]
         for index, part in enumerate(parts):
             self._ends.add(self._add(part, self._branch(0)))
             self._owners += [index] * (len(self._edges) - len(self._owners))
@@ -153,7 +151,7 @@ class _Automaton:
     def continuing(self, *, until_found: bool = False) -> set[int]:
         """Return the parts with an empty text, or a text of which a text of any part is a prefix.
 
-        until_found: stop after the first. Raises `TooLargeError`.
+        Raises `TooLargeError`.
         """
         start = self._closure([0])
         found = {self._owners[state] for state in start & self._ends}
@@ -198,13 +196,11 @@ class _Automaton:
         return len(self._edges) - 1
 
     def _branch(self, state: int) -> int:
-        """Add an empty transition from `state`."""
         new = self._state()
         self._empty[state].append(new)
         return new
 
     def _add(self, node: Node, start: int) -> int:
-        """Return the state after the node."""
         match node:
             case Chars(ranges):
                 end = self._state()
@@ -243,8 +239,6 @@ class _Automaton:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """A candidate for a lexeme."""
-
     items: tuple[Node, ...]
     start: int
     stop: int
@@ -259,7 +253,7 @@ class _Parts:
 
     def __init__(self, rules: Rules, sizes: _Sizes, work: _Work) -> None:
         self._rules, self._sizes, self._work = rules, sizes, work
-        self._refused: set[tuple[int, int]] = set()  # id of items, index at which no run may begin
+        self._refused: set[tuple[int, int]] = set()
         self._ends_itself: dict[Sequence, bool] = {}
         self._runs: dict[Sequence, list[_Run]] = {}
         self._chars: set[Ranges] = set()
@@ -315,7 +309,6 @@ class _Parts:
                 place = run.stop
 
     def _find_run(self, items: tuple[Node, ...], start: int) -> _Run | None:
-        """Return the shortest run of several characters that marks its own end."""
         if (id(items), start) in self._refused:
             return None
         for stop in range(start + (2 if isinstance(items[start], Chars) else 1), len(items) + 1):
@@ -339,7 +332,7 @@ class _Parts:
         return known
 
     def _refuse(self) -> bool:
-        """Refuse runs that conflict with lexemes or characters. Returns True if there are any."""
+        """Refuse runs that conflict with lexemes or characters. Return True if there are any."""
         parts = [*self._runs]
         longer = _Automaton(self._rules, parts, self._work).continuing()
         chars = tuple(each for ranges in self._chars for each in ranges)

@@ -1,4 +1,4 @@
-"""The nodes of GBNF, and their regular expressions."""
+"""GBNF's nodes, and their regular expressions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lexeme:
 
 
 Node: TypeAlias = Chars | Sequence | Choice | Repeat | Rule | Lexeme
-Rules: TypeAlias = dict[str, Node]  # by name, including "root"
+Rules: TypeAlias = dict[str, Node]
 
 
 def negated(ranges: Ranges) -> Ranges:
@@ -67,7 +67,6 @@ def negated(ranges: Ranges) -> Ranges:
         begin = max(begin, last + 1)
     if begin <= MAX_CODE:
         rest.append((begin, MAX_CODE))
-    # Surrogates are no characters.
     ends = [
         (
             _LAST_SURROGATE + 1 if _FIRST_SURROGATE <= first <= _LAST_SURROGATE else first,

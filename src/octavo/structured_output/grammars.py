@@ -1,7 +1,4 @@
-"""Compile and match grammars with llguidance (https://github.com/guidance-ai/llguidance).
-
-The allowed tokens depend only on the tokens so far, so a schedule cannot change them.
-"""
+"""Compiles and matches grammars with llguidance (https://github.com/guidance-ai/llguidance)."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MAX_KEPT = 128  # a small schema takes 0.2 MB
-_MAX_KEPT_CHARS = 1 << 20  # of their texts
-_STACK_BYTES = 512 << 20  # of address space; 4000 rules in a chain take 8 MB, a text may have 16,000
-_MAX_WAITING = 1024  # grammars of one tenant
+_MAX_KEPT_CHARS = 1 << 20
+_STACK_BYTES = 512 << 20  # address space; a text may have 16,000 rules in a chain, and 4,000 take 8 MB
+_MAX_WAITING = 1024
 _LARGE_CHARS = 1 << 12  # shorter ones process a token within 1 ms
 _PARAMETER = "structured_outputs"
 # About 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
@@ -52,19 +49,19 @@ _LIMITS = {
     "max_lexer_states": 30_000,
     "max_grammar_size": 200_000,
 }
-_MARKS = re.compile(r"(<[^<>\s]+>)")  # looks like a token
+_MARKS = re.compile(r"(<[^<>\s]+>)")
 _MAX_ERROR_CHARS = 500
 _ANY_OBJECT = '{"type": "object"}'
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be compiled, or exceeded its limits during generation."""
+    """A grammar cannot be compiled, or exceeded its limits."""
 
 
 class Matcher:
-    """The position of one output in its grammar.
+    """The position of one output in its grammar. Raises `GrammarError` beyond the grammar's limits.
 
-    large: lets other threads run during `advance` with a large grammar; `allowed` always does.
+    With `large`, other threads run during `advance`; they always do during `allowed`.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -75,11 +72,11 @@ class Matcher:
 
     @property
     def is_large(self) -> bool:
-        """Whether processing a token may take long."""
+        """True if processing a token may take long."""
         return self._large is not None
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Advance over tokens. Raises `GrammarError` if one is forbidden, or the grammar exceeds its limits."""
+        """Advance over tokens. Raises `GrammarError` if one is forbidden."""
         with _named_faults():
             if self._large is not None:
                 continues = self._large.consume(self._matcher, token_ids)
@@ -92,7 +89,7 @@ class Matcher:
         self.num_tokens += len(token_ids)
 
     def step_back(self, num_tokens: int) -> None:
-        """Undo the last tokens. Raises `GrammarError` if that is not possible."""
+        """Undo the last tokens."""
         with _named_faults():
             goes_back = not num_tokens or self._matcher.rollback(num_tokens)
         if not goes_back:
@@ -102,15 +99,12 @@ class Matcher:
         self.num_tokens -= num_tokens
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may come next in this order. Raises `GrammarError`."""
+        """Return how many of these tokens may come next in this order."""
         with _named_faults():
             return int(self._matcher.validate_tokens(list(token_ids)))
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return bool [vocab]: True for the tokens that may come next, including EOS if the text may end here.
-
-        Raises `GrammarError` if the grammar exceeds its limits.
-        """
+        """Return bool [vocab]: the tokens that may come next, and EOS if the text may end."""
         with _named_faults():
             mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -125,10 +119,10 @@ class _LargeSteps:
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
-        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # refuses any token immediately
+        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)
 
     def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
-        other = self._other.deep_copy()  # each thread needs its own
+        other = self._other.deep_copy()
         return all(self._executor.consume_token_par([(matcher, each), (other, each)])[0] for each in token_ids)
 
 
@@ -136,8 +130,7 @@ class _LargeSteps:
 class Vocabulary:
     """The properties of a tokenizer that grammars need.
 
-    text: its tokenizer.json. num_ids: the model may have more or fewer rows. added_ids: tokens added to the trained
-    vocabulary.
+    text: its tokenizer.json. num_ids: the model may have more or fewer rows. added_ids: not in the trained vocabulary.
     """
 
     text: str
@@ -148,8 +141,6 @@ class Vocabulary:
 
 
 class _Compiled:
-    """A weakly referenced grammar."""
-
     __slots__ = ("__weakref__", "large", "matcher")
 
     def __init__(self, matcher: Any, large: _LargeSteps | None) -> None:
@@ -160,8 +151,8 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Caches the most recently used ones and those of unfinished requests.
 
-    read_vocabulary: called for the first grammar or by `read_ahead`. For 150,000 tokens, llguidance takes 110 MB and a
-    second or two, in which no other thread runs. vocab_size: rows of the model; a token without a row is never allowed.
+    read_vocabulary: called for the first grammar or by `read_ahead`. For 150,000 tokens, it takes 110 MB and a second
+    or two, and blocks other threads. vocab_size: rows of the model; tokens without a row are never allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -177,15 +168,15 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def read_ahead(self) -> Future[None]:
-        """Read the vocabulary in the background before the first request. Later requests raise its errors."""
+        """Read the vocabulary in the background. Later requests raise its errors."""
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
-        """Compile a grammar in the background. The future raises `GrammarError` if the grammar is invalid.
+        """Compile a grammar in the background. The future raises `GrammarError` if it is invalid.
 
-        The grammar lives as long as the object `wanted`, so that no step waits for its compilation. Tenants take turns:
-        the future is `running()` once it is the tenant's turn. Raises `GrammarError` if no thread can be started, and
-        `QueueFullError` if the tenant has too many waiting grammars.
+        The grammar lives as long as the object `wanted`: no step waits for it. Tenants take turns; the future is
+        `running()` once it is the tenant's turn. Raises `GrammarError` if no thread can be started, and
+        `QueueFullError` if too many grammars of the tenant wait.
         """
         with _named_faults():
             return _turns().submit(tenant, lambda: self._prepare(wanted))
@@ -210,7 +201,6 @@ class GrammarCompiler:
             return compiled
 
     def _keep(self, text: str, compiled: _Compiled) -> None:
-        """Mark a grammar as most recently used; evict the least recently used ones beyond the limits."""
         if self._kept.pop(text, None) is None:
             self._num_kept_chars += len(text)
         self._kept[text] = compiled
@@ -235,7 +225,7 @@ class GrammarCompiler:
             limits = llguidance.LLParserLimits(**_LIMITS)
             matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # copies share these states
+                matcher.compute_bitmask()
             if matcher.is_error():
                 raise _refusal(llguidance, wanted.kind, structure, matcher.get_error())
             compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
@@ -266,7 +256,6 @@ class GrammarCompiler:
         return self._tokenizer
 
     def _start(self, wanted: StructuredOutputsParams) -> str:
-        """Return the rules of the structure and any free text before it."""
         if wanted.starts_after is None:
             return "start: @answer"
         vocabulary, first = self._vocabulary, self._first_piece(wanted.starts_after)
@@ -287,7 +276,6 @@ class GrammarCompiler:
         return " ".join(self._token(piece) or json.dumps(piece) for piece in _MARKS.split(text) if piece)
 
     def _token(self, text: str) -> str | None:
-        """Return None if the model has no row for it."""
         assert self._vocabulary is not None
         token_id = self._vocabulary.token_id(text)
         return None if token_id is None or token_id >= self._vocab_size else by_id(token_id)
@@ -307,11 +295,11 @@ def _turns() -> Turns:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the one thread that compiles. llguidance recurses over rules: its stack fits the longest text."""
+    """Return the one thread that compiles. Its stack fits llguidance's recursion over the longest text."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:
-        executor.submit(int).result()  # creates the thread with that stack
+        executor.submit(int).result()
     finally:
         threading.stack_size(before)
     return executor
@@ -319,7 +307,7 @@ def _executor() -> ThreadPoolExecutor:
 
 @contextlib.contextmanager
 def _named_faults() -> Iterator[None]:
-    """Convert any error of llguidance, also a panic, to `GrammarError`, so that it fails only one request."""
+    """Convert llguidance's errors and panics to `GrammarError`, which fails only one request."""
     try:
         yield
     except (OctavoError, KeyboardInterrupt, SystemExit):
@@ -332,7 +320,7 @@ def _named_faults() -> Iterator[None]:
 
 def _llguidance() -> Any:
     try:
-        import llguidance  # noqa: PLC0415 - optional, and loaded only when needed
+        import llguidance  # noqa: PLC0415 - optional
     except ImportError:
         raise RequestError(
             "structured outputs need llguidance: pip install 'octavo[structured]'", parameter=_PARAMETER
@@ -364,8 +352,6 @@ def _structure_text(llguidance: Any, wanted: StructuredOutputsParams) -> str:
 
 
 def _refusal(llguidance: Any, kind: str, structure: str, message: str) -> GrammarError:
-    """Name the part of a schema that cannot be compiled."""
-
     def check(schema: dict[str, Any]) -> str | None:
         options = {**JSON_OPTIONS, "lenient": LENIENT in schema}
         grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)

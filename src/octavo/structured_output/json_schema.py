@@ -1,4 +1,4 @@
-"""Refuse JSON schemas that are too large for a grammar."""
+"""Refuses too large JSON schemas."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", *DEFINIT
 
 
 def refuse_large_objects(schema: str | dict[str, Any], kind: str, parameter: str | None) -> None:
-    """Raise `RequestError` if an object has too many optional properties.
-
-    Text that is not JSON is ignored: the compiler refuses it.
-    """
+    """Raise `RequestError` if an object has too many optional properties. Ignores text that is not JSON."""
     try:
         left: list[Any] = [json.loads(schema) if isinstance(schema, str) else schema]
     except (ValueError, RecursionError):

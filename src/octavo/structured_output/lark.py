@@ -1,4 +1,4 @@
-"""Build grammars in llguidance's dialect of Lark."""
+"""Builds grammars in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from octavo.structured_output.schema_rewriting import rewritten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# JSON is on one line, with an optional space after commas and colons: small models fill an answer with unlimited white
-# space until their tokens run out. `oneOf` is treated as `anyOf`: an automaton cannot count matching options.
+# JSON is on one line, with an optional space after commas and colons: small models write white space without end.
+# `oneOf` is treated as `anyOf`: an automaton cannot count matching options.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
     "coerce_one_of": True,
 }
-# Otherwise llguidance would force text with one continuation as the tokenizer's tokens. For "<think>" in a schema that
-# is the added token, which llguidance then refuses.
+# Otherwise llguidance would force text with one continuation as the tokenizer's tokens, and refuse an added token such
+# as "<think>".
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Blanks at a beginning are limited, too; some are needed: chat templates put up to two line feeds around reasoning.
+# Chat templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
-_TEXT_RULE = re.compile(r"^(TEXT|BEFORE): /.*/$", re.MULTILINE)  # of text with calls
+_TEXT_RULE = re.compile(r"^(TEXT|BEFORE): /.*/$", re.MULTILINE)
 _COMMENTS = {"description", "title", "examples", "default", "$comment", "deprecated"}
 _VALUES = {"const", "enum", "required"}
 
@@ -42,7 +42,7 @@ def lark_json(schema: str | dict[str, Any]) -> str:
 
 
 def _bare(schema: Any) -> Any:
-    """Remove annotations: tools have long descriptions, and the size of a grammar is limited."""
+    """Remove annotations: the size of a grammar is limited."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -57,10 +57,7 @@ def _bare(schema: Any) -> Any:
 
 
 def by_id(token_id: int) -> str:
-    """Return the name of a token in a grammar.
-
-    llguidance takes every added token of the form <...> for a special one and never uses it by its text.
-    """
+    """Return the name of a token in a grammar: llguidance never uses an added token <...> by its text."""
     return f"<[{token_id}]>"
 
 
@@ -92,16 +89,13 @@ def free_start(ends: str, ends_token: str | None, opens: str | None, between: Se
 
 
 def pattern(text: str) -> str:
-    """Return a regular expression of exactly this text."""
+    """Return a regular expression of this text."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
-    """Return the grammar for llguidance: `rules` around the structure.
-
-    free_from: begins the free part; None if there is none or every answer has one.
-    """
-    if free_from is not None:  # text that begins so would be ambiguous
+    """Return the grammar for llguidance: `rules` around the structure. free_from: as `opens` of `free_start`."""
+    if free_from is not None:
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)
     inner = json.loads(structure)["grammars"] if structure.startswith("{") else [{"lark_grammar": structure}]

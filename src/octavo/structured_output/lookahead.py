@@ -1,8 +1,8 @@
-"""Rewrite a regular expression with lookahead as several ones without it that must all match.
+"""Rewrites a regular expression with lookahead as several ones without it that must all match.
 
-llguidance's automata have no look-around, but pydantic writes it for `Decimal`, zod for `email()`, users for passwords.
-An assertion at the beginning becomes a pattern of its own, a negative one its complement, if that is short. Functions
-return None for an unknown form.
+llguidance has no look-around, but pydantic writes it for `Decimal`, zod for `email()`, users for passwords. An
+assertion at the beginning becomes a pattern of its own, a negative one its complement. Functions return None for an
+unknown form.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_DIGITS = 100
 def without_lookahead(pattern: str) -> list[str] | None:
     """Return patterns that together match the same texts as a pattern, or fewer.
 
-    A text matches a pattern if any part of it does, as in JSON schemas.
+    As in JSON schemas, a text matches a pattern if any part of it does.
     """
     if not _LOOK_AROUND.search(pattern):
         return [pattern]
@@ -45,7 +45,7 @@ def without_lookahead(pattern: str) -> list[str] | None:
                 return None
             inner, rest = rest[assertion.end() : end - 1], "^" + rest[end:]
             inner = inner.removeprefix("^")
-            found = [f"^(?:{inner})"] if assertion[1] == "=" else _complements(inner)  # `inner` may have alternatives
+            found = [f"^(?:{inner})"] if assertion[1] == "=" else _complements(inner)
             if found is None:
                 return None
             patterns += found
@@ -101,7 +101,6 @@ def _ends_whole(pattern: str) -> bool:
 
 
 def _alternatives(inner: str) -> Iterator[str]:
-    """Yield the alternatives of a pattern or of a group around it."""
     ending = "$" if _ends_whole(inner) else ""
     group = _GROUP.fullmatch(inner.removesuffix(ending))
     if group is None:
@@ -111,7 +110,6 @@ def _alternatives(inner: str) -> Iterator[str]:
 
 
 def _split(pattern: str) -> Iterator[str]:
-    """Split at the bars outside of groups and classes."""
     start, place = 0, 0
     while place < len(pattern):
         if pattern[place] in "([":
@@ -127,7 +125,6 @@ def _split(pattern: str) -> Iterator[str]:
 
 
 def _complement(option: str) -> str | None:
-    """Match texts that do not begin with one alternative."""
     is_whole = _ends_whole(option)
     option = option[:-1] if is_whole else option
     if is_whole and option.endswith(("*", "+")) and (atoms := _atoms(option[:-1])) and len(atoms) == 1:
@@ -143,7 +140,6 @@ def _complement(option: str) -> str | None:
 
 
 def _without(atoms: list[str]) -> str | None:
-    """Match texts without a sequence of one or two characters, of two only if neither is a class."""
     first = _negated(atoms[0])
     if len(atoms) == 1:
         return f"^{first}*$"

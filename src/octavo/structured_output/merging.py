@@ -1,7 +1,6 @@
-"""Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema add to one value.
+"""Merges the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema add to one value.
 
-Call formats other than JSON need this, because they write properties one by one; for JSON, llguidance merges.
-References point into `root`.
+Only call formats other than JSON need this: they write properties one by one. References point into `root`.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from typing import Any
 
 from octavo.structured_output.references import resolve
 
-MAX_OPTIONS = 16  # of one object
-MAX_EXPANDED = 512  # nested schemas
+MAX_OPTIONS = 16
+MAX_EXPANDED = 512
 _OPTIONS = ("anyOf", "oneOf")
 _NAMING = frozenset(("patternProperties", "propertyNames"))
 _MERGED = ("$ref", "allOf", *_OPTIONS)
@@ -45,7 +44,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
         if not left and not found and is_merged(part):
             return part
         reference = part.get("$ref")
-        if isinstance(reference, str) and reference not in referred:  # only once: references may be cyclic
+        if isinstance(reference, str) and reference not in referred:  # references may be cyclic
             referred.add(reference)
             left.insert(0, resolve(reference, root))
         left += _list(part, "allOf")
@@ -58,7 +57,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one merged schema for each option of `anyOf` and `oneOf`.
 
-    Beyond MAX_OPTIONS it is a single schema with the properties of all options.
+    Beyond MAX_OPTIONS, return a single schema with the properties of all options.
     """
     left, found = [merged(schema, root)], list[dict[str, Any]]()
     num_seen = 0
@@ -78,7 +77,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_small(schema: Any, root: dict[str, Any]) -> bool:
-    """Return True if a schema, fully expanded, has at most MAX_EXPANDED schemas; recursive ones never have."""
+    """Return True if a schema, fully expanded, has at most MAX_EXPANDED schemas."""
     left, num_seen = [schema], 0
     while left and num_seen <= MAX_EXPANDED:
         part = left.pop()
@@ -100,7 +99,6 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
 
 
 def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
-    """Allow all parts' properties; require those that all parts require."""
     properties: dict[str, list[Any]] = {}
     required: list[str] | None = None
     is_closed, num_seen = True, 0

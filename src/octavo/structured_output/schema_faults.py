@@ -1,4 +1,4 @@
-"""Find the part of a JSON schema that llguidance refuses: its errors do not name it."""
+"""Finds the part of a JSON schema that llguidance refuses: its errors do not name it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from octavo.structured_output.references import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Keyword: the request's field with the schema. llguidance ignores it.
+# The request's field with the schema.
 FIELD = "x-octavo-field"
-# Keyword: ignore keywords that llguidance does not support instead of refusing them.
+# Ignore unsupported keywords instead of refusing them.
 LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
-_MAX_TRIED_CHARS = 1 << 19  # of all compiled schemas
+_MAX_TRIED_CHARS = 1 << 19
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _MAX_PATTERN_CHARS = 200
 _MAX_FIELD_CHARS = 100
@@ -40,16 +40,13 @@ class SchemaFault:
 
 
 def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the smallest part of a schema that fails alone; None if the schema compiles.
-
-    check: returns the compiler's error, or None.
-    """
+    """Return the fault of the smallest part of a schema that fails alone, if any."""
     message = check(schema)
     if message is None:
         return None
     definitions = {key: schema[key] for key in (*DEFINITIONS, LENIENT) if key in schema}
     field = schema.get(FIELD)
-    field = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else None  # may be the client's own
+    field = field[:_MAX_FIELD_CHARS] if isinstance(field, str) else None
     part, place, seen, left = schema, "#", {"#"}, _MAX_TRIED_CHARS
     while left >= 0:
         for child_place, child in _children(part, place, schema):
@@ -73,14 +70,13 @@ def find_fault_in_grammar(grammar: str, check: Callable[[dict[str, Any]], str | 
         try:
             schema, _ = decoder.raw_decode(grammar, found.end())
         except ValueError:
-            continue  # the compiler refuses it
+            continue
         if (fault := find_fault(schema, check)) is not None:
             return fault
     return None
 
 
 def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas within a schema and its reference's target."""
     for key in _NAMED:
         if isinstance(named := schema.get(key), dict):
             for name, each in named.items():
@@ -115,7 +111,6 @@ def _escaped(name: str) -> str:
 
 
 def _explained(message: str, schema: dict[str, Any]) -> str:
-    """Reword llguidance's errors."""
     if found := _UNSUPPORTED.fullmatch(message):
         return f"the keywords {found[1]} are not supported"
     pattern = schema.get("pattern")
@@ -125,7 +120,7 @@ def _explained(message: str, schema: dict[str, Any]) -> str:
 
 
 def reason_of(message: str) -> str:
-    """Return the first line of llguidance's error, with the reason in later lines for a regular expression."""
+    """Return the first line of llguidance's error; for a regular expression with the later reason."""
     head, _, rest = message.strip().partition("\n")
     reason = rest.rpartition("error: ")[2].partition("\n")[0] if "regex parse error" in head else ""
     return f"{head.rpartition('regex parse error')[0]}{reason}" if reason else head

@@ -1,4 +1,4 @@
-"""Rewrite a JSON schema into one that llguidance compiles and that has the meaning that the client expects.
+"""Rewrites a JSON schema for llguidance, with the meaning that the client expects.
 
 It allows the same values or fewer, except that unknown formats are not checked, and options of `oneOf` may overlap.
 """
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
-_MAX_NAMED = 100  # formats named in a process's log
+_MAX_NAMED = 100
 _MAX_NAME_CHARS = 64
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
 _SEVERAL = ("items", "prefixItems")
@@ -30,11 +30,10 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema to compile. The argument is not changed.
 
     * An object with `properties` and without `additionalProperties` is closed, after `$ref`, `allOf` and `anyOf` have
-    been merged; not so with `patternProperties`, or if it must have more properties than named.
+    been merged; not with `patternProperties`, or if it must have more properties than named.
     * An unknown `format` is dropped.
     * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
     or `properties`.
-
     Raises `RecursionError` if it is nested too deep, `RequestError` if its merges are too large.
     """
     return _Rewriter(schema).whole()
@@ -43,13 +42,13 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 class _Rewriter:
     """Rewrites one schema.
 
-    A whole value is closed. A member of a merge (`allOf`, a `$ref` with keywords next to it) stays open, and the merge
-    is closed.
+    A whole value is closed. Members of a merge (`allOf`, a `$ref` with other keywords) stay open, and the merge is
+    closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._names: dict[tuple[int, bool], str] = {}  # by id() of the target and `is_open`
+        self._names: dict[tuple[int, bool], str] = {}
         self._left: list[tuple[str, Any, bool]] = []
         self._budget = MergeBudget()
 
@@ -93,11 +92,10 @@ class _Rewriter:
         return found
 
     def _open(self, schema: Any) -> Any:
-        """Close the properties of a member of a merge, not the object."""
         return self._rewritten(schema, is_open=True)
 
     def _rewritten(self, schema: Any, *, is_open: bool) -> Any:
-        """Rewrite parts. is_open: those that apply to the same value stay open."""
+        """Rewrite parts. is_open: parts that apply to the same value stay open."""
         schema = _mended(schema) if isinstance(schema, dict) else schema
         if not isinstance(schema, dict):
             return schema
@@ -146,9 +144,9 @@ def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
     if isinstance(found.get("format"), str) and found["format"] not in FORMATS:
         _note_format(found.pop("format"))
     if _KNOWN_DIALECTS not in str(found.get("$schema", _KNOWN_DIALECTS)):
-        del found["$schema"]  # llguidance refuses unknown dialects, such as OpenAPI's
+        del found["$schema"]  # such as OpenAPI's
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if isinstance(is_exclusive := found.get(exclusive), bool):  # the form of OpenAPI 3.0
+        if isinstance(is_exclusive := found.get(exclusive), bool):  # OpenAPI 3.0
             del found[exclusive]
             if is_exclusive and bound in found:
                 found[exclusive] = found.pop(bound)
@@ -163,7 +161,6 @@ def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
 
 
 def _mend_names(schema: dict[str, Any]) -> None:
-    """Replace `propertyNames`, if the schema names no properties."""
     names = schema.get("propertyNames")
     if names in (True, {}, {"type": "string"}):  # all names are strings
         del schema["propertyNames"]

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.layers import CausalLM
 
-MOST_ROWS = 512  # by default: a larger step takes longer to compute than to launch
-# an estimate: drivers do not report a launch's memory
+MOST_ROWS = 512  # a larger step takes longer to compute than to launch
+# estimated
 BYTES_PER_LAYER = 512 << 10
-_SPARE_BYTES = 32 << 20  # torch's allocator takes pieces of up to 20 MiB
+_SPARE_BYTES = 32 << 20  # torch allocates up to 20 MiB at once
 
 
 def make_decode_plan(
@@ -33,10 +33,7 @@ def make_decode_plan(
     max_model_len: int,
     block_size: int,
 ) -> DecodePlan | None:
-    """Return the plan of a model's graphs, or None if it has none.
-
-    num_rows: average rows per request, ascending. Smaller graphs share the memory of the largest, except for launches.
-    """
+    """Return the plan of a model's graphs, or None. num_rows: average rows per request, ascending."""
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
     head_dims = {each.head_dim for each in architecture.attentions}
@@ -55,15 +52,14 @@ def make_decode_plan(
 
 
 def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_width: int, dtype: str) -> int:
-    """Return the bytes that are kept between steps."""
-    num_groups = len(architecture.kv_layout.kv_groups)  # with own tables
+    """Return the bytes kept between steps."""
+    num_groups = len(architecture.kv_layout.kv_groups)
     of_sequence = 4 + num_groups * 4 * table_width
     of_row = 8 + 8 + num_groups * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]
     return num_seqs * of_sequence + num_rows * of_row + 4 * (num_seqs + 1)
 
 
 def _sizes(config: DeviceConfig, device: torch.device, max_num_seqs: int, num_rows: int) -> tuple[int, ...]:
-    """Return captured sizes."""
     configured = config.max_cudagraph_capture_size
     if config.enforce_eager or (configured is None and device.type != "cuda"):
         return ()

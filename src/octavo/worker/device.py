@@ -1,4 +1,4 @@
-"""A worker's device."""
+"""Devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from octavo.errors import ConfigError
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the named device; for None or "auto" the best one. Raises `ConfigError` for one that is missing."""
+    """Return the named device, by default the best one. Raises `ConfigError` if it is missing."""
     if name is None or name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -27,7 +27,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a numbered GPU current: Triton launches there, wherever its tensors are."""
+    """Make a numbered GPU current: Triton launches there."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

@@ -1,4 +1,4 @@
-"""Tracks the KV of a drafting model. It affects only acceptance rates: missing KV is computed before any guess."""
+"""Tracks the KV of a drafting model. Mistakes only lower acceptance rates: missing KV is computed before any guess."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DraftKV(Protocol):
         ...
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many known tokens of each row have KV: at most all but the newest."""
+        """Return how many known tokens of each row have KV, at most all but the newest."""
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
@@ -42,9 +42,9 @@ class DraftKV(Protocol):
 
 
 class SharedDraftKV:
-    """The target's own KV cache, which has all but the newest token of a request before drafting begins.
+    """The target's own KV cache, which has all but the newest token before drafting begins.
 
-    The drafting model writes later KV into slots that the target overwrites before it reads them.
+    The target overwrites the drafting model's KV before it reads these slots.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -68,7 +68,7 @@ class SharedDraftKV:
 
 
 class OwnDraftKV:
-    """A cache of the drafting model's own, with the block ids of the target's first KV group.
+    """The drafting model's own cache, with the block ids of the target's first KV group.
 
     A shared or swapped block has KV as far as a request that drafted with it has computed.
     """
@@ -77,15 +77,15 @@ class OwnDraftKV:
         self.cache = cache
         self._batch = batch
         num_rows = len(batch.num_tokens)
-        # How many first positions of each block have KV of final tokens.
+        # Number of each block's first positions with final KV.
         self._filled = np.zeros(cache.num_blocks, dtype=np.int64)
         self._filled_on_host = np.zeros(cache.num_host_blocks, dtype=np.int64)
-        # For each row, the tokens with recorded KV, and the guesses after them.
+        # Each row's tokens with recorded KV, and the guesses after them.
         self._num_noted = np.zeros(num_rows, dtype=np.int64)
         self._guesses = np.full((num_rows, num_speculative_tokens), -1, dtype=np.int64)
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Repeat the target's copies; newly allocated blocks count as empty."""
+        """Repeat the target's copies; count new blocks as empty."""
         copies, filled = scheduled.copies, self._filled
         if copies:
             copies = copies.of_group(0)
@@ -97,7 +97,7 @@ class OwnDraftKV:
             for _, host, block in copies.swap_in:
                 filled[block] = self._filled_on_host[host]
         for transfer in scheduled.kv_transfers:
-            if transfer.direction is TransferDirection.LOAD:  # of the target's KV only
+            if transfer.direction is TransferDirection.LOAD:
                 filled[transfer.block_ids[0]] = 0
         for new in scheduled.scheduled_new_reqs:
             self._start(new)
@@ -106,7 +106,6 @@ class OwnDraftKV:
                 filled[block_ids] = 0
 
     def _start(self, new: NewRequestData) -> None:
-        """Keep the KV of computed tokens; later blocks count as empty."""
         num_blocks, num_in_last = divmod(new.num_computed_tokens, self.cache.block_size)
         if num_in_last:  # the rest may be another request's KV
             block = new.block_ids[0][num_blocks]
@@ -118,7 +117,7 @@ class OwnDraftKV:
         self._guesses[row] = -1
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many known tokens have KV, with accepted guesses and other requests' KV."""
+        """See `DraftKV`. Includes accepted guesses and other requests' KV."""
         noted = self._num_noted[rows]
         positions = noted[:, None] + np.arange(self._guesses.shape[1])
         known = self._batch.token_ids[rows[:, None], np.minimum(positions, num_known[:, None] - 1)]
@@ -131,7 +130,6 @@ class OwnDraftKV:
         return ends
 
     def _find(self, row: int, end: int, most: int) -> int:
-        """Return up to which position, at most `most`, a row has KV; it has it up to `end`."""
         size = self.cache.block_size
         first = end // size
         filled = self._filled[self._batch.block_tables[0][row, first : -(-most // size)]]
@@ -140,7 +138,7 @@ class OwnDraftKV:
         return max(end, min((first + num_full) * size + in_next, most))
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record it in the rows' blocks, except in scratch blocks, for all requests."""
+        """Record it in the rows' blocks, except in scratch blocks."""
         size, tables = self.cache.block_size, self._batch.block_tables[0]
         self._guesses[rows] = -1
         first, ends = self._num_noted[rows], np.minimum(ends, self._batch.num_blocks[0, rows] * size)

@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModel:
-    """A loaded drafting model, and its memory in addition to weights.
-
-    dtype: of weights that are not quantized. kv_dtype: of the KV that it reads.
-    """
+    """A loaded drafting model. dtype: of unquantized weights. kv_dtype: of the KV that it reads."""
 
     checkpoint: DraftCheckpoint
     model: CausalLM
@@ -49,7 +46,7 @@ class DraftModel:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """Blocks of a request for the KV of drafts: its own reach to its newest token but one."""
+        """A request's blocks for the KV of drafts. Its own blocks reach to its newest token but one."""
         return -(-self.num_speculative_tokens // self.block_size)
 
     @property
@@ -58,7 +55,7 @@ class DraftModel:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of the drafting model's own KV for each block."""
+        """Bytes of its own KV for each block."""
         return 0 if self.checkpoint.shares_kv else self._block_bytes
 
     @property
@@ -88,10 +85,7 @@ class DraftModel:
 
 
 class DraftRunner:
-    """Runs the drafting model; implements `octavo.speculative.model.DraftingModel`.
-
-    draft_probs: receives the distributions of drafts, if verification needs them.
-    """
+    """Runs the drafting model. draft_probs: receives drafts' distributions."""
 
     def __init__(
         self,
@@ -121,14 +115,14 @@ class DraftRunner:
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
-        self._has_noted = False  # since `begin`
+        self._has_noted = False
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Call after `InputBatch.update`."""
         self.kv.update(scheduled)
 
     def warm_up(self, request_id: str) -> None:
-        """Make the first pass, which captures graphs, with this request, unless it is too long for the model."""
+        """Make the first pass, which captures graphs, unless the request is too long."""
         num_tokens = self._batch.num_tokens[self._batch.requests[request_id].row]
         if self.forward_pass.has_run or num_tokens > self.max_model_len:
             return
@@ -140,20 +134,19 @@ class DraftRunner:
             self._draft_probs.pop(request_id, None)
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """Start drafting. Later calls refer to these requests by index."""
+        """See `DraftingModel`."""
         self._requests = requests = [self._batch.requests[request_id] for request_id in request_ids]
         self._drawn_from = [[] for _ in requests]
         self._rows = rows = np.array([request.row for request in requests])
         self._num_known = self._batch.num_tokens[rows]
-        self._num_tokens = self._num_known.copy()  # with guesses
+        self._num_tokens = self._num_known.copy()
         self._num_computed = self.kv.begin(rows, self._num_known)
         self._batch.write_scratch_blocks(rows, [scratch[rows] for scratch in self._scratch_blocks])
 
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Choose and append a token for each request that has KV of all known tokens after one pass.
+        """See `DraftingModel`. A failed request gets -1.
 
-        Returns the tokens, -1 for a request that has not caught up or failed, and whether each can continue. If the
-        pass lacks room, the requests that miss fewest tokens are served first.
+        If the pass lacks room, requests that miss fewest tokens come first.
         """
         rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
         counts = num_tokens - first
@@ -175,7 +168,6 @@ class DraftRunner:
     def _catch_up(
         self, indices: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Compute `counts` tokens of each request; choose for those that have caught up."""
         ends = self._num_computed[indices] + counts
         is_due, is_part = ends == self._num_tokens[indices], counts > 0
         part = indices[is_part]
@@ -195,7 +187,6 @@ class DraftRunner:
         return chosen, can_continue
 
     def _note_known(self, indices: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record known tokens."""
         if not self._has_noted:
             self._has_noted = True
             self.kv.note_known(self._rows[indices], ends)
@@ -203,10 +194,6 @@ class DraftRunner:
     def _choose(
         self, indices: NDArray[np.int64], hidden: Tensor, known_there: Tensor
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Choose and append a token for each row of hidden states.
-
-        Returns the tokens, and whether each request continues. known_there: int32 [n] on the device.
-        """
         requests = [self._requests[index] for index in indices.tolist()]
         rows, num_tokens = self._rows[indices], self._num_tokens[indices]
         tasks = self._tasks.make_for_drafts(requests, rows, num_tokens)
@@ -231,7 +218,7 @@ class DraftRunner:
         return chosen, np.array(can_continue)
 
     def end(self) -> None:
-        """Record how far drafts were computed, and publish their distributions."""
+        """Record how far drafts were computed; publish their distributions."""
         requests, self._requests = self._requests, []
         if self._has_noted:
             self._has_noted = False
@@ -243,7 +230,6 @@ class DraftRunner:
 
 
 def _within(budget: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Serve the smallest counts first."""
     order = np.argsort(counts, kind="stable")
     before = np.empty_like(counts)
     before[order] = counts[order].cumsum() - counts[order]

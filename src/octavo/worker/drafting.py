@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Drafting:
     """Calls a proposer, and cuts off drafts that cannot be accepted.
 
-    computed: requests with newest drafts of a model. draft_probs: the distribution of each draft, float32 [num_drafts,
-    vocab], by request, if its newest drafts were drawn for rejection sampling.
+    computed: requests whose newest drafts a model computed. draft_probs: distributions of a request's newest drafts,
+    float32 [num_drafts, vocab], if drawn for rejection sampling.
     """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
@@ -74,12 +74,12 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts of a step's requests.
 
-        max_drafts: how many drafts are worthwhile, of a drafting model's if there is one; no entry means no bound.
+        max_drafts: how many drafts are worthwhile, of the drafting model if there is one; no entry means no bound.
         """
         if not self.proposer.num_speculative_tokens:
             return {}
         self.num_passes, self.computed = 0, frozenset()
-        is_bounded = max_drafts and not self.proposer.computes  # with a drafting model, lookups are not bounded
+        is_bounded = max_drafts and not self.proposer.computes
         if is_bounded and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
             self.seconds = 0.0
             self._drop_probs(sampled_token_ids)
@@ -112,14 +112,13 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            logger.exception("no tokens are drafted in this step")  # this costs time and no token
+            logger.exception("no tokens are drafted in this step")
             self.forget(task.request_id for task in tasks)
             return {}
         found = {task.request_id: self._cut(task, drafts) for task, drafts in zip(tasks, proposed, strict=True)}
         return {request_id: drafts for request_id, drafts in found.items() if drafts}
 
     def _max_drafts(self, request: RequestRow, num_tokens: int, token_ids: list[int]) -> int:
-        """Return how many drafts can be followed by another token."""
         params = request.sampling_params
         num_output = num_tokens - request.num_prompt_tokens
         may_end = num_output > params.min_tokens
@@ -131,10 +130,10 @@ class Drafting:
         return most if params.max_tokens is None else min(most, params.max_tokens - num_output - 1)
 
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
-        """Drop all drafts from the first useless one.
+        """Drop drafts from the first one that ends the request or that the grammar forbids.
 
-        A draft that ends the request or that the grammar forbids is useless. If drafts were drawn for rejection
-        sampling, the first useless one stays: to verify or drop a draft because of its token would bias the result.
+        That one stays if drafts were drawn for rejection sampling: to drop it because of its token would bias the
+        result.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]
@@ -145,7 +144,6 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            # The next step ends the request.
             logger.info("request %s gets no drafts: %s", task.request_id, error)
             request.matcher = None
             return []

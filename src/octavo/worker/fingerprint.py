@@ -1,4 +1,4 @@
-"""Takes an engine's fingerprint."""
+"""Fingerprints."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
     from octavo.worker.model_runner import ModelRunner
 
-_FIRST_ROWS = 256  # of rotary tables, in the keys of KV: they are equal for all lengths
+_FIRST_ROWS = 256  # equal for tables of all lengths
 
 
 def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: int) -> EngineFingerprint:
-    """Return the fingerprint of compiled CPU kernels, which repeat their results in every start."""
+    """Return the fingerprint of compiled CPU kernels."""
     kernels, model = runner.kernels, runner.model
     draft = None if runner.draft_runner is None else runner.draft_runner.forward_pass.model
     return EngineFingerprint(
@@ -40,7 +40,6 @@ def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: i
 
 
 def _weights(model: CausalLM) -> Iterator[Tensor]:
-    """Yield weights, biases and norms."""
     for linear in model.linears:
         for part in model.kernels.keep_linear(linear):
             yield part.data
@@ -50,10 +49,7 @@ def _weights(model: CausalLM) -> Iterator[Tensor]:
 
 
 def check_tables(model: CausalLM) -> None:
-    """Compute each rotary table and query scale again and compare all bits. Raises `FingerprintError`.
-
-    So tables of one configuration are equal if their first rows are.
-    """
+    """Compute rotary tables and query scales again and compare all bits. Raises `FingerprintError`."""
     for attention in _attentions(model):
         rope, table, scale = attention.config.rope, attention.cos_sin, attention.query_scale
         name, row = "rotary table", find_wrong_row(table, rope, attention.config.head_dim)
@@ -70,7 +66,6 @@ def check_tables(model: CausalLM) -> None:
 
 
 def _attentions(model: CausalLM) -> Iterable[Attention]:
-    """Return distinct attentions."""
     attentions = [layer.attention for layer in model.layers if isinstance(layer.attention, Attention)]
     return {(each.config.rope, each.config.head_dim): each for each in attentions}.values()
 
@@ -81,7 +76,6 @@ def _tables(model: CausalLM) -> Iterator[Tensor]:
 
 
 def _first_rows(model: CausalLM) -> Iterator[Tensor]:
-    """Yield the first rows of all tables, as many for each model length."""
     for each in _attentions(model):
         rope, num_positions = each.config.rope, len(each.cos_sin)
         rows = first_rows(rope, each.config.head_dim, num_positions, _FIRST_ROWS)
@@ -90,5 +84,4 @@ def _first_rows(model: CausalLM) -> Iterator[Tensor]:
 
 
 def _canonical(logits: Tensor) -> Tensor:
-    """Make NaNs equal."""
     return torch.where(logits.isnan(), torch.nan, logits)

@@ -1,4 +1,4 @@
-"""One model's passes."""
+"""Passes of one model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: rows of the recording; larger steps run without it. recorded: None until the first step, and if the
-    kernels cannot record.
+    max_tokens: rows of the recording. recorded: None until the first step, or if the kernels cannot record.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class ForwardPass:
         return self._is_recorded
 
     def __call__(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden], valid until the next call; writes KV."""
+        """Return hidden states [num_outputs, hidden], valid until the next call. Writes KV."""
         if self.recorded is not None and token_ids.shape[0] <= self.max_tokens:
             return self.recorded(token_ids, batch)
         if self._is_recorded:
@@ -61,11 +60,11 @@ class ForwardPass:
     def compute_logits(self, hidden: torch.Tensor, most_rows: int) -> torch.Tensor:
         """Return float32 [rows, vocab_size], valid until the next call. most_rows: of any call.
 
-        The memory is kept: zeroing its pages anew takes a tenth of a step of 64 rows.
+        Zeroing new memory would take a tenth of a step of 64 rows.
         """
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():
-            self._logits = torch.empty(0)  # free it first
+            self._logits = torch.empty(0)
             with_room = max(rows, min(2 * rows, most_rows))
             self._logits = torch.empty(with_room * vocab_size, dtype=torch.float32, device=hidden.device)
         return self.model.compute_logits(hidden, self._logits[: rows * vocab_size].view(rows, vocab_size))

@@ -1,7 +1,4 @@
-"""Walks of grammars on a thread of their own. A step waits for them for a share of its own time.
-
-A mask may take 20 ms, which is several steps of a small model. If a walk is late, its token follows in a later step.
-"""
+"""Walks of grammars on a thread of their own. The token of a late walk follows in a later step."""
 
 from __future__ import annotations
 
@@ -21,18 +18,15 @@ if TYPE_CHECKING:
     Masks = list["NDArray[np.bool_]"]
     import numpy as np
 
-_SHARE = 0.25  # of the step's time so far
+_SHARE = 0.25
 _LEAST_S = 0.001
-_ALONE_S = 0.005  # if no request of the step could get a token
+_ALONE_S = 0.005
 _PATIENCE = 10.0  # walks added within this multiple of a walk's last duration precede it
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """The tokens that a grammar allows after a request's newest token and after each draft.
-
-    masks: bool [vocab] each. They end after a forbidden draft, or before an error.
-    """
+    """Masks, bool [vocab], after a request's newest token and each draft, until a forbidden draft or an error."""
 
     masks: Masks
     error: BaseException | None
@@ -40,7 +34,7 @@ class Walked:
 
 @dataclass(slots=True)
 class Walk:
-    """A walk over new tokens. num_tokens: known tokens. drafts: follow these."""
+    """A walk over new tokens. drafts: after the known tokens."""
 
     num_tokens: int
     drafts: list[int]
@@ -49,22 +43,22 @@ class Walk:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it ended."""
+        """True if it ended."""
         return self.result.done()
 
     def wait(self) -> None:
-        """Wait until the walk is over, or cancel it before it begins."""
+        """Wait for the walk, or cancel it before it begins."""
         if not self.result.cancel():
             wait([self.result])
 
 
 class GrammarWalks:
-    """Runs walks, those that are probably short first."""
+    """Runs walks, probably short ones first."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar-walk")
         self._waiting: PriorityQueue[tuple[float, int, Walk, Callable[[], Walked]]] = PriorityQueue()
-        self._numbers = itertools.count()  # breaks ties
+        self._numbers = itertools.count()
 
     def add(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
         """Queue a walk. last_s: the last one's duration."""
@@ -88,7 +82,7 @@ class GrammarWalks:
         start = time.monotonic()
         try:
             walked = run()
-        except BaseException as error:  # noqa: BLE001 - raised again by the result
+        except BaseException as error:  # noqa: BLE001 - the result raises it
             walk.result.set_exception(error)
             return
         walk.seconds = time.monotonic() - start
@@ -96,7 +90,7 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait for walks for a fraction of the step's time so far, or longer for the first if all requests need one."""
+    """Wait for a share of the step's time so far, or longer if all requests need a walk."""
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:
         return

@@ -1,7 +1,6 @@
 """Copies between host memory and the device for the steps in flight.
 
-A GPU makes an enqueued copy after earlier work; its source must not change until then. So arrays are copied from pinned
-memory, of which steps use two sets in turn. A CPU copies nothing.
+A GPU copies later, and the source must not change until then. So steps use two sets of pinned memory in turn.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-NUM_SETS = 2  # as many steps are in flight
-_FIRST_BYTES = 1 << 16  # of a set, which grows
-_ALIGNMENT = 64  # bytes, of each array: kernels read 16 bytes at a time
+NUM_SETS = 2
+_FIRST_BYTES = 1 << 16
+_ALIGNMENT = 64  # bytes: kernels read 16 at a time
 
 
 class Mark(Protocol):
     """A position in the order of a device's work."""
 
     def synchronize(self) -> None:
-        """Wait until all earlier work is done. Raises its error."""
+        """Wait for all earlier work. Raises its error."""
         ...
 
 
@@ -37,7 +36,7 @@ class DeviceQueue(Protocol):
     """A device's work."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes] of device-accessible host memory."""
+        """Return device-accessible host memory, uint8."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -57,7 +56,7 @@ class CudaQueue:
         return pinned_memory(num_bytes, is_brief=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue without waiting."""
+        """Enqueue a copy."""
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Mark:
@@ -78,18 +77,18 @@ class HostCopies(Protocol):
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         """Return a tensor on the device, for work that is enqueued later.
 
-        The array may be changed afterwards, unless the device is a CPU: then both may share memory.
+        On a CPU it may share the array's memory; otherwise the array may be changed afterwards.
         """
         ...
 
     def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Do as `to_device` does, with one copy, into device memory that the tensors share."""
+        """Like `to_device`, with one copy, into device memory that the tensors share."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that has this content on the host when a later `mark` is passed.
+        """Return a tensor on the host, complete when a later `mark` is passed.
 
-        On a CPU it is the tensor itself: a caller that changes it later must copy it first.
+        On a CPU it is the tensor itself: copy it before you change it.
         """
         ...
 
@@ -132,24 +131,20 @@ class SharedMemory:
 
 
 class _PinnedSet:
-    """One step's pinned memory."""
-
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._memory = queue.host_memory(_FIRST_BYTES)
-        self._full: list[Tensor] = []  # still read by copies
+        self._full: list[Tensor] = []
         self._num_used = 0
-        self.last_copy: Mark | None = None  # of its last step
+        self.last_copy: Mark | None = None
 
     def rewind(self) -> None:
-        """Wait until nothing is copied from it, and reuse it."""
         if self.last_copy is not None:
             self.last_copy.synchronize()
         self._full.clear()
         self._num_used = 0
 
     def write(self, arrays: Sequence[NDArray[np.generic]], sizes: Sequence[int]) -> Tensor:
-        """Return a copy of arrays, valid until `rewind`. sizes: with padding."""
         num_bytes = sum(sizes)
         if self._num_used + num_bytes > len(self._memory):
             self._full.append(self._memory)
@@ -165,9 +160,9 @@ class _PinnedSet:
 
 
 class PinnedMemory:
-    """`HostCopies` of a device with memory of its own.
+    """`HostCopies` of a device with its own memory.
 
-    To reuse a set takes no time if the step before the last was collected.
+    `begin` does not wait if the step before the last was collected.
     """
 
     def __init__(self, device: torch.device, queue: DeviceQueue, num_sets: int = NUM_SETS) -> None:

@@ -1,7 +1,7 @@
-"""The worker's requests, and the ragged batch of a step, gathered without a loop over requests.
+"""The worker's requests, and the ragged batch of a step.
 
-A step may be launched before the previous one is collected: its tokens are awaited. The host writes -1 less the row's
-number, and the device feeds the row's last sampled token instead.
+If a step is launched before the previous one is collected, the host writes -1 less the row's number for an awaited
+token, and the device feeds the row's last sampled token.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestRow:
-    """The data of a request that is not kept in arrays.
-
-    has_failed: a step could not choose a token; results of later steps are discarded.
-    """
+    """The data of a request that is not in arrays. has_failed: later results are discarded."""
 
     row: int
     request_id: str
@@ -44,7 +41,7 @@ class RequestRow:
     cache_salt: str | None = None
     predicted_token_ids: NDArray[np.int32] | None = None
     matcher: Matcher | None = None  # None after a preemption
-    walk: Walk | None = None  # the last one
+    walk: Walk | None = None
     has_failed: bool = False
 
 
@@ -52,12 +49,12 @@ class RequestRow:
 class ModelInputs:
     """One step, ready for the model, without padding.
 
-    output_start    each request's first row of hidden states, then their number: all its rows if its prompt's logprobs
-                    or hidden states are wanted, otherwise those that are sampled
-    sampled         indices into `requests`: no known token remains to be computed after this step
-    cu_num_logits   int32 [len(sampled) + 1], the first row of logits of each, then their number
-    sampled_rows    int64 [num_logits], the row in the worker's arrays
-    num_known       int64 [num_logits], the number of tokens before the chosen one
+    output_start    first row of each request's hidden states, then the total: all rows if its prompt's logprobs or
+                    hidden states are wanted, otherwise the sampled ones
+    sampled         indices of `requests` without uncomputed known tokens after this step
+    cu_num_logits   int32 [len(sampled) + 1], first row of logits of each, then the total
+    sampled_rows    int64 [num_logits], rows in the worker's arrays
+    num_known       int64 [num_logits], tokens before the chosen one
     logits_indices  int64 [num_logits], rows of hidden states; None for all
     rows_there, known_there: sampled_rows, and num_known as int32, on the device
     """
@@ -83,9 +80,8 @@ class ModelInputs:
 class InputBatch:
     """The requests that the worker knows, one row each.
 
-    Only `append_sampled` makes sampled tokens known; awaited tokens or drafts may follow them. num_changes: how often a
-    request left or failed. block_tables: for each KV group [max_num_seqs, blocks]; entries of released blocks are
-    undefined. num_blocks: int64 [num_groups, max_num_seqs]. num_position_dims: after a prompt, all dimensions count on
+    Only `append_sampled` makes tokens known; awaited tokens or drafts may follow them. block_tables: for each KV group
+    [max_num_seqs, blocks], undefined for released blocks. num_position_dims: after a prompt, all dimensions count on
     from its largest position.
     """
 
@@ -105,14 +101,14 @@ class InputBatch:
         self._tensors = copies.to_device_together
         self.requests: dict[str, RequestRow] = {}
         self.num_changes = 0
-        # One more: the last sampled token is known, but never fed back.
+        # One more for the last sampled token, which is never fed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.num_position_dims = num_position_dims
-        self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # of prompts, by row: [num_position_dims, num_tokens]
+        self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # by row: a prompt's [num_position_dims, num_tokens]
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # that are known
-        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # that follow these
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=copies.device)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -154,7 +150,7 @@ class InputBatch:
             self._append_blocks(group, row, block_ids)
 
     def remove_request(self, request_id: str) -> None:
-        """Remove a request. Ignores ids of requests that never ran."""
+        """Remove a request, if it is known."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._free_rows.append(request.row)
@@ -175,23 +171,22 @@ class InputBatch:
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
         """Let the next step feed the tokens that this one sampled.
 
-        sampled_rows, sampled: int64 [n] on the device, each row once. rows: those that get their token.
+        sampled_rows, sampled: int64 [n] on the device; no row occurs twice. rows: those that await their token.
         """
         self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
         self.num_awaited[rows] += 1
 
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
-        """Await one token less in `rows`, except for gone requests in `left`: their rows may have been reused."""
+        """Await one token less in `rows`, except for gone requests in `left`: their rows may be reused."""
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
     def left_among(self, requests: Iterable[RequestRow]) -> list[RequestRow]:
-        """Return the requests that have ended or failed."""
+        """Return the ended or failed requests."""
         return [request for request in requests if request.has_failed or not self._has(request)]
 
     def _has(self, request: RequestRow) -> bool:
-        """Return True if this object has its row: ids are reused."""
         return self.requests.get(request.request_id) is request
 
     def fail(self, requests: Iterable[RequestRow]) -> None:
@@ -207,7 +202,7 @@ class InputBatch:
         token_ids = list(chain.from_iterable(sampled_token_ids.values()))
         first = self.num_tokens[rows]
         if len(token_ids) == len(rows):
-            self.token_ids[rows, first] = token_ids  # the usual case: one token for each request
+            self.token_ids[rows, first] = token_ids
         else:
             self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = token_ids
         self.num_tokens[rows] = first + counts
@@ -222,19 +217,20 @@ class InputBatch:
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def append_unsampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens after the known ones, until one is sampled. Return a view of both."""
+        """Write tokens after the known ones. Return a view of both."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
 
     def input_tokens(self, inputs: ModelInputs) -> NDArray[np.int64]:
-        """Return input tokens."""
+        """Return each logits row's input token."""
         return self.token_ids[inputs.sampled_rows, inputs.num_known - 1].astype(np.int64)
 
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step.
 
-        Long work comes first; in equal work, requests with the same first block are adjacent: attention reads it once.
+        Requests with more tokens come first; equal ones with the same first block are adjacent: attention reads it
+        once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
@@ -246,7 +242,7 @@ class InputBatch:
         num_drafts = self._write_drafts(requests, scheduled.scheduled_spec_decode_tokens) if has_drafts else 0
         computed = self.num_computed_tokens[rows]
         seq_lens = computed + counts
-        num_fed = self.num_tokens[rows] + self.num_awaited[rows] + num_drafts  # if computed to its end
+        num_fed = self.num_tokens[rows] + self.num_awaited[rows] + num_drafts
         num_logits = (seq_lens == num_fed) * (num_drafts + 1)
         sampled = num_logits.nonzero()[0]
         looks_at_prompt = self.looks_at_prompt[rows]
@@ -291,13 +287,13 @@ class InputBatch:
         *,
         num_groups: int,
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
-        """Return token ids and attention input for `counts` tokens of each row from `first` on.
+        """Return token ids and attention input of `counts` tokens of each row from `first` on, and `others`.
 
-        The third value is `others` on the device. output_start: start of each row's wanted hidden states, those of its
-        last tokens, then their number.
+        output_start: starts of the hidden states wanted of each row's last tokens, then the total. All are on the
+        device.
         """
         query_start = _starts(counts)
-        row_of_token, positions = rows, first  # if each has one token
+        row_of_token, positions = rows, first
         if query_start[-1] > len(rows):
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
         seq_lens = first + counts
@@ -310,7 +306,7 @@ class InputBatch:
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:
             num_outputs = np.diff(output_start)
-            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # they come last in each request
+            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
             tokens = row_of_token[of_step], positions[of_step]
@@ -325,19 +321,18 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Replace awaited tokens. Token 0 replaces one that could not be chosen: its results are discarded."""
+        """Replace awaited tokens. One that could not be chosen becomes 0: its results are discarded."""
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)
         return torch.where(fed < 0, sampled, fed)
 
     def write_scratch_blocks(self, rows: NDArray[np.int64], block_ids: Sequence[NDArray[np.int32]]) -> None:
-        """Write blocks, [len(rows), n] for each KV group, after the requests' own."""
+        """Write blocks [len(rows), n] of each KV group after the requests' own."""
         for tables, num_blocks, ids in zip(self.block_tables, self.num_blocks, block_ids, strict=False):
             tables[rows[:, None], num_blocks[rows, None] + np.arange(ids.shape[1])] = ids
 
     def _write_drafts(self, requests: list[RequestRow], drafts: dict[str, list[int]]) -> NDArray[np.int64]:
-        """Write drafts after the known tokens. Return their counts."""
         num_drafts = np.zeros(len(requests), dtype=np.int64)
         for index, request in enumerate(requests):
             token_ids = drafts.get(request.request_id, [])
@@ -355,7 +350,6 @@ class InputBatch:
         width: int,
         num_groups: int,
     ) -> list[NDArray[np.generic]]:
-        """Return the arrays for `_attention`, with tables cut to `width`."""
         indices, offsets = positions // self.block_size, positions % self.block_size
         arrays: list[NDArray[np.generic]] = [query_start.astype(np.int32), seq_lens.astype(np.int32), positions]
         for tables in self.block_tables[:num_groups]:
@@ -368,7 +362,6 @@ class InputBatch:
     def _rotary(
         self, query_start: NDArray[np.integer], rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Return [num_position_dims, num_tokens]."""
         rotary = np.repeat(positions[None], self.num_position_dims, axis=0)
         for row, start, end in zip(rows.tolist(), query_start[:-1].tolist(), query_start[1:].tolist(), strict=True):
             known = self._rotary_positions.get(row)
@@ -381,7 +374,6 @@ class InputBatch:
         return rotary
 
     def _attention(self, tensors: Iterator[torch.Tensor], num_groups: int) -> AttentionBatch:
-        """Make a batch."""
         query_start, seq_lens, positions = islice(tensors, 3)
         batch = AttentionBatch(query_start, seq_lens, next(tensors), positions, next(tensors), self.block_size)
         if num_groups > 1:
@@ -397,13 +389,11 @@ class InputBatch:
 
 
 def _starts(counts: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return exclusive sums, and the total."""
     starts = np.zeros(len(counts) + 1, dtype=np.int64)
     counts.cumsum(out=starts[1:])
     return starts
 
 
 def _ranges(first: NDArray[np.integer], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return first, first + 1, ... for each pair, concatenated."""
     offsets: NDArray[np.int64] = np.repeat(first - counts.cumsum() + counts, counts)
     return offsets + np.arange(len(offsets))

@@ -1,4 +1,4 @@
-"""Fingerprints of earlier starts in the user's cache directory: a start that differs is refused once."""
+"""Keeps fingerprints of earlier starts."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _ROOMS = ("kernels", "models", "worker")  # their code affects results
 
 
 class KeptFingerprints:
-    """A directory of fingerprints, one JSON file for each engine; the oldest of many are removed.
+    """A directory with one JSON file for each engine; the oldest of many are removed.
 
-    `<key>.json` has the fingerprint that starts must have, `<key>.other` that of the last start if it was refused.
+    `<key>.json` has the fingerprint that starts must have, `<key>.other` that of the last refused start.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,9 +46,8 @@ class KeptFingerprints:
     def check(self, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
         """Compare a start with earlier ones of the same engine; keep the first one's fingerprint.
 
-        engine: all that the numbers may depend on, as plain data. A directory that cannot be used costs one warning.
-        Raises `FingerprintError` if a checksum differs. If two starts in a row agree, but differ from the kept
-        fingerprint, theirs replaces it.
+        engine: all that the numbers depend on. Raises `FingerprintError` if a checksum differs. If two starts in a row
+        agree with each other only, their fingerprint replaces the kept one.
         """
         path = self.path(engine)
         try:
@@ -75,7 +74,6 @@ class KeptFingerprints:
         )
 
     def _outvotes(self, path: Path, engine: Mapping[str, Any], found: EngineFingerprint) -> bool:
-        """Return True if the start before, in another process, computed the same."""
         other_path = path.with_suffix(_OTHER_SUFFIX)
         try:
             other = _read(other_path)
@@ -104,15 +102,13 @@ class KeptFingerprints:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A kept file."""
-
     fingerprint: EngineFingerprint
     process: str
 
 
 def describe_installation() -> dict[str, str]:
     """Return what all numbers depend on: processor, libraries, code."""
-    from octavo import _kernels  # noqa: PLC0415  only compiled kernels have fingerprints
+    from octavo import _kernels  # noqa: PLC0415
 
     root = Path(octavo.__file__).parent
     files = [Path(_kernels.__file__), *(path for room in _ROOMS for path in sorted((root / room).rglob("*.py")))]
@@ -128,10 +124,9 @@ def describe_installation() -> dict[str, str]:
 def describe_model(
     weights: WeightSource, architecture: Architecture, hashes: FileHashes, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return what a model's numbers depend on: its shapes and its files, without reading weights.
+    """Return what a model's numbers depend on. seed: of random weights. Raises `OSError`.
 
-    A file of weights is described by its hash if `hashes` knows it, else by its path and state. seed: of random
-    weights. Raises `OSError`.
+    A file is described by its hash if `hashes` knows it, else by path and state.
     """
     files = [] if seed is not None else [_hash_or_state(path, hashes) for path in weights.weight_files()]
     configs = [_content(path) for path in weights.config_files()]
@@ -149,7 +144,6 @@ def _content(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> _Kept | None:
-    """Return None if the file is missing or damaged."""
     try:
         values = json.loads(path.read_bytes())
         if values["digest"] == _digest(json.dumps(values["fingerprint"])):
@@ -181,7 +175,7 @@ def _remove(path: Path) -> None:
 
 @cache
 def _process(pid: int) -> str:
-    """Return a unique name: in containers, many have the same pid."""
+    """Return a unique name: pids repeat in containers."""
     return f"{pid}-{secrets.token_hex(8)}"
 
 
@@ -200,7 +194,7 @@ def _refusal(values: str, path: Path) -> str:
 
 
 def _age(path: Path) -> float:
-    with suppress(OSError):  # removed meanwhile
+    with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import BlockCopies
     from octavo.models.kv_layout import KVLayout
 
-# Version of a stored block's bytes; each KV group after the first adds 1. Stores do not find blocks of another version.
+# Version of a stored block's bytes; each KV group after the first adds 1.
 LAYOUT_VERSION = 1
 
 
@@ -50,23 +50,18 @@ class TimeMark(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Now:
-    """A CPU's time."""
-
     seconds: float
 
     def elapsed_time(self, end: _Now) -> float:
-        """Return milliseconds."""
         return 1000 * (end.seconds - self.seconds)
 
 
 class PagedKVCache:
-    """Keys and values of all layers: a contiguous row of memory for each block of each KV group, as `KVLayout` says.
+    """Keys and values of all layers, see `KVLayout`: a row of memory for each block of each KV group.
 
-    dtype: that of the activations, or int8 or float8_e4m3fn. Rounded rows of each block, layer and head are followed by
-    their scales in float32, so that a block stays one piece. num_host_blocks: each has room for the block of every
-    group. num_scratch_blocks: further blocks of each group, unknown to the scheduler.
-
-    Memory is touched when a block is first written or by `octavo.worker.prefault`.
+    dtype: that of the activations, or int8 or float8_e4m3fn: then rows of each block, layer and head are followed by
+    their float32 scales. num_host_blocks: each has room for a block of every group. num_scratch_blocks: unknown to the
+    scheduler.
     """
 
     def __init__(
@@ -113,7 +108,7 @@ class PagedKVCache:
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of one block in host memory and in stores: all groups."""
+        """Bytes of one block of all groups."""
         return sum(group.block_bytes for group in self.groups)
 
     @property
@@ -127,10 +122,9 @@ class PagedKVCache:
         return sum(each.nbytes for each in self.memory)
 
     def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
-        """Copy whole blocks, in the order that `BlockCopies` states. A GPU does it later, in its order of work.
+        """Copy whole blocks, in the order of `BlockCopies`. A GPU copies later, in its order of work.
 
-        Only the GPU reads host blocks, so nothing waits. Call the returned function when the copies are done: it
-        returns the moves to and from host memory, or nothing.
+        After that, call the returned function for the moves to and from host memory.
         """
         if not copies:
             return _no_moves
@@ -158,7 +152,7 @@ class PagedKVCache:
         return TierMove(HOST, num_blocks, num_bytes, seconds if moved else 0.0)
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return its views."""
+        """Return the views of a layer."""
         return self._layers[index]
 
 
@@ -177,7 +171,6 @@ def _no_moves() -> tuple[TierMove, ...]:
 
 
 def _reserve_host(num_blocks: int, block_bytes: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialized host memory, pinned for a GPU."""
     shape = (num_blocks, block_bytes // dtype.itemsize)
     if device.type == "cpu":
         return torch.empty(shape, dtype=dtype)
@@ -192,7 +185,6 @@ def _reserve(
     device: torch.device,
     allocate: Callable[[int], Tensor] | None,
 ) -> Tensor:
-    """Return uninitialized memory."""
     shape = (num_blocks, block_bytes // dtype.itemsize)
     if allocate is None or not block_bytes:
         return torch.empty(shape, dtype=dtype, device=device)

@@ -31,12 +31,9 @@ class KVPlan:
     """The bytes of a block of each KV group, and how many blocks each bounded group needs.
 
     A short sequence has as many blocks of every group; a long one needs few of the bounded groups. Lengths are not
-    known, so a bounded group has blocks for all sequences that may run, or, if that is more, one for each
-    `bytes_of_all / block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their
-    best plan.
-
-    block_bytes: the first includes the drafting model's. blocks_of_sequence: held by a sequence after a step, for each
-    bounded group. blocks_of_step: of the tokens of a step.
+    known, so a bounded group has blocks for all sequences that may run or, if that is more, one for each `bytes_of_all
+    / block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
+    block_bytes: the first includes the drafting model's. blocks_of_sequence: held after a step, for each bounded group.
     """
 
     block_bytes: tuple[int, ...]
@@ -55,7 +52,7 @@ class KVPlan:
         max_num_batched_tokens: int,
         draft_block_bytes: int = 0,
     ) -> KVPlan:
-        """Compute the plan. Raises `ConfigError` like `check_kv_dtype`."""
+        """Compute the plan. Raises `ConfigError`."""
         check_kv_dtype(architecture, kv_dtype)
         layout = architecture.kv_layout
         first, *others = layout.block_bytes(block_size, kv_dtype)
@@ -63,7 +60,7 @@ class KVPlan:
         return cls(
             block_bytes=(first + draft_block_bytes, *others),
             max_num_seqs=max_num_seqs,
-            # Both ends may be inside a block, and a copy's source may still be held.
+            # Both ends may be inside a block, and a copy's source may be held.
             blocks_of_sequence=tuple(-(-most // block_size) + 2 for most in most_positions if most is not None),
             blocks_of_step=-(-max_num_batched_tokens // block_size),
         )
@@ -75,12 +72,10 @@ class KVPlan:
 
     @property
     def _bounded_bytes(self) -> int:
-        """Bytes of a block of every bounded group."""
         return sum(self.block_bytes[1:])
 
     @property
     def _blocks_that_run(self) -> list[int]:
-        """Blocks of each bounded group for all sequences, a step, and as many tokens being saved."""
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
@@ -97,8 +92,8 @@ class KVPlan:
     def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
         """Return how many blocks of the first group sequences can use if the bounded groups have `num_bytes`.
 
-        Blocks without bytes still cost the core time and memory. So their number is that of the sequences that fit the
-        bounded groups in addition to a step, or of one sequence and everything that they keep.
+        Blocks without bytes still cost time and memory. So there are enough for the sequences that fit the bounded
+        groups in addition to a step, or for one sequence and all that the groups keep.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:
@@ -108,7 +103,7 @@ class KVPlan:
         return min(most, max(num_sequences * blocks_of_longest, blocks_of_longest + kept))
 
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
-        """Return the largest cache of `num_bytes` with `most_blocks` of the first group."""
+        """Return the largest cache of `num_bytes` with at most `most_blocks` of the first group."""
         first_bytes, bounded_bytes = self.block_bytes[0], self._bounded_bytes
         if not bounded_bytes:
             return KVSize((min(num_bytes // first_bytes, most_blocks),))
@@ -120,7 +115,6 @@ class KVPlan:
         num_more = (num_bytes - num_blocks * first_bytes - taken) // bounded_bytes
         bounded = [min(count + num_more, num_blocks) for count in bounded]
         least = [count + self.blocks_of_step for count in self.blocks_of_sequence]
-        # One sequence can always run.
         num_blocks = min([num_blocks, *(count for count, needed in zip(bounded, least, strict=True) if count < needed)])
         return KVSize((num_blocks, *(min(count, num_blocks) for count in bounded)))
 
@@ -136,7 +130,7 @@ def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
 
 
 def check_kv_dtype(architecture: Architecture, kv_dtype: str) -> None:
-    """Raise `ConfigError` if scales would not be aligned."""
+    """Raise `ConfigError` for unaligned scales."""
     for name, dtype in ROUNDED_KV.items():
         for spec in architecture.kv_layout.specs:
             if kv_dtype == dtype and (obstacle := spec.obstacle(dtype)) is not None:

@@ -1,4 +1,4 @@
-"""A launched, uncollected step."""
+"""A launched step."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step: filled by `octavo.worker.model_runner.ModelRunner.launch`, passed once to `collect`.
+    """A launched step, passed once to `ModelRunner.collect`.
 
-    host_moves    moves to and from host memory; read after `end`
-    end           mark after all of its work
-    inputs        None if nothing is computed
-    chosen        None if no request is sampled
-    due_rows      of requests that get one token; None if none is sampled or drafts are verified
-    is_awaited    a later step is fed the tokens sampled here
-    num_changes   that of the batch at the launch
-    troubles      rows of logits from which no token can be chosen
+    host_moves  moves to and from host memory; read after `end`
+    inputs      None if nothing is computed
+    chosen      None if no request is sampled
+    due_rows    of requests that get one token; None if none is sampled or drafts are verified
+    is_awaited  a later step is fed the tokens sampled here
+    troubles    rows of logits that give no token
     """
 
     scheduled: SchedulerOutput

@@ -1,4 +1,4 @@
-"""This process's executor."""
+"""Runs a worker in this process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from octavo.worker.transfer_threads import KVMover
     from octavo.worker.worker import Worker
 
-TRANSFER_WAIT_S = 0.01  # longest wait for a KV transfer: new requests wait meanwhile
+TRANSFER_WAIT_S = 0.01  # new requests wait meanwhile
 
 
 class LocalExecutor:
-    """An `Executor` that runs its one worker in this process, and transfers KV from and to a store.
+    """Runs its one worker in this process, and transfers KV from and to a store.
 
     store: closed with the executor. num_threads: for loads. ended_transfers: None only ends a wait.
     """
@@ -54,9 +54,9 @@ class LocalExecutor:
         return self._mode.worker
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Compile a request's grammar in the background. None: nothing to compile."""
+        """Compile a request's grammar in the background, if any."""
         wanted, grammars = params.structured_outputs, self.worker.grammars
-        if wanted is None or grammars is None:  # no tokenizer, no grammar
+        if wanted is None or grammars is None:
             return None
         return grammars.prepare(wanted, tenant)
 
@@ -66,7 +66,7 @@ class LocalExecutor:
         self._submitted.append(scheduled)
 
     def collect(self) -> ModelOutput:
-        """Return the result of the oldest submitted step, or raise its `ExecutionError`.
+        """Return the oldest submitted step's result, or raise its `ExecutionError`.
 
         A step that only waits for KV ends when a transfer ends, or after `TRANSFER_WAIT_S`.
         """
@@ -80,12 +80,12 @@ class LocalExecutor:
         return result
 
     def abandon(self) -> None:
-        """Discard all uncollected steps; waits for the one being computed."""
+        """Discard uncollected steps. Waits for the running one."""
         self._submitted.clear()
         self._mode.abandon()
 
     def wake(self) -> None:
-        """End a step that only waits for KV, from any thread."""
+        """End a step that only waits for KV. Any thread may call it."""
         self.ended_transfers.put(None)
 
     def _take_ended_transfers(self, *, only_waits: bool) -> list[EndedTransfer]:
@@ -98,7 +98,7 @@ class LocalExecutor:
         return [each for each in ended if each is not None]
 
     def shutdown(self) -> None:
-        """Close the store, and drop weights and KV. A second call has no effect."""
+        """Close the store; drop weights and KV. May be repeated."""
         self._mode.shutdown()
         kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
         kv_mover.shutdown()

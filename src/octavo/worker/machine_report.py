@@ -1,4 +1,4 @@
-"""Measures a machine's limits, and the speed and exactness of a model's products, with compiled kernels."""
+"""Measures a machine and products of a model, with compiled kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Timing:
 class Product(Timing):
     """A product, measured as it is served: gate_up includes SiLU.
 
-    of_limit: the larger of its shares of the machine's arithmetic rate and of its bandwidth.
+    of_limit: the larger of its shares of arithmetic rate and bandwidth.
     """
 
     ops_per_s: float
@@ -78,10 +78,9 @@ class Product(Timing):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A product's rows have the same bits alone and in a batch, on one thread and on all.
+    """Whether a product's rows have the same bits alone and in a batch, on one thread and on all.
 
-    error: norm of the difference from the float64 product of the same weights, relative to that product. For int8 and
-    int4 activations are rounded, for int4 also scales.
+    error: relative norm of the difference from the float64 product.
     """
 
     name: str
@@ -92,17 +91,13 @@ class Check:
 
     @property
     def is_exact(self) -> bool:
-        """True if both hold."""
+        """True if rows and threads agree."""
         return self.rows_are_independent and self.threads_are_equal
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of an examination.
-
-    limits: the better ones of `limits_each`, before and after the products: neighbours on a shared machine may take a
-    core or half of the memory's rate away. best_limits: of the best instruction set.
-    """
+    """The results of an examination. limits: the better ones of `limits_each`, before and after the products."""
 
     processor: str
     num_cores: int
@@ -123,7 +118,7 @@ class Report:
         return all(check.is_exact for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as plain data."""
+        """Return plain data."""
         return {**asdict(self), "is_exact": self.is_exact}
 
 
@@ -135,12 +130,10 @@ def examine(
     precisions: tuple[str, ...],
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Report:
-    """Measure limits and products, and check exactness.
+    """Measure limits and products, and check exactness: 20 s and up to 1.8 GB for a 0.5B model on two cores.
 
-    Takes 20 s and 1.5 GB with the shapes of a 0.5B model on two cores; 1.8 GB if caches are large. precisions: dtypes,
-    "int8", "int4" (lm_head is int8 then), "int4_all", or kinds of blocks, for products with rows of whole blocks.
-    progress(text): called before each measurement. Raises `ConfigError` without compiled kernels for `isa`, or if no
-    product has a precision.
+    precisions: dtypes, "int8", "int4" (lm_head is int8 then), "int4_all", or kinds of blocks. Raises `ConfigError`
+    without compiled kernels for `isa`, or if no product has a precision.
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
@@ -190,7 +183,6 @@ def examine(
 
 
 def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limits]:
-    """Return both limits."""
     limits = kernels.measure_limits()
     return limits, limits if best.isa == kernels.isa else best.measure_limits()
 
@@ -213,10 +205,9 @@ def _refuse_impossible(shapes: dict[str, tuple[int, int]], precisions: tuple[str
 
 
 def _is_possible(name: str, depth: int, precision: str) -> bool:
-    """Return True if models have such a product."""
     if precision in BlockKind.__members__:
         return depth % BlockKind[precision].block_values == 0
-    return precision != "int4" or name != "lm_head"  # int8 then
+    return precision != "int4" or name != "lm_head"
 
 
 def _stored(weight: Tensor, precision: str) -> Tensor | QuantizedWeight | list[BlockWeight]:
@@ -233,16 +224,13 @@ def _rows(precision: str, count: int, depth: int) -> Tensor:
 
 
 def checked_rows(precision: str, depth: int) -> int:
-    """Return a number of rows so large that every kind of product reads its panels again for the last of them.
-
-    Kinds read them once for a number of rows, or for blocks that fill _BLOCKS_BYTES.
-    """
+    """Return a number of rows so large that every kind of product reads its panels again for the last of them."""
     row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64
 
 
 def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernels, one_thread: CpuKernels) -> Check:
-    width = min(width, 8192)  # columns are independent
+    width = min(width, 8192)
     weight = torch.randn(width, depth, generator=torch.Generator().manual_seed(0))
     x, wide = _rows(precision, checked_rows(precision, depth), depth), name == "lm_head"
     stored = _stored(weight, precision)

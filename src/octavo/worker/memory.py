@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
-PROMPT_LOGPROBS_SLICE_ROWS = 32  # computed together
+PROMPT_LOGPROBS_SLICE_ROWS = 32
 _UNLIMITED = 1 << 60
 
 
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
-    """Return a KV block's bytes over all layers. Raises `ConfigError` like `check_kv_dtype`."""
+    """Return a KV block's bytes over all layers. Raises `ConfigError`."""
     check_kv_dtype(architecture, kv_dtype)
     return sum(architecture.kv_layout.block_bytes(block_size, kv_dtype))
 
 
 def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_seq_len: int, max_tokens: int) -> int:
-    """Return a bound of the kernels' memory in a step."""
+    """Return an upper bound of the kernels' memory."""
     attentions = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in architecture.attentions}
     needed = (
         kernels.scratch_bytes(
@@ -49,10 +49,10 @@ def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_se
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
-    """Return a bound of the bytes of a step in addition to weights and KV.
+    """Return an upper bound of a step's bytes in addition to weights and KV.
 
-    The peak is in the MLP: residual, hidden, gate and up, their product and the float32 copy that a kernel packs. The
-    sampler has three float32 copies of the logits (logits, log probabilities, filtered).
+    The peak is in the MLP: residual, hidden, gate and up, their product and a float32 copy. The sampler has three
+    float32 copies of the logits.
     """
     of_logits = max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
     return forward_bytes(architecture, num_tokens, dtype) + of_logits
@@ -67,9 +67,9 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can be allocated now: of the GPU, or of the machine within this process's cgroup."""
+    """Return the free bytes of the GPU, or of the machine within this cgroup."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that loading no longer uses
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_machine_free_bytes(), _cgroup_free_bytes())
 
@@ -89,10 +89,8 @@ def largest_batch(
 ) -> int:
     """Return max_num_batched_tokens, or less if the KV cache would lack room, but at least max_num_seqs.
 
-    scratch_bytes(num_tokens): of kernels and proposer. draft_block_bytes: the drafting model's KV for each block.
-    store_bytes: memory of KV stores on the device.
-
-    The cache has to hold at least the step's tokens, unless the configuration sets its size.
+    The cache must hold the step's tokens, unless the configuration sets its size. scratch_bytes(num_tokens): of kernels
+    and proposer. store_bytes: of KV stores on the device.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     configured_blocks, configured_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
@@ -122,12 +120,10 @@ def largest_batch(
 
 
 def _free_for_step(device: torch.device, cache_config: CacheConfig, store_bytes: int) -> int:
-    """Return the free bytes, less stores, and on a CPU swapping."""
     return free_bytes(device) - store_bytes - (cache_config.swap_space_bytes if device.type == "cpu" else 0)
 
 
 def _share(free: int, device: torch.device) -> int:
-    """Return the default limit of KV cache and step."""
     return int(0.9 * free) if device.type == "cuda" else free // 2
 
 
@@ -148,9 +144,8 @@ def decide_kv_size(
     """Return how many blocks each KV group gets, after loading weights. Arguments as in `largest_batch`.
 
     First swap_space_bytes and store_bytes are reserved. Then: num_gpu_blocks if given; else kv_cache_memory_bytes; else
-    the smaller of 4 GiB and half of the free memory (on a GPU 90 % of it), less activations and scratch_bytes, and at
-    most what max_num_seqs sequences of full length can use. Raises `ConfigError` if no block fits, or free memory does
-    not suffice.
+    the smaller of 4 GiB and half of the free memory (90 % of a GPU's), less activations and scratch_bytes, and at most
+    for max_num_seqs sequences of full length. Raises `ConfigError` if no block fits or memory is too little.
     """
     plan = KVPlan.of(
         architecture,
@@ -198,10 +193,7 @@ def decide_num_host_blocks(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> int:
-    """Return how many blocks fit `swap_space_bytes`. Raises `ConfigError` if host memory does not suffice.
-
-    store_bytes: host memory of KV stores.
-    """
+    """Return how many blocks fit `swap_space_bytes`. Raises `ConfigError` if host memory is too little."""
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
     if wanted + store_bytes > free:
         of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""
@@ -217,7 +209,7 @@ def _machine_free_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """Return the minimum over cgroups of limit less usage; page cache counts as free."""
+    """Return the least limit less usage of all cgroups; page cache counts as free."""
     free = _UNLIMITED
     for limit_file, usage_file, stat_file in _cgroup_files():
         limit = "".join(read_lines(limit_file)).strip()
@@ -230,7 +222,6 @@ def _cgroup_free_bytes() -> int:
 
 
 def _cgroup_files() -> list[tuple[Path, Path, Path]]:
-    """Return limit, usage and statistics files of cgroups, versions 2 and 1."""
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     return [
         (folder / limit, folder / use, folder / "memory.stat")

@@ -1,7 +1,4 @@
-"""The worker's side of a step: `launch` enqueues its work, `collect` waits for the device and reads the results.
-
-On a GPU the next step may be launched before this one is collected, so that the device never waits.
-"""
+"""Runs steps."""
 
 from __future__ import annotations
 
@@ -46,9 +43,9 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs steps on one device.
+    """Runs steps on one device. The next step may be launched before this one is collected.
 
-    draft: for requests for which `proposer` finds nothing. draft_cache: its own KV cache, if any, with the block ids of
+    draft: for requests for which `proposer` finds nothing. draft_cache: its own KV cache, with the block ids of
     `kv_cache`.
     """
 
@@ -81,7 +78,7 @@ class ModelRunner:
         self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
-        self._newest: LaunchedStep | None = None  # until it is collected
+        self._newest: LaunchedStep | None = None
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -118,13 +115,13 @@ class ModelRunner:
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Compute a step."""
-        with torch.inference_mode():  # a decorator would enter twice as many functions
+        with torch.inference_mode():
             return self._collect(self._launch(scheduled))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """Return True if all earlier steps must be collected before this one is launched.
 
-        Drafts, penalties and grammars need tokens on the host. Block copies, KV transfers and preemptions are rare.
+        Drafts, penalties and grammars need tokens on the host; copies, transfers and preemptions are rare.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens
@@ -137,12 +134,11 @@ class ModelRunner:
         )
 
     def _reads_newest(self) -> bool:
-        """Return True if a task needs uncollected tokens."""
         rows = None if self._newest is None else self._newest.due_rows
         return rows is not None and bool(self.batch.sampling.reads_tokens[rows].any())
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
-        """Enqueue all work of a step. Only the previous step may be uncollected, unless `needs_sampled_tokens`."""
+        """Enqueue a step's work. Only the previous step may be uncollected, unless `needs_sampled_tokens`."""
         with torch.inference_mode():
             return self._launch(scheduled)
 
@@ -167,16 +163,14 @@ class ModelRunner:
         return step
 
     def _await(self, step: LaunchedStep) -> None:
-        """Let the device feed sampled tokens."""
         if step.chosen is not None and step.due_rows is not None:
             assert step.inputs is not None
             self.batch.await_sampled(step.inputs.rows_there, step.chosen.token_ids, step.due_rows)
             step.is_awaited = True
 
     def _follow(self, scheduled: SchedulerOutput) -> None:
-        """Apply a scheduler's output."""
         if scheduled.kv_transfers or scheduled.kv_cancels:
-            self.kv_mover.begin(scheduled)  # after the copies: a load may write blocks that they read
+            self.kv_mover.begin(scheduled)  # a load may write blocks that the copies read
         if scheduled.finished_req_ids:
             self.drafting.finish(scheduled.finished_req_ids)  # before the batch forgets their tokens
         if scheduled.preempted_req_ids:
@@ -188,7 +182,7 @@ class ModelRunner:
             self._pooler.forget(scheduled.finished_req_ids)
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden], valid until the next call; writes KV."""
+        """Return hidden states [num_outputs, hidden], valid until the next call. Writes KV."""
         return self.forward_pass(inputs.token_ids, inputs.attention)
 
     def compute_logits(self, scheduled: SchedulerOutput) -> torch.Tensor:
@@ -204,7 +198,7 @@ class ModelRunner:
             return self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
 
     def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
-        """Choose a token for each request without uncomputed known tokens, and one after each draft."""
+        """Choose a token for each sampled request, and one after each draft."""
         tasks = self._tasks.make(inputs, step.troubles, step.postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.known_there)
@@ -214,7 +208,7 @@ class ModelRunner:
                 raise error
             step.troubles.setdefault(row, Trouble(error, "its token was chosen"))
         if len(inputs.num_known) > len(inputs.sampled):
-            return  # accepted drafts are counted later
+            return
         step.due_rows = inputs.sampled_rows
         if step.troubles or step.postponed or step.errors:
             without = step.postponed | step.errors.keys()
@@ -223,7 +217,7 @@ class ModelRunner:
             step.due_rows = inputs.sampled_rows[is_due]
 
     def collect(self, step: LaunchedStep) -> ModelOutput:
-        """Wait for the oldest uncollected step; return the results of requests that remain."""
+        """Wait for the oldest uncollected step. Return the results of requests that remain."""
         with torch.inference_mode():
             return self._collect(step)
 
@@ -280,14 +274,14 @@ class ModelRunner:
         tokens: dict[str, list[int]],
         logprobs: dict[str, list[TokenLogprobs]],
     ) -> None:
-        """Record accepted tokens and log probabilities, or an error in the step. Skips ids in `without`.
+        """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
-        As long as a draft equals the choice, the next choice is valid, too: its logits are those that would follow if
-        the draft had been fed back. So is its noise, unless drafts are verified by rejection sampling.
+        While drafts equal the choices, the next choice has the logits that it would have without drafts. It also has
+        the noise, unless drafts are verified by rejection sampling.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)
-        if is_plain and min(chosen) >= 0:  # the usual case
+        if is_plain and min(chosen) >= 0:
             for index, token_id in zip(inputs.sampled, chosen, strict=True):
                 tokens[inputs.requests[index].request_id] = [token_id]
             return
@@ -307,7 +301,6 @@ class ModelRunner:
                 logprobs[name] = [sampled.logprobs[first + i] for i in range(len(tokens[name]))]
 
     def _chooser(self, inputs: ModelInputs) -> Callable[[torch.Tensor, SamplingRows], torch.Tensor]:
-        """Return the sampling kernel, or the verification of drafts."""
         if len(inputs.num_known) == len(inputs.sampled):
             return self.kernels.sample
         requests = [inputs.requests[index] for index in inputs.sampled]
@@ -320,7 +313,7 @@ class ModelRunner:
         return partial(self.verification.choose, drafted=drafted)
 
     def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
-        """Return each request's accepted choices. `Kernels.rejection_sample` only compares here."""
+        """`Kernels.rejection_sample` only compares here."""
         if len(chosen) == len(inputs.sampled):
             return [[token_id] for token_id in chosen]
         cu_num_logits = torch.from_numpy(inputs.cu_num_logits)
@@ -331,14 +324,12 @@ class ModelRunner:
         return [row[:count] for row, count in zip(sampled.tolist(), num_sampled.tolist(), strict=True)]
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits."""
         return self.forward_pass.compute_logits(
             hidden, self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
         )
 
 
 def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:
-    """Return how many tokens precede the first failure; the next step meets it, too."""
     if not troubles and min(token_ids) >= 0:
         return len(token_ids)
     return next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), len(token_ids))

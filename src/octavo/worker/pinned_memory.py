@@ -1,4 +1,4 @@
-"""Pinned host memory, which a GPU reads and writes without the CPU."""
+"""Pinned host memory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from octavo.errors import ConfigError
 from octavo.worker.memory import free_bytes
 
 logger = logging.getLogger(__name__)
-_PORTABLE = 1  # cudaHostRegisterPortable: for every device
+_PORTABLE = 1
 
 
 def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
     """Return uint8 [num_bytes] of pinned memory.
 
     is_brief: from torch's allocator, for copies of a step. It keeps freed memory until the device's copies are done,
-    and rounds each size up to a power of two.
-
-    Otherwise the memory takes whole pages and no more, and must not be freed during a copy. If the driver refuses it,
-    it comes from torch's allocator, with a warning. Raises `ConfigError` if the rounded size is not free.
+    and rounds sizes up to powers of two.
+    Otherwise the memory takes whole pages, and must not be freed during a copy. If the driver refuses it, it comes from
+    torch's allocator. Raises `ConfigError` if the rounded size is not free.
     """
     if is_brief or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     area = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(mmap.MADV_DONTFORK)  # after a fork a write could move a page away from the device
+    area.madvise(mmap.MADV_DONTFORK)  # after a fork, a write could move a page
     memory = np.frombuffer(area, np.uint8)
     cudart = torch.cuda.cudart()
     result = cudart.cudaHostRegister(memory.ctypes.data, num_bytes, _PORTABLE)
     if int(result) == 0:
-        # Not of the map: it is unmapped before its finalizers run.
+        # `area` is unmapped before its finalizers run.
         weakref.finalize(memory, _unregister, memory.ctypes.data).atexit = False
         return torch.from_numpy(memory)
     reason = cudart.cudaGetErrorString(result)
@@ -55,7 +54,7 @@ def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
 
 
 def rounded_bytes(num_bytes: int) -> int:
-    """Return what torch's allocator takes for pinned memory of this size."""
+    """Return the pinned bytes that torch's allocator takes."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
@@ -65,6 +64,6 @@ def _unregister(address: int) -> None:
 
 
 def _clear_error() -> None:
-    """Read the runtime's last error, which the next launch in this thread would raise as its own."""
+    """Read the runtime's last error, which this thread's next launch would raise."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")

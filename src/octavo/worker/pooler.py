@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Sum:
-    """The first positions' sum."""
-
     total: NDArray[np.float64]
     num_tokens: int = 0
 
@@ -41,8 +39,8 @@ class PooledRows:
 class Pooler:
     """Takes the last hidden state of a prompt, or the mean of all, after the final norm.
 
-    Positions are added one by one, so that bits do not depend on how the prompt is cut. A sum survives a preemption
-    that keeps KV; a recomputed prompt starts again.
+    Positions are added one by one: bits do not depend on how the prompt is cut. A sum survives a preemption that keeps
+    KV.
     """
 
     def __init__(self) -> None:
@@ -57,7 +55,7 @@ class Pooler:
     def take(
         inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch, copies: HostCopies, errors: dict[str, str]
     ) -> list[PooledRows]:
-        """Copy the needed rows of hidden states [num_outputs, hidden]. Fills `errors`."""
+        """Copy the needed hidden states [num_outputs, hidden]. Fills `errors`."""
         taken: list[PooledRows] = []
         for index, request in enumerate(inputs.requests):
             pooling = request.sampling_params.pooling
@@ -71,19 +69,19 @@ class Pooler:
                 states = hidden[end - 1 if pooling == "last" else first : end].to(torch.float32, copy=True)
                 position = int(batch.num_computed_tokens[request.row])
                 taken.append(PooledRows(request, copies.to_host(states), position, is_complete))
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+            except BaseException as error:  # noqa: BLE001 - see `faults`
                 log_fault(request.request_id, "its hidden states were taken", error)
                 errors[request.request_id] = ErrorCode.REQUEST_FAILED
         return taken
 
     def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
-        """Return complete prompts' embeddings, float32 bytes, when the copies are complete. Fills `errors`."""
+        """Return complete prompts' embeddings, float32 bytes, after the copies. Fills `errors`."""
         result: dict[str, bytes] = {}
         for rows in taken:
             request_id = rows.request.request_id
             try:
                 vector = self._pool(rows)
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+            except BaseException as error:  # noqa: BLE001 - see `faults`
                 log_fault(request_id, "its hidden states were pooled", error)
                 errors[request_id] = ErrorCode.REQUEST_FAILED
                 continue

@@ -16,14 +16,10 @@ if TYPE_CHECKING:
 
 
 class Prefault:
-    """A thread that touches memory page by page, with idle priority (on Linux), without changing it.
-
-    The system provides a page when it is first touched: 2 GB took 2.6 s if the host of a virtual machine had to find
-    them, else 0.25 s. If the thread cannot start, pages come when they are written.
-    """
+    """A thread that touches memory page by page, with idle priority (on Linux), without changing it."""
 
     def __init__(self, data: Tensor) -> None:
-        self._stop = np.zeros(1, np.uint8)  # not a torch tensor: a finalizer may run while torch is watched
+        self._stop = np.zeros(1, np.uint8)  # a finalizer may run while torch is watched
         self._thread = threading.Thread(target=_touch, args=(data, self._stop), name="octavo-kv-memory", daemon=True)
         with contextlib.suppress(RuntimeError):
             self._thread.start()

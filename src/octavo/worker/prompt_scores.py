@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """A request's scores, being copied to the host. parts: tokens and log probabilities of each slice of rows."""
+    """A request's scores, being copied to the host. parts: tokens and log probabilities of slices of rows."""
 
     request: RequestRow
     parts: list[tuple[list[int], LogprobRows]]
@@ -51,7 +51,7 @@ class PromptScorer:
             first_row, end_row = (int(row) for row in inputs.output_start[index : index + 2])
             try:
                 parts = self._score(request, hidden[first_row:end_row], count)
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+            except BaseException as error:  # noqa: BLE001 - see `faults`
                 log_fault(request.request_id, "its prompt was scored", error)
                 errors[request.request_id] = ErrorCode.REQUEST_FAILED
                 continue
@@ -60,7 +60,6 @@ class PromptScorer:
         return result
 
     def _score(self, request: RequestRow, hidden: torch.Tensor, num_best: int) -> list[tuple[list[int], LogprobRows]]:
-        """Score in slices."""
         position = int(self._batch.num_computed_tokens[request.row])
         num_rows = min(len(hidden), request.num_prompt_tokens - 1 - position)
         targets = self._batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].astype(np.int64)
@@ -76,13 +75,13 @@ class PromptScorer:
 
     @staticmethod
     def read(scores: Iterable[PromptScores], errors: dict[str, str]) -> dict[str, list[TokenLogprobs]]:
-        """Return entries, when copies are complete. Fills `errors`."""
+        """Return entries, after the copies. Fills `errors`."""
         result: dict[str, list[TokenLogprobs]] = {}
         for each in scores:
             name = each.request.request_id
             try:
                 result[name] = [entry for token_ids, rows in each.parts for entry in rows.read(token_ids)]
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+            except BaseException as error:  # noqa: BLE001 - see `faults`
                 log_fault(name, "its prompt's scores were read", error)
                 errors[name] = ErrorCode.REQUEST_FAILED
         return result

@@ -50,7 +50,7 @@ class SampleTasks:
         self._grammars = grammars
         self._walks = GrammarWalks()
         self._start_s = 0.0
-        self._asking: list[tuple[RequestRow, range]] = []  # of the step that has begun
+        self._asking: list[tuple[RequestRow, range]] = []
 
     def begin(self, inputs: ModelInputs) -> None:
         """Start walking grammars."""
@@ -66,9 +66,8 @@ class SampleTasks:
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
         """Return the tasks of the step, by row of logits. Each row counts the drafts before it as known tokens.
 
-        Rows after a forbidden draft and rows of postponed requests get no task: their choice has no effect. troubles:
-        receives the first row that lacks a token because its grammar failed. postponed: receives requests with a late
-        walk.
+        Rows after a forbidden draft and rows of postponed requests get no task. troubles: receives the first row of
+        each failed grammar. postponed: receives requests with a late walk.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:
@@ -95,8 +94,7 @@ class SampleTasks:
     ) -> dict[int, SampleTask]:
         """Return the tasks for one pass of a drafting model, by index into `requests`.
 
-        num_known: includes drafts. Grammars are not applied, because their walks would delay the step: forbidden drafts
-        are cut off later.
+        num_known: includes drafts. Grammars are not applied: walks would delay the step.
         """
         is_plain = self._batch.sampling.is_plain[rows]
         return {
@@ -105,7 +103,10 @@ class SampleTasks:
         }
 
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
-        """Return how many drafts precede the first forbidden one; all for a large grammar: the next step walks it."""
+        """Return how many drafts precede the first forbidden one.
+
+        A large grammar allows all: the next step walks it.
+        """
         if request.sampling_params.structured_outputs is None:
             return len(drafts)
         matcher = self._matcher(request)
@@ -115,7 +116,6 @@ class SampleTasks:
         return matcher.num_allowed(drafts)
 
     def _not_plain(self, inputs: ModelInputs) -> list[tuple[RequestRow, range]]:
-        """Return requests that need tasks, and their rows of logits."""
         first = inputs.cu_num_logits
         is_plain = self._batch.sampling.is_plain[inputs.sampled_rows[first[:-1]]]
         if is_plain.all():
@@ -126,7 +126,6 @@ class SampleTasks:
         ]
 
     def _add_walk(self, request: RequestRow, known: NDArray[np.int32], num_drafts: int) -> None:
-        """Walk a grammar over new tokens, unless an earlier step started that walk."""
         num_tokens, last = len(known) - num_drafts, request.walk
         drafts = known[num_tokens:].tolist()
         if last is not None and last.num_tokens == num_tokens:
@@ -139,7 +138,6 @@ class SampleTasks:
         self._walks.add(walk, lambda: self._walk(request, new, drafts), 0.0 if last is None else last.seconds)
 
     def _walk(self, request: RequestRow, new: list[int], drafts: list[int]) -> Walked:
-        """Walk, compute masks after the newest token and each draft, then step back over the drafts."""
         masks: list[NDArray[np.bool_]] = []
         try:
             matcher = self._matcher(request)
@@ -159,7 +157,6 @@ class SampleTasks:
         return Walked(masks, None)
 
     def _matcher(self, request: RequestRow) -> Matcher:
-        """Return the matcher."""
         if request.matcher is None:
             wanted = request.sampling_params.structured_outputs
             assert wanted is not None

@@ -1,10 +1,8 @@
 """Chooses tokens from logits.
 
-A token is a pure function of its logits, the request's parameters, known tokens and grammar, and the noise of (seed,
-position, sample index).
-
-The order is that of vLLM, except that a grammar masks after the raw log probabilities are taken. Then come allowed ids,
-min_tokens, logit bias, penalties and typical sampling, then the kernel.
+A token depends only on its logits, the request's parameters, known tokens and grammar, and the noise of (seed,
+position, sample index). As in vLLM: allowed ids, min_tokens, logit bias, penalties, typical sampling, kernel. A grammar
+masks before them, after the raw log probabilities are taken.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ _INT64_SIGN = 1 << 63
 class SamplingColumns:
     """The sampling kernel's parameters, a row for each request.
 
-    is_plain      the request needs no `SampleTask`
-    reads_tokens  its task depends on earlier tokens, so the host has to know them
+    is_plain: no `SampleTask` is needed. reads_tokens: the task reads earlier tokens on the host.
     """
 
     def __init__(self, num_rows: int, copies: HostCopies) -> None:
@@ -52,14 +49,13 @@ class SamplingColumns:
         self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seed = np.zeros(num_rows, dtype=np.int64)
         self._sample_index = np.zeros(num_rows, dtype=np.int32)
-        self._gathered: list[Tensor] | None = None  # until a row changes
+        self._gathered: list[Tensor] | None = None
         self._gathered_key = b""
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
         """Store a request's parameters."""
         self.is_plain[row], self.reads_tokens[row] = _is_plain(params), _reads_tokens(params)
         self._temperature[row] = params.temperature
-        # `keep_typical` applies all filters.
         filters = (params.top_k, params.top_p, params.min_p) if params.typical_p == 1.0 else (0, 1.0, 0.0)
         self._top_k[row], self._top_p[row], self._min_p[row] = filters
         self._seed[row] = _as_int64(seed)
@@ -67,7 +63,7 @@ class SamplingColumns:
         self._gathered = None
 
     def gather(self, rows: NDArray[np.int64], position: Tensor) -> SamplingRows:
-        """Return these rows' parameters on the device, copied only after changes.
+        """Return the parameters of rows on the device, copied only after changes.
 
         position: int32 [len(rows)] on the device, the number of known tokens.
         """
@@ -99,34 +95,30 @@ class SampleTask:
 
     @property
     def adjusts_logits(self) -> bool:
-        """True if the row changes before the temperature."""
+        """True if the row changes before temperature."""
         params = self.sampling_params
         return self.allowed is not None or self.num_output_tokens < params.min_tokens or _changes_every_row(params)
 
     @property
     def excludes_tokens(self) -> bool:
-        """True if tokens are excluded before the temperature."""
+        """True if tokens are excluded before temperature."""
         is_early = self.num_output_tokens < self.sampling_params.min_tokens
         return self.allowed is not None or self.sampling_params.allowed_token_ids is not None or is_early
 
 
 def _changes_every_row(params: SamplingParams) -> bool:
-    """Return True if every row of such a request changes."""
     return bool(params.allowed_token_ids is not None or params.logit_bias or _is_penalized(params))
 
 
 def _is_penalized(params: SamplingParams) -> bool:
-    """Return True for penalties."""
     return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
 def _reads_tokens(params: SamplingParams) -> bool:
-    """Return True if earlier tokens matter other than through logits."""
     return params.structured_outputs is not None or _is_penalized(params)
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Return True if the kernel does everything."""
     return (
         params.structured_outputs is None
         and params.logprobs is None
@@ -138,10 +130,7 @@ def _is_plain(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The results of all rows.
-
-    token_ids: -1 if a row's logits were NaN or all tokens were excluded (`none_allowed`). faults: of failed tasks.
-    """
+    """The results of all rows. token_ids: -1 if logits were NaN or all tokens were excluded (`none_allowed`)."""
 
     token_ids: list[int]
     none_allowed: set[int]
@@ -151,9 +140,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log probabilities of each row's token and of its most probable ones, being copied to the host.
+    """Log probabilities of each row's token and of its best ones, being copied to the host.
 
-    ranks: int64 [n]. values, ids: [n, most]; None if no row asks for any.
+    ranks: int64 [n]. values, ids: [n, most], or None.
     """
 
     sampled: Tensor
@@ -163,7 +152,7 @@ class LogprobRows:
     num_best: Sequence[int]
 
     def read(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Return each row's entry, when its copies are complete."""
+        """Return each row's entry, after the copies."""
         best_values: list[list[float]] = [[]] * len(token_ids) if self.values is None else self.values.tolist()
         best_ids: list[list[int]] = [[]] * len(token_ids) if self.ids is None else self.ids.tolist()
         return [
@@ -178,7 +167,7 @@ class LogprobRows:
 class Choices:
     """The choices of rows of logits, being copied to the host.
 
-    to_read: `token_ids` for the host. restricted: rows with excluded tokens. are_numbers: for these.
+    restricted: rows with excluded tokens. are_numbers: False for those with NaN.
     """
 
     token_ids: Tensor
@@ -189,7 +178,7 @@ class Choices:
     faults: dict[int, BaseException]
 
     def read(self) -> Sampled:
-        """Return results, when the copies are complete."""
+        """Return results, after the copies."""
         token_ids: list[int] = self.to_read.tolist()
         entries: dict[int, TokenLogprobs] = {}
         for rows, logprobs in self.logprobs:
@@ -204,8 +193,7 @@ class Choices:
 class Sampler:
     """Chooses one token per row. Only typical sampling waits for the device.
 
-    share_tokens(token_ids): called with each choice, drafts included, int64 [n] on the device; the returned ids replace
-    them.
+    share_tokens(token_ids): replaces all choices, drafts included, int64 [n] on the device.
     """
 
     def __init__(
@@ -248,7 +236,7 @@ class Sampler:
         return Choices(token_ids, copies.to_host(token_ids), restricted, are_numbers, logprobs, faults)
 
     def adjust(self, logits: Tensor, tasks: Mapping[int, SampleTask]) -> dict[int, BaseException]:
-        """Apply tasks in place. Return the exception of each row that failed."""
+        """Apply tasks in place. Return the exceptions of failed rows."""
         faults: dict[int, BaseException] = {}
         for row, task in tasks.items():
             try:
@@ -256,7 +244,7 @@ class Sampler:
                     _adjust(logits[row], task, self._copies.to_device)
                 if task.sampling_params.typical_p < 1.0:
                     keep_typical(logits[row], task.sampling_params, self._kernels)
-            except BaseException as error:  # noqa: BLE001 - it is one request's, which is named where it is known
+            except BaseException as error:  # noqa: BLE001 - fails one request
                 faults[row] = error
         return faults
 
@@ -268,7 +256,6 @@ class Sampler:
         num_best: Sequence[int],
         faults: dict[int, BaseException],
     ) -> list[tuple[list[int], LogprobRows]]:
-        """Compute all rows together, or if that fails one by one, with equal results."""
         try:
             return [(rows, self.token_logprobs(logprobs, token_ids, num_best))]
         except BaseException as error:
@@ -294,7 +281,6 @@ class Sampler:
 
 
 def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.generic]], Tensor]) -> None:
-    """Apply changes before the temperature to `row` [vocab]."""
     params = task.sampling_params
     if task.allowed is not None:
         row.masked_fill_(to_device(~task.allowed), -torch.inf)
@@ -320,5 +306,4 @@ def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.gener
 
 
 def _as_int64(seed: int) -> int:
-    """Return the signed integer with the same 64 bits."""
     return (seed + _INT64_SIGN) % (1 << 64) - _INT64_SIGN

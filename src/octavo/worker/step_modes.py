@@ -1,7 +1,4 @@
-"""How steps are computed: immediately, by a thread, or launched ahead.
-
-Steps are computed in order. After a failed step, none is computed until `abandon`.
-"""
+"""How steps are computed."""
 
 from __future__ import annotations
 
@@ -27,11 +24,11 @@ ResultT = TypeVar("ResultT")
 
 
 class StepMode(ABC):
-    """Computes steps. `collect` is called once for each, in order."""
+    """Computes steps in order. After a failed step, none is computed until `abandon`."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._failed: int | None = None  # the first step that failed
+        self._failed: int | None = None
 
     @abstractmethod
     def submit(self, scheduled: SchedulerOutput) -> None:
@@ -39,18 +36,17 @@ class StepMode(ABC):
 
     @abstractmethod
     def collect(self) -> ModelOutput | ExecutionError:
-        """Return the oldest result."""
+        """Return the oldest result. Call once for each step."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop all uncollected steps. When this returns, none is being computed."""
+        """Drop all uncollected steps. Then none is being computed."""
 
     def shutdown(self) -> None:
         """Drop the worker."""
         self.__dict__.pop("worker", None)
 
     def _run(self, step: int, part: Callable[[ArgumentT], ResultT], argument: ArgumentT) -> ResultT | ExecutionError:
-        """Run a part of a step, unless an earlier step failed."""
         if self._failed is not None and step > self._failed:
             return ExecutionError("the previous step failed")
         try:
@@ -121,12 +117,12 @@ class ComputesInBackground(StepMode):
 class LaunchesAhead(StepMode):
     """`submit` launches, `collect` waits for the device.
 
-    If a step needs earlier tokens on the host, their steps are collected before.
+    If a step needs earlier tokens on the host, earlier steps are finished first.
     """
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
-        self._steps: deque[tuple[int, LaunchedStep | ModelOutput | ExecutionError]] = deque()  # with their numbers
+        self._steps: deque[tuple[int, LaunchedStep | ModelOutput | ExecutionError]] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
         """Launch the step."""
@@ -153,7 +149,7 @@ class LaunchesAhead(StepMode):
         """Wait until idle."""
         try:
             self.worker.wait_idle()
-        except Exception:  # results of abandoned steps are not needed
+        except Exception:
             logger.exception("the device failed in steps that were abandoned")
         finally:
             self._steps.clear()

@@ -1,7 +1,7 @@
 """Copies of blocks between the KV cache and the buffers of transfers.
 
-A CPU copies with numpy, in one thread: torch would use all cores. On a GPU each buffer has a stream, so that a transfer
-does not wait for the kernels of later steps. Blocks are gathered on the device, and cross the bus in one copy.
+A CPU copies in one thread, with numpy: torch would use all cores. On a GPU each buffer has a stream, so that transfers
+do not wait for later steps.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from octavo.worker.host_copies import Mark
     from octavo.worker.kv_cache import PagedKVCache
 
-_ALIGNMENT = 64  # bytes, of the first row
+_ALIGNMENT = 64
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # a device copies bytes one by one
 
 
 class CopyStream(Protocol):
-    """A stream of a device, next to that of the steps. Enqueued work is done in order."""
+    """A device's stream. Its work is done in order."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Return uint8 [num_bytes] of device-accessible host memory."""
+        """Return device-accessible host memory, uint8."""
         ...
 
     def wait(self, mark: Mark) -> None:
@@ -70,26 +70,26 @@ class CudaStream:
         return pinned_memory(num_bytes)
 
     def wait(self, mark: Mark) -> None:
-        """Wait on the device."""
+        """Let the device wait."""
         self._stream.wait_event(cast("torch.cuda.Event", mark))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue without waiting."""
+        """Enqueue a copy."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
-        """Launch a kernel."""
+        """Enqueue a kernel."""
         with torch.cuda.stream(self._stream):
             torch.index_select(source, 0, rows, out=target)
 
     def scatter(self, target: Tensor, rows: Tensor, source: Tensor) -> None:
-        """Launch a kernel."""
+        """Enqueue a kernel."""
         with torch.cuda.stream(self._stream):
             target.index_copy_(0, rows, source)
 
     def mark(self) -> Mark:
-        """Return an event; a thread that waits for it sleeps."""
+        """Return an event. A waiting thread sleeps."""
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         mark: Mark = event
@@ -97,10 +97,10 @@ class CudaStream:
 
 
 class PieceBuffer(Protocol):
-    """Host memory for the blocks of a piece of a transfer. Used by one thread at a time.
+    """Host memory for a piece of a transfer. Used by one thread at a time.
 
-    block_ids: for each KV group, one id for each block; those that are `NO_BLOCK` are skipped. after: a mark that the
-    copies wait for.
+    After `write` or `read` returns or raises, it copies nothing. block_ids: an id for each KV group and block;
+    `NO_BLOCK` is skipped. after: a mark that the copies wait for.
     """
 
     def views(self, count: int) -> list[memoryview]:
@@ -108,24 +108,22 @@ class PieceBuffer(Protocol):
         ...
 
     def write(self, block_ids: list[list[int]], after: Mark) -> None:
-        """Copy to the KV cache. When this returns or raises, nothing is written any more."""
+        """Copy to the KV cache."""
         ...
 
     def read(self, block_ids: list[list[int]], after: Mark) -> None:
-        """Copy from the KV cache. When this returns or raises, nothing is read any more."""
+        """Copy from the KV cache."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A KV group's blocks as rows of bytes, and their columns in a buffer's rows."""
-
     blocks: Tensor
     columns: slice
 
 
 class StoredBlocks:
-    """The blocks of a KV cache as stores keep them: the contents of all KV groups, one after another."""
+    """The blocks of a KV cache as stores keep them: all KV groups' contents, one after another."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
@@ -138,20 +136,20 @@ class StoredBlocks:
             start = end
 
     def make_buffer(self, num_blocks: int) -> PieceBuffer:
-        """Return a buffer, on a device with a stream."""
+        """Return a buffer."""
         stream = create_copy_stream(self._device)
         if stream is None:
             return HostBuffer(self._parts, self.block_bytes, num_blocks)
         buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device)
-        stream.wait(self.mark())  # steps that freed this memory may still use it
+        stream.wait(self.mark())  # earlier steps may still use this memory
         return buffer
 
     def mark(self) -> Mark:
-        """Mark all work of steps that was enqueued before."""
+        """Mark all enqueued work of steps."""
         return mark_steps(self._device)
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return which loaded blocks need more than the first group's content; all if there is one group."""
+        """Return which loaded blocks need more than the first group's content."""
         return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
 
@@ -184,9 +182,9 @@ class HostBuffer:
 
 
 class StagedBuffer:
-    """`PieceBuffer` of a device: as much memory on both sides, first the ids, then a row for each block.
+    """`PieceBuffer` of a device: equal memory on both sides, first the ids, then a row for each block.
 
-    The device's memory is used by this stream alone, and freed only with the buffer.
+    Only this stream uses the device's memory, which is freed with the buffer.
     """
 
     def __init__(
@@ -219,7 +217,7 @@ class StagedBuffer:
         return [memoryview(row) for row in self._host_rows[:count].numpy()]
 
     def write(self, block_ids: list[list[int]], after: Mark) -> None:
-        """Copy all blocks to the device, and scatter them there."""
+        """Copy all blocks to the device; scatter them there."""
         if not block_ids[0]:
             return
         stream, end = self._stream, self._head_bytes + len(block_ids[0]) * self._block_bytes
@@ -234,7 +232,7 @@ class StagedBuffer:
             stream.mark().synchronize()
 
     def read(self, block_ids: list[list[int]], after: Mark) -> None:
-        """Gather all blocks on the device, and copy them to the host."""
+        """Gather all blocks on the device; copy them to the host."""
         stream, count = self._stream, len(block_ids[0])
         end = self._head_bytes + count * self._block_bytes
         self._put(block_ids)
@@ -249,19 +247,15 @@ class StagedBuffer:
             stream.mark().synchronize()
 
     def _put(self, block_ids: list[list[int]]) -> None:
-        """Write the ids to host memory."""
         self._host_ids[:, : len(block_ids[0])] = torch.tensor(block_ids, dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A KV group's blocks, and the columns of staging memory for them, as integers of one type."""
-
     blocks: Tensor
     rows: Tensor
 
     def runs(self, block_ids: list[int]) -> list[slice]:
-        """Return the stretches of rows without `NO_BLOCK`; none if blocks have no bytes."""
         runs, start = [], 0
         for is_there, run in groupby(block_ids, NO_BLOCK.__ne__):
             end = start + len(list(run))
@@ -272,10 +266,10 @@ class _Copied:
 
 
 def create_copy_stream(device: torch.device) -> CopyStream | None:
-    """Return a new stream of a device; None for a CPU."""
+    """Return a new stream; None for a CPU."""
     return None if device.type == "cpu" else CudaStream(device)
 
 
 def mark_steps(device: torch.device) -> Mark:
-    """Return a mark after all work that steps have enqueued."""
+    """Mark all enqueued work of steps."""
     return Passed() if device.type == "cpu" else CudaQueue().mark()

@@ -1,8 +1,7 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
 A load writes a block after the store has confirmed its bytes; a save reads a block before it calls the store. Both hold
-the transfer's lock and check for a cancel. So no block of a cancelled transfer is written or read, whatever the store
-does and however late.
+the transfer's lock and check for a cancel. So no block of a cancelled transfer is touched, however slow the store is.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.worker.stored_blocks import PieceBuffer
 
 logger = logging.getLogger(__name__)
-_PIECE_BYTES = 8 << 20  # a cancel waits for one; a larger save becomes several files
+_PIECE_BYTES = 8 << 20  # a cancel waits for one
 _SHUTDOWN_S = 2.0
 
 
@@ -62,7 +61,7 @@ class NoKVMover:
 class _Moving:
     """A transfer until it is reported.
 
-    begun: mark after the work of steps that precedes it. lock: held while its blocks are written or read.
+    begun: mark after earlier steps' work. lock: held while its blocks are written or read.
     """
 
     order: KVTransfer
@@ -76,8 +75,8 @@ class _Moving:
 class KVTransferThreads:
     """Carries out the transfers of steps, and closes the store at shutdown.
 
-    report: called once for each uncancelled transfer that ends, from any thread. num_threads: for loads. Saves have one
-    more, so that loads do not wait for them.
+    report: called once for each uncancelled transfer that ends, from any thread. num_threads: for loads; saves have
+    one.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class KVTransferThreads:
         return len(self._moving)
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Cancel and begin transfers. When this returns, blocks of cancelled ones are neither written nor read."""
+        """See `KVMover`. Then blocks of cancelled transfers are neither written nor read."""
         for transfer_id in scheduled.kv_cancels:
             with self._lock:
                 moving = self._moving.pop(transfer_id, None)
@@ -133,7 +132,7 @@ class KVTransferThreads:
             for first in range(0, len(order.keys), self._piece_blocks):
                 if moving.is_cancelled or not move(moving, first, buffer):
                     break
-        except BaseException:  # ends the transfer, with the blocks that were moved
+        except BaseException:
             logger.exception("a KV %s failed", order.direction.value)
         finally:
             if buffer is not None:
@@ -145,14 +144,12 @@ class KVTransferThreads:
                 self._report(EndedTransfer(order.transfer_id, moving.num_moved, moves, evicted))
 
     def _take(self, buffers: queue.SimpleQueue[PieceBuffer]) -> PieceBuffer:
-        """Return a buffer; a new one if stores that hang keep all of them."""
         try:
             return buffers.get_nowait()
         except queue.Empty:
             return self._blocks.make_buffer(self._piece_blocks)
 
     def _load(self, moving: _Moving, first: int, buffer: PieceBuffer) -> bool:
-        """Load a piece; return True if it was complete."""
         keys, block_ids = self._piece(moving, first)
         views, needs_all = buffer.views(len(keys)), self._blocks.need_all(block_ids)
         count = group_parts.load(self._store, keys, views, needs_all, self._blocks.part_bytes, moving.tally)
@@ -164,7 +161,6 @@ class KVTransferThreads:
         return count == len(keys)
 
     def _save(self, moving: _Moving, first: int, buffer: PieceBuffer) -> bool:
-        """Save a piece; return True if it was complete."""
         keys, block_ids = self._piece(moving, first)
         with moving.lock:
             if moving.is_cancelled:
@@ -176,7 +172,6 @@ class KVTransferThreads:
         return count == len(keys)
 
     def _piece(self, moving: _Moving, first: int) -> tuple[list[bytes], list[list[int]]]:
-        """Return keys and blocks."""
         order, end = moving.order, first + self._piece_blocks
         return order.keys[first:end], [ids[first:end] for ids in order.block_ids]
 
@@ -203,5 +198,5 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return the buffers' bytes if no store hangs. On a GPU also those on the device; few ids are added."""
+    """Return the buffers' bytes if no store hangs. A GPU has as many."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes

@@ -1,8 +1,7 @@
 """Decides which drafts are kept, and how a drafting model draws them.
 
-Both ways choose a token in every row of logits and keep the choices up to the first that differs from its draft.
-Rejection sampling keeps the distribution of the answer, but not its tokens: it chooses a draft more often if it was
-drawn from a distribution like the target's.
+A token is chosen in every row of logits, and choices are kept up to the first that differs from its draft. Rejection
+sampling keeps the distribution of the answer, but not its tokens.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.kernels.interface import Kernels, SamplingRows
 
-_SLICE_LOGITS = 1 << 18  # in memory at a time, or those of one request if it has more
-_BYTES_PER_LOGIT = 128  # p, q and their difference in float64; values, ids and sums of the filters
+_SLICE_LOGITS = 1 << 18  # in memory at a time
+_BYTES_PER_LOGIT = 128  # p, q and their difference in float64; the filters' values, ids and sums
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedRows:
     """Requests with drafts to verify.
 
-    cu_num_logits     int32 [num_requests + 1], the first row of each, then the number of rows
-    draft_ids         int64 [num_logits], input tokens: after a request's first row, its drafts
-    draft_probs       float32 [num_drafts or more, vocab] if drafts were drawn
+    cu_num_logits  int32 [num_requests + 1], the first row of each, then the total
+    draft_ids      int64 [num_logits], input tokens: after a request's first row, its drafts
+    draft_probs    float32 [num_drafts or more, vocab] if drafts were drawn
     """
 
     is_greedy: Sequence[bool]
@@ -46,10 +45,10 @@ class DraftedRows:
 
 
 class Verification(Protocol):
-    """Chooses tokens, draws drafts."""
+    """Chooses tokens and draws drafts."""
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return the most bytes that drafts take in addition to logits."""
+        """Return the most bytes that drafts need beyond logits."""
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
@@ -62,8 +61,8 @@ class Verification(Protocol):
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | None]:
         """Return a draft for each row of logits, -1 if none can be drawn, and its distribution, float32 [n, vocab].
 
-        If verification needs distributions (else None), whether a draft is verified must not depend on which token it
-        is.
+        It is None if verification does not need it. Otherwise, whether a draft is verified must not depend on its
+        token.
         """
         ...
 
@@ -92,7 +91,7 @@ class ExactVerification:
 class RejectionVerification:
     """Rejection sampling, see `octavo.kernels.rejection_sampling`.
 
-    The sampling kernel chooses the token after the last draft, and for greedy requests, with the same result.
+    The sampling kernel chooses for greedy requests, with the same result, and after the last draft.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -104,7 +103,7 @@ class RejectionVerification:
         return num_drafts * vocab_size * 4 + at_once * _BYTES_PER_LOGIT
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
-        """Return accepted drafts and the tokens after them."""
+        """Return accepted drafts and the next tokens."""
         chosen = self._kernels.sample(logits, rows)
         first, num_rows = drafted.cu_num_logits[:-1], np.diff(drafted.cu_num_logits)
         draft_ids = torch.from_numpy(drafted.draft_ids).to(logits.device)
@@ -128,7 +127,7 @@ class RejectionVerification:
         return chosen
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """Draw with a noise stream of its own."""
+        """Draw with a separate noise stream."""
         probs, ids = torch.empty_like(logits), torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         uniform = uniform_noise(rows.seed, rows.position, rows.sample_index, RandomStream.DRAFT).to(logits.device)
         max_rows = max(_SLICE_LOGITS // logits.shape[1], 1)
@@ -146,9 +145,9 @@ def create_verification(config: SpeculativeConfig | None, kernels: Kernels) -> V
 
 
 def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
-    """Divide the requests with drafts, except greedy ones, into parts of at most `max_rows` rows, or one request.
+    """Divide requests with drafts, except greedy ones, into parts of at most `max_rows` rows, or one request.
 
-    In a part, either all drafts were drawn or none.
+    In a part, all drafts were drawn or none.
     """
     num_rows = np.diff(drafted.cu_num_logits).tolist()
     for is_drawn in (False, True):
@@ -167,7 +166,7 @@ def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
 
 
 def _draft_probs(drafted: DraftedRows, part: Sequence[int], num_rows: NDArray[np.int32]) -> Tensor | None:
-    """Return a part's distributions by row, None if not drawn. Each request's last row is arbitrary."""
+    """Return distributions by row. Each request's last row is arbitrary."""
     probs: list[Tensor] = []
     for index, count in zip(part, num_rows.tolist(), strict=True):
         of_request = drafted.draft_probs[index]

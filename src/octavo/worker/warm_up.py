@@ -1,4 +1,4 @@
-"""The first passes."""
+"""Warms up a worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _ID = "octavo-warm-up"
-_PRIME = 7919  # steps of the fixed prompt through the vocabulary
+_PRIME = 7919
 _PLAIN = SamplingParams()
 _SCORED = SamplingParams(prompt_logprobs=1)
 _FILTERED = SamplingParams(top_k=4, top_p=0.9, min_p=0.01, logprobs=2)
@@ -30,7 +30,7 @@ _PENALIZED = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1)
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     """Run a prompt of `num_tokens` tokens, which the cache must hold, through everything once.
 
-    Then launch all kernels that are compiled for their first launch. Blocks belong to no request: their next owner
+    Then launch all kernels that are compiled at their first launch. Blocks belong to no request: their next owner
     writes them before it reads them.
     """
     start = time.monotonic()
@@ -47,25 +47,23 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def fixed_prompt_logits(runner: ModelRunner, num_tokens: int) -> Tensor:
-    """Return float32 [1, vocab_size] after a fixed prompt of `num_tokens` tokens."""
+    """Return float32 [1, vocab_size] after a fixed prompt."""
     logits = runner.compute_logits(_first_step(runner, num_tokens)).clone()
     _end(runner, [_ID])
     return logits
 
 
 def _first_step(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
-    """Schedule one new prompt."""
     prompt = _request(runner, _ID, num_tokens, _PLAIN)
     return SchedulerOutput(0, [prompt], CachedRequestData.make_empty(), {_ID: num_tokens}, num_tokens)
 
 
 def _launch_all(runner: ModelRunner, num_rows: int) -> None:
-    """Compute `num_rows` rows as prompts, as requests of one token, and as drafts, or as many as a step may have."""
     in_step = min(num_rows, runner.max_num_batched_tokens)
     longest = min(num_rows, runner.max_model_len)
     for params in (_PLAIN, _SCORED):
         _compute(runner, _parts(in_step, longest), params)
-    for num_computed in range(in_step, longest, in_step):  # attention is over more rows than a step may have
+    for num_computed in range(in_step, longest, in_step):  # attention over more rows than a step has
         _compute(runner, [min(num_computed + in_step, longest)], _PLAIN, num_computed=num_computed)
     for params in (_PLAIN, _FILTERED):
         _compute(runner, [1] * in_step, params)
@@ -75,7 +73,6 @@ def _launch_all(runner: ModelRunner, num_rows: int) -> None:
 
 
 def _parts(total: int, most: int) -> list[int]:
-    """Divide a total into parts of at most `most`."""
     return [min(most, total - first) for first in range(0, total, most)]
 
 
@@ -87,10 +84,6 @@ def _compute(
     num_computed: int = 0,
     has_drafts: bool = False,
 ) -> None:
-    """Compute a step of requests of these lengths, or as many as may run, and preempt them.
-
-    num_computed: tokens of each that earlier steps have computed. has_drafts: all tokens after the first are drafts.
-    """
     lengths = lengths[: runner.max_num_seqs]
     names = [f"{_ID}-{index}" for index in range(len(lengths))]
     requests = [
@@ -121,7 +114,6 @@ def _request(
     num_known: int | None = None,
     num_computed: int = 0,
 ) -> NewRequestData:
-    """Return a request with blocks for `length` tokens, the same for each request, of which `num_known` are known."""
     cache, vocab_size = runner.kv_cache, runner.model.architecture.vocab_size
     count = length if num_known is None else num_known
     num_blocks = -(-length // cache.block_size)

@@ -1,4 +1,4 @@
-"""One device."""
+"""The worker."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Worker:
-    """One device. Call `load`, `plan` and `allocate` once, in this order.
+    """Computes steps on one device. Call `load`, `plan` and `allocate` once, in this order.
 
-    store_bytes(block_bytes): host memory of KV stores. staging_bytes(block_bytes): their memory on a device with its
-    own. Raises `ConfigError` for a missing device or kernels.
+    store_bytes(block_bytes): host memory of KV stores. staging_bytes(block_bytes): their GPU memory. Raises
+    `ConfigError` for a missing device or kernels.
     """
 
     def __init__(
@@ -184,14 +184,12 @@ class Worker:
         )
 
     def _describe(self, size: KVSize, num_host_blocks: int) -> WorkerInfo:
-        """Describe the plan."""
         layout, block_size, draft = self.model.architecture.kv_layout, self.cache_config.block_size, self.draft
         each_bytes = layout.block_bytes(block_size, self.kv_dtype)
         groups = [
             KVGroupInfo(KVGroupSpec(group.kind, num_blocks), block_bytes)
             for group, num_blocks, block_bytes in zip(layout.kv_groups, size.blocks_of_groups, each_bytes, strict=True)
         ]
-        # Scratch blocks belong to the cache that the drafting model writes.
         num_scratch_blocks = self._num_scratch_blocks if draft is not None and draft.checkpoint.shares_kv else 0
         num_tokens = min(size.blocks_of_groups) * block_size
         most_tokens = self.scheduler_config.max_num_batched_tokens
@@ -215,14 +213,12 @@ class Worker:
 
     @property
     def _num_scratch_blocks(self) -> int:
-        """Those of all requests."""
         return 0 if self.draft is None else self.draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
 
     def take_fingerprint(self) -> EngineFingerprint:
-        """Check the tables, and return checksums of weights, tables and logits.
+        """Check the tables; return checksums of weights, tables and logits.
 
-        Only the compiled kernels have them: otherwise the last bits depend on threads and memory addresses. Raises
-        `FingerprintError` for a wrong table.
+        Only compiled kernels have them: with others, last bits vary. Raises `FingerprintError` for a wrong table.
         """
         kernels = self.kernels
         draft = self.runner.draft_runner
@@ -233,7 +229,6 @@ class Worker:
         return self._on_device(lambda: take_fingerprint(self.runner, self.info.num_warm_up_tokens, kernels.num_threads))
 
     def _decide_num_blocks(self) -> tuple[KVSize, int]:
-        """Return the cache's size, and the number of host blocks."""
         architecture = self.model.architecture
         draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
         num_host_blocks = decide_num_host_blocks(
@@ -274,7 +269,7 @@ class Worker:
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,
-            # After accepted drafts, KV of the last one is missing: that pass has two rows.
+            # After accepted drafts, KV of the last one is missing.
             decodes=self._plan_decodes(
                 model, num_rows=[1] if checkpoint.shares_kv else [1, 2], max_model_len=checkpoint.max_model_len
             ),
@@ -324,7 +319,6 @@ class Worker:
         )
 
     def _scratch_bytes(self, num_tokens: int) -> int:
-        """Return scratch bytes."""
         architecture = self.model.architecture
         max_drafts = min(num_tokens, self.scheduler_config.max_num_seqs * self.num_speculative_tokens)
         of_drafts = self.proposer.num_bytes + self.verification.num_bytes(max_drafts, architecture.vocab_size)
@@ -338,7 +332,6 @@ class Worker:
         )
 
     def _take_steps_that_fit(self) -> None:
-        """Lower max_num_batched_tokens."""
         num_tokens, wanted = self._largest_batch(), self.scheduler_config.max_num_batched_tokens
         if num_tokens < wanted:
             logger.warning(
@@ -349,7 +342,6 @@ class Worker:
             self.scheduler_config = replace(self.scheduler_config, max_num_batched_tokens=num_tokens)
 
     def _largest_batch(self) -> int:
-        """Return the largest step that fits."""
         return largest_batch(
             self.model.architecture,
             self.cache_config,
@@ -364,7 +356,7 @@ class Worker:
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Compute a step."""
+        """See `ModelRunner.execute`."""
         return self._with_compilations(self._on_device(lambda: self.runner.execute(scheduled)))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
@@ -380,7 +372,6 @@ class Worker:
         return self._with_compilations(self._on_device(lambda: self.runner.collect(step)))
 
     def _with_compilations(self, result: ModelOutput) -> ModelOutput:
-        """Add the number of kernels that were compiled since the last result, and log each."""
         compiled = self.kernels.take_compilations()
         for kernel in compiled:
             logger.warning("step %d waited for a kernel that the warm-up did not compile: %s", result.step, kernel)
@@ -391,11 +382,11 @@ class Worker:
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run in any thread. If kernels have their own threads, torch gets one: its threads would spin on their cores.
+        """Run in any thread. If kernels have their own threads, torch gets one: more would spin on their cores.
 
-        No context manager: a step's weights push Python out of the caches, and then each function costs microseconds.
+        A context manager would cost microseconds: weights have pushed Python out of the caches.
         """
-        if self.device.index is not None:  # a CPU has none
+        if self.device.index is not None:
             use_device(self.device)
         if not self.kernels.has_own_threads:
             return run()

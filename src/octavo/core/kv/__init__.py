@@ -1,1 +1,1 @@
-"""The scheduler's KV cache: blocks, the requests that hold them, and findable prefixes."""
+"""The scheduler's KV cache."""

@@ -1,4 +1,4 @@
-"""The chains of block hashes of all requests."""
+"""Chains of block hashes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 class BlockChain:
     """A request's block hashes, and how many of its blocks are committed.
 
-    extra_keys: values that the KV of all its blocks depends on in addition to their tokens.
-    name: name of the last committed block. partial: hash by which other requests find the prompt's last block, which is
-    partly filled, to copy it.
+    name: of the last committed block. partial: hash by which other requests find the prompt's partly filled last block,
+    to copy it.
     """
 
     extra_keys: tuple[str, ...]
@@ -35,7 +34,7 @@ class BlockChain:
     partial: BlockHash | None = None
 
     def keys(self, index: int) -> tuple[str, ...]:
-        """Return all values that the KV of the block at `index` depends on in addition to tokens."""
+        """Return all that a block's KV depends on besides tokens."""
         if not self.spans and self.positions is None:
             return self.extra_keys
         start, end = index * self.block_size, (index + 1) * self.block_size
@@ -49,7 +48,7 @@ class BlockChain:
 class BlockChains:
     """The chains by request id. The only writer of `Request.block_hashes`.
 
-    extra_keys: properties of the engine that the KV depends on.
+    extra_keys: the engine's, as in `hash_block_tokens`.
     """
 
     def __init__(self, block_size: int, extra_keys: tuple[str, ...] = ()) -> None:
@@ -61,15 +60,15 @@ class BlockChains:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Ids of the requests that have a chain."""
+        """Requests with chains."""
         return self._chains.keys()
 
     def get(self, request_id: str) -> BlockChain | None:
-        """Return a request's chain, or None if it has none."""
+        """Return a request's chain."""
         return self._chains.get(request_id)
 
     def of(self, request: Request) -> BlockChain:
-        """Return a request's chain. Creates it if necessary."""
+        """Return or create a request's chain."""
         chain = self._chains.get(request.request_id)
         if chain is None:
             seed_fields = {
@@ -85,14 +84,14 @@ class BlockChains:
         return chain
 
     def extended(self, request: Request) -> BlockChain:
-        """Return a request's chain after hashing all of its full blocks."""
+        """Return the chain, extended to all full blocks."""
         chain = self.of(request)
         token_ids = request.sequence.token_ids
         extend_block_hashes(chain.hashes, token_ids, self._block_size, chain.keys, self.hash_function)
         return chain
 
     def forget(self, request_id: str) -> None:
-        """Drop the chain of an ended request."""
+        """Drop a chain."""
         self._chains.pop(request_id, None)
 
     def advance_weights_epoch(self) -> None:

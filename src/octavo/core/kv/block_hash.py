@@ -1,7 +1,6 @@
 """Hashes that name the content of a KV block by all inputs that the KV was computed from.
 
-block hash = SHA-256(parent's hash, extra keys, token ids), because tenants and machines share blocks by hash
-(CVE-2025-25183 describes an attack on a weaker hash). The packing makes a block's hash equal on every machine.
+Tenants and machines share blocks by hash, so it is SHA-256 (CVE-2025-25183 describes an attack on a weaker one).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ ROOT_HASH: BlockHash = hashlib.sha256(b"octavo kv block chain v1").digest()
 
 
 def hash_block_tokens(parent: BlockHash | None, tokens: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
-    """Hash one full block. parent: hash of the block before it; None at a sequence's start.
+    """Hash one full block, equally on every machine. parent: None at a sequence's start.
 
-    extra_keys: all other values that the KV depends on (salt, model, adapter, KV dtype, weights epoch, kernels).
+    extra_keys: all else that the KV depends on (salt, model, adapter, KV dtype, weights epoch, kernels).
     """
     digest = hashlib.sha256(parent or ROOT_HASH)
     for key in extra_keys:
@@ -38,7 +37,7 @@ def extend_block_hashes(
     keys_of: Callable[[int], tuple[str, ...]],
     hash_function: Callable[[BlockHash | None, Sequence[int], tuple[str, ...]], BlockHash] = hash_block_tokens,
 ) -> None:
-    """Append the missing hashes of a sequence's full blocks. keys_of(index): extra keys of one block."""
+    """Append missing hashes of full blocks. keys_of(index): a block's extra keys."""
     for index in range(len(hashes), len(token_ids) // block_size):
         block_tokens = token_ids[index * block_size : (index + 1) * block_size]
         hashes.append(hash_function(hashes[-1] if hashes else None, block_tokens, keys_of(index)))

@@ -1,7 +1,7 @@
 """The blocks of the paged KV cache and their reference counts.
 
-A block is FREE, CACHED (unheld, but lookups find its content), OWNED (in block tables, or pinned) or QUARANTINED (its
-bookkeeping was wrong, so it is never allocated again). Operations on a block are O(1), except `quarantine`.
+A block is FREE, CACHED (unheld, but findable), OWNED (in block tables, or pinned) or QUARANTINED (never allocated again
+after wrong bookkeeping).
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ BlockLink = tuple[int, int]
 class Block:
     """One block of the device.
 
-    generation: grows by one with each new content.
-    token_ids, extra_keys, parent: a lookup by hash is a hit only if these are equal, too. `parent` is the name of the
-    content before this block.
-    name: identifies findable content. It is the `link` of the first block that was registered with this content, and
-    stays the same while the device or host memory has the content.
-    canonical: set if another block was registered with this content before this block: the `link` of that other block.
+    generation: grows with each new content. token_ids, extra_keys, parent: a lookup by hash is a hit only if these are
+    equal, too. parent: name of the previous content. name: identifies findable content: the `link` of the first block
+    registered with it, while the device or host memory has it. canonical: the `link` of another block that was
+    registered with this content earlier.
     """
 
     block_id: int
@@ -44,7 +42,7 @@ class Block:
 
     @property
     def link(self) -> BlockLink:
-        """Id and generation, which identify the block with its present content."""
+        """Identifies the block with its present content."""
         return (self.block_id, self.generation)
 
     def __repr__(self) -> str:
@@ -54,8 +52,7 @@ class Block:
 class BlockPool(ContentPool[Block, Block]):
     """The blocks, the free list and the index of cached content.
 
-    on_evict: called with a cached block before its content is evicted. on_forget: called with a block after lookups
-    can no longer find its content.
+    on_evict: called with a cached block before its eviction. on_forget: called when lookups no longer find a block.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class BlockPool(ContentPool[Block, Block]):
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        super().__init__(self.blocks[::-1])  # the last released block may still be in the processor's cache
+        super().__init__(self.blocks[::-1])  # the last released block may still be cached in the processor
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
@@ -77,16 +74,16 @@ class BlockPool(ContentPool[Block, Block]):
 
     @property
     def num_usable_blocks(self) -> int:
-        """Number of blocks that are not quarantined."""
+        """Blocks outside quarantine."""
         return len(self.blocks) - len(self.quarantined)
 
     @property
     def usage(self) -> float:
-        """Share of held blocks, 0 to 1."""
+        """Share of held blocks."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     def states(self) -> bytes:
-        """Return each block's `BlockState` as a byte."""
+        """Return `BlockState` bytes."""
         free, cached, owned, shared, quarantined = map(int, BlockState)
         states = bytearray(
             (owned if block.ref_count == 1 else shared) if block.ref_count else free if block.hash is None else cached
@@ -97,11 +94,11 @@ class BlockPool(ContentPool[Block, Block]):
         return bytes(states)
 
     def free_list(self) -> list[int]:
-        """Return the ids of the free blocks."""
+        """Return free blocks."""
         return [block.block_id for block in self._free]
 
     def free_block_ids(self) -> set[int]:
-        """Return the ids of the free and cached blocks."""
+        """Return free and cached blocks."""
         return {block.block_id for block in self._free} | set(self._cached)
 
     def _take_one(self) -> Block:
@@ -117,7 +114,7 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Add one reference to each block."""
+        """Add references."""
         for block in blocks:
             if block.ref_count == 0:
                 del self._cached[block.block_id]
@@ -126,8 +123,8 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Release blocks. Pass the last block first: the first released is the first evicted.
 
-        When a private block is no longer held, the indexed block with the same content is renewed, because it is the
-        parent of the request's next block. Raises AssertionError for an unheld block.
+        After a private block's release, the indexed block with the same content is renewed, because it is the parent of
+        the request's next block. Raises AssertionError for an unheld block.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -142,7 +139,7 @@ class BlockPool(ContentPool[Block, Block]):
                     self._cached[block.block_id] = block
 
     def renew(self, link: BlockLink) -> None:
-        """Make a block the last to be evicted, if it is cached with this content."""
+        """Evict this content last, if it is cached."""
         block_id, generation = link
         if block_id in self._cached and self.blocks[block_id].generation == generation:
             self._cached.move_to_end(block_id)
@@ -158,7 +155,7 @@ class BlockPool(ContentPool[Block, Block]):
     ) -> Block:
         """Make a full, computed block findable. Returns the block that lookups find.
 
-        If the content is indexed already, `block` remains private. name: the name of this content in host memory.
+        If the content is indexed already, `block` remains private. name: in host memory.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):
@@ -175,7 +172,7 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Return whether the content before a block is missing, so that no lookup can reach the block."""
+        """Return whether no lookup can reach the block: the previous content is missing."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:
@@ -200,13 +197,13 @@ class BlockPool(ContentPool[Block, Block]):
         self._on_forget(block)
 
     def evict(self, block: Block) -> None:
-        """Evict an unheld cached block."""
+        """Evict a cached block."""
         assert block.ref_count == 0
         self._on_evict(block)
         self._orphan(block)
 
     def quarantine(self, block: Block) -> None:
-        """Take a block out of use, in any state."""
+        """Take a block out of use."""
         if block.hash is not None:
             self._index.pop(block.hash, None)
             self._names.discard(block.name)

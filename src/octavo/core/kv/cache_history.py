@@ -1,4 +1,4 @@
-"""Remembers cached blocks, to explain prefix cache misses."""
+"""Explains prefix cache misses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MissReason(StrEnum):
-    """Why a lookup did not find the next block."""
+    """Why a lookup missed."""
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
@@ -25,7 +25,7 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """The reason of a miss. position: of the first token that differs from a remembered block, if known."""
+    """A miss. position: of the first differing token, if known."""
 
     reason: MissReason
     position: int | None = None
@@ -35,7 +35,7 @@ MOST_REMEMBERED = 1 << 16  # blocks; each takes about 1.2 kB
 
 
 class CacheHistory:
-    """Remembers the last `capacity` blocks that became findable. O(1) per block."""
+    """Remembers the last `capacity` findable blocks. O(1) per block."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -51,7 +51,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> None:
-        """Remember the block at `index` of a sequence."""
+        """Remember a sequence's block."""
         _remember(self._hashes, block_hash, None, self._capacity)
         _remember(self._keys, (index, token_ids), extra_keys, self._capacity)
         _remember(self._child, parent, token_ids, self._capacity)
@@ -64,7 +64,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> Miss:
-        """Return why the full block at `index` was not found."""
+        """Explain a miss."""
         if block_hash in self._hashes:
             return Miss(MissReason.EVICTED)
         if self._keys.get((index, tuple(token_ids)), extra_keys) != extra_keys:

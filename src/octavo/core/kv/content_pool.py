@@ -1,4 +1,4 @@
-"""Base class of the block pools of device and host memory."""
+"""Base of both block pools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Found = TypeVar("Found", "Block", "HostBlock")
 
 
 class ContentPool(Generic[Taken, Found]):
-    """Free blocks, and blocks whose content lookups can find."""
+    """Free and findable blocks."""
 
     def __init__(self, free: list[Taken]) -> None:
         self._free = free
@@ -25,12 +25,12 @@ class ContentPool(Generic[Taken, Found]):
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of free and cached blocks."""
+        """Free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Number of blocks that lookups can find, held or not."""
+        """Findable blocks, held or not."""
         return len(self._index)
 
     def find(
@@ -40,26 +40,26 @@ class ContentPool(Generic[Taken, Found]):
         parent: BlockLink | None,
         extra_keys: tuple[str, ...] = (),
     ) -> Found | None:
-        """Return the block with this content, or None. An equal hash with different content is a miss."""
+        """Return the block with this content. An equal hash alone is a miss."""
         found = self._index.get(block_hash)
         if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
             return None
         return found
 
     def has_name(self, name: BlockLink | None) -> bool:
-        """Return whether this pool has the content with this name."""
+        """Return whether this content exists."""
         return name in self._names
 
     def indexed(self, block_hash: BlockHash | None) -> Found | None:
-        """Return the block that has this hash, or None."""
+        """Return a hash's block."""
         return None if block_hash is None else self._index.get(block_hash)
 
     def cached_blocks(self) -> list[Found]:
-        """Return the cached blocks, the next to be evicted first."""
+        """Return cached blocks, the next to be evicted first."""
         return list(self._cached.values())
 
     def take(self, count: int) -> list[Taken] | None:
-        """Take free blocks, then the least recently used ones. Returns None, with nothing changed, if too few."""
+        """Take free blocks, then the least recently used ones. Returns None if too few."""
         if count > self.num_free_blocks:
             return None
         return [self._take_one() for _ in range(count)]

@@ -1,7 +1,7 @@
 """Blocks of host memory.
 
-A host block is free, SAVED (with KV of a preempted request), CACHED (with content that the device evicted and that
-lookups find), or LENT (the next step copies from it, so it must not be overwritten before).
+A host block is free, SAVED (with KV of a preempted request), CACHED (with findable content that the device evicted), or
+LENT (the next step copies from it).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONLY_FIRST_GROUP = frozenset({0})
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """The content of a cached host block. See `Block`. groups: indices of the KV groups whose content it has."""
+    """A cached host block's content. See `Block`. groups: the KV groups whose content it has."""
 
     block_id: int
     hash: BlockHash
@@ -38,13 +38,13 @@ class HostBlock:
 
 
 class HostBlockPool(ContentPool[int, HostBlock]):
-    """The host blocks. KV of preempted requests evicts cached content, never the other way round."""
+    """The host blocks. KV of preempted requests evicts cached content, never the reverse."""
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
-        self.lent: dict[int, HostBlock | None] = {}  # None: the block is free after the copy
+        self.lent: dict[int, HostBlock | None] = {}  # None: free after the copy
         super().__init__(list(range(num_blocks - 1, -1, -1)))
-        self._num_followers: Counter[BlockLink | None] = Counter()  # cached contents by their parent's name
+        self._num_followers: Counter[BlockLink | None] = Counter()  # by their parent's name
         self._emit = emit
 
     # --- for preempted requests ---------------------------------------------------------------------------------------
@@ -58,21 +58,21 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         return block_id
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Make saved blocks free."""
+        """Free saved blocks."""
         self._free.extend(block_ids)
 
     # --- for evicted content of the device ----------------------------------------------------------------------------
 
     def is_followed(self, name: BlockLink | None) -> bool:
-        """Return whether host memory has a block directly after the content with this name."""
+        """Return whether a block after this content is here."""
         return name in self._num_followers
 
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
-        """Return the id of the host block to which a device block must be copied, or None.
+        """Return the host block to which a device block must be copied, if any.
 
-        groups: KV groups of which the device has the content. Returns None if host memory has the content already
-        (which becomes the most recently used), or if no host block is available. Content with the same hash is replaced
-        if it has another name, because lookups can no longer find it, or if the device has more groups of it.
+        groups: KV groups of which the device has the content. None: host memory has the content already (which becomes
+        the most recently used), or no block is available. Content with the same hash is replaced if it has another
+        name, because lookups cannot find it, or if the device has more groups of it.
         """
         assert block.hash is not None
         assert block.name is not None
@@ -94,7 +94,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         return block_id
 
     def drop(self, block_id: int) -> None:
-        """Discard a cached block's content."""
+        """Discard a cached block."""
         content = self._cached.pop(block_id, None)
         if content is not None:
             self._forget(content)
@@ -117,7 +117,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def lend(self, block_ids: Iterable[int]) -> None:
         """Protect blocks until the next step has copied from them.
 
-        Lookups still find cached blocks. `end_lending` makes cached blocks cached again, and saved blocks free.
+        Lookups still find cached blocks.
         """
         for block_id in block_ids:
             if block_id not in self.lent:
@@ -126,7 +126,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def end_lending(self) -> None:
         """Take back the lent blocks, once the step that copies from them is decided.
 
-        They are taken back in reverse order, so that tails of chains are evicted before their heads.
+        Cached blocks are cached again, saved ones free. In reverse order, tails of chains are evicted before heads.
         """
         for block_id, content in reversed(self.lent.items()):
             if content is None:
@@ -138,5 +138,5 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     # --- for tests and invariants -------------------------------------------------------------------------------------
 
     def free_block_ids(self) -> list[int]:
-        """Return the ids of the free blocks."""
+        """Return free blocks."""
         return list(self._free)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """The KV of a preempted request."""
+    """A preempted request's KV."""
 
     host_blocks: list[int]
     num_tokens: int
@@ -36,10 +36,8 @@ class _Saved:
 class KVCacheManager:
     """Allocates blocks of `block_size` tokens: all or nothing over all KV groups.
 
-    Only its methods change block tables. `grown`: ids of requests with blocks that the worker does not know yet.
-
-    num_blocks: of the first KV group. max_step_tokens: the largest number of tokens of one request in a step.
-    extra_keys: see `BlockChains`. cache_decoded_blocks: see `PrefixCache`.
+    Only its methods change block tables. num_blocks: of the first KV group. max_step_tokens: per request. extra_keys:
+    see `BlockChains`. grown: requests with blocks that the worker does not know yet.
     """
 
     def __init__(
@@ -83,31 +81,31 @@ class KVCacheManager:
         )
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
-        self._pins: dict[int, list[list[int]]] = {}  # by transfer, then by group
+        self._pins: dict[int, list[list[int]]] = {}
         self.grown: set[str] = set()
         self._copies = BlockCopies()
 
     @property
     def capacity_tokens(self) -> int:
-        """Number of tokens that fit into the empty cache."""
+        """Tokens that fit into the empty cache."""
         return self.pool.num_usable_blocks * self.block_size
 
     @property
     def bounded_usage(self) -> float:
-        """Share of held blocks in the fullest bounded group; 0 if there is none."""
+        """The fullest bounded group's usage."""
         return max(group.usage for group in self.bounded) if self.bounded else 0.0
 
     @property
     def num_tracked_requests(self) -> int:
-        """Number of requests with records, plus number of partly filled blocks that can be copied."""
+        """Requests with records, plus partly filled blocks that can be copied."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks for `num_tokens` tokens."""
+        """Return how many blocks tokens need."""
         return -(-num_tokens // self.block_size)
 
     def has_free(self, num_blocks: int) -> bool:
-        """Return whether every group has `num_blocks` free or cached blocks."""
+        """Return whether every group has enough free or cached blocks."""
         return all(group.num_free_blocks >= num_blocks for group in self.groups)
 
     # --- look up ------------------------------------------------------------------------------------------------------
@@ -115,8 +113,8 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Look up the cached blocks from a request's start. Changes nothing.
 
-        KV that was saved when the request was preempted, or another request's partly filled block, is used if this
-        gives more tokens. The last token is always computed, for its logits.
+        KV saved at preemption, or another request's partly filled block, is used if it gives more tokens. The last
+        token is always computed.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
@@ -126,17 +124,17 @@ class KVCacheManager:
         return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
-        """Return how many tokens were found in cached host blocks."""
+        """Count tokens found in host memory."""
         if computed.is_saved or not computed.host_blocks:
             return 0
         return computed.num_tokens - len(computed.blocks) * self.block_size
 
     def update_block_hashes(self, request: Request) -> None:
-        """Extend `request.block_hashes` to all full blocks."""
+        """Hash all full blocks."""
         self.prefix_cache.chains.extended(request)
 
     def add_tables(self, request: Request) -> None:
-        """Give a new request empty block tables."""
+        """Create empty block tables."""
         sequence = request.sequence
         sequence.block_tables = [[] for _ in self.groups]
         sequence.first_held = [0] * len(self.groups)
@@ -154,10 +152,9 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Allocate blocks for `num_new_tokens` after the computed ones.
 
-        num_reserved_tokens: total number of tokens to allocate for, if larger. is_loaded: the tokens come from a store,
-        so a group needs only the blocks that the row after them reads.
-        Returns the ids that were added to the first group's table, found ones included. Returns None, with nothing
-        changed, if blocks are lacking.
+        num_reserved_tokens: tokens to allocate for in total, if more. is_loaded: the tokens come from a store, so a
+        group needs only the blocks that the row after them reads. Returns the ids added to the first group's table,
+        found ones included; None, with nothing changed, if blocks are lacking.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -193,7 +190,7 @@ class KVCacheManager:
         return sequence.block_table[num_held:]
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
-        """Hold found blocks before new ones are taken. Returns for each group the id of the block to copy from."""
+        """Hold found blocks before new ones are taken. Returns blocks to copy from."""
         for group, claim in claims:
             group.hold(claim)
         self.host.lend(computed.host_blocks)  # before evictions, which may take host blocks
@@ -208,7 +205,7 @@ class KVCacheManager:
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
-        """Return whether `num_tokens` of a new request fit and `num_spare_blocks` of each group stay free."""
+        """Return whether a new request fits and `num_spare_blocks` of each group stay free."""
         num_blocks = self.num_blocks_for(num_tokens)
         return all(
             group.can_hold(computed.blocks, computed.num_tokens, num_blocks, num_spare_blocks) for group in self.groups
@@ -217,8 +214,7 @@ class KVCacheManager:
     def _adopt(self, request: Request, computed: ComputedBlocks, source_ids: Sequence[int | None]) -> None:
         """Record found blocks as the request's, and order copies.
 
-        source_ids: blocks to copy from, by group. They are unheld, so they may have been taken meanwhile, even as the
-        target of the copy.
+        source_ids: unheld blocks, by group, which may have been taken meanwhile, even as the copy's target.
         """
         sequence = request.sequence
         if computed.blocks:
@@ -230,7 +226,7 @@ class KVCacheManager:
                 self._copies.block_copies.append((group.index, source_id, table[first]))
             for index in self._read_in_host(sequence, computed, group):
                 self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
-        if not request.num_preemptions:  # a resumed request finds its own blocks, which are no prefix hit
+        if not request.num_preemptions:  # a resumed request's own blocks are no prefix hit
             sequence.num_cached_tokens = computed.num_tokens
 
     def _read_in_host(self, sequence: TokenSequence, computed: ComputedBlocks, group: KVGroup) -> range:
@@ -239,25 +235,25 @@ class KVCacheManager:
         return range(max(sequence.first_held[group.index], first), end)
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
-        """Return for each group how many blocks are copied from host memory."""
+        """Count blocks copied from host memory, by group."""
         return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
 
     def take_copies(self) -> BlockCopies:
-        """Take the copies with which the next step begins."""
+        """Take the next step's copies."""
         copies, self._copies = self._copies, BlockCopies()
         if self.host.lent:
             self.host.end_lending()
         return copies
 
     def fail_copies(self, copies: BlockCopies) -> None:
-        """Discard the content of host blocks that a failed step should have written."""
+        """Discard host blocks that a failed step should have written."""
         for _, _, host_block in copies.swap_out:
             self.host.drop(host_block)
 
     # --- share --------------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
-        """Make computed full blocks findable. Call it after their step is done."""
+        """Make full blocks findable. Call it after their step is done."""
         num_tokens = request.num_computed_tokens
         if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
@@ -265,17 +261,17 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no later row reads, after their saves were ordered."""
+        """Release unread blocks. Call it after saves were ordered."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
             self._count_slots(request.sequence)
-            self.grown.add(request.request_id)  # a group may take a block for a later position when it releases one
+            self.grown.add(request.request_id)  # a group may take a block for a later position
 
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Release a request's blocks. It may resume, so its hashes are kept."""
+        """Release blocks, but keep hashes: the request may resume."""
         for group in self.groups:
             group.clear(request.sequence)
         self.grown.discard(request.request_id)
@@ -283,7 +279,7 @@ class KVCacheManager:
         self.prefix_cache.release(request)
 
     def swap_out(self, request: Request) -> bool:
-        """Save a request's computed KV in host memory. Returns False with nothing changed if it does not fit.
+        """Save computed KV in host memory. Returns False with nothing changed if it does not fit.
 
         The next step begins with the copies, so the blocks can be released immediately.
         """
@@ -300,7 +296,7 @@ class KVCacheManager:
         return True
 
     def drop_saved(self, request_id: str) -> None:
-        """Discard a request's saved KV."""
+        """Discard saved KV."""
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)
@@ -308,8 +304,7 @@ class KVCacheManager:
     def _evicted(self, block: Block) -> None:
         """Keep an evicted block in host memory, if lookups can use it.
 
-        A bounded group may have evicted its part of the block. Lookups can then use the block only if host memory has
-        the same content or the block directly after it.
+        If a bounded group lacks its part, they need the same content or the block directly after it in host memory.
         """
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
@@ -336,11 +331,11 @@ class KVCacheManager:
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
 
     def saved_blocks(self) -> dict[str, list[int]]:
-        """Return the ids of preempted requests' host blocks, by request id."""
+        """Map preempted requests to host blocks."""
         return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
 
     def free(self, request: Request) -> None:
-        """Release all blocks and records of an ended request."""
+        """Release blocks and records."""
         self.release(request)
         self.drop_saved(request.request_id)
         self.prefix_cache.chains.forget(request.request_id)
@@ -348,35 +343,35 @@ class KVCacheManager:
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def note_loaded(self, request: Request) -> None:
-        """Count a load from a store as a prefix hit."""
+        """Count a load as a prefix hit."""
         if not request.num_preemptions:
             request.sequence.num_cached_tokens = request.num_computed_tokens
 
     def pin(self, transfer_id: int, block_ids: list[list[int]]) -> None:
-        """Pin blocks of each group for a transfer. Skips `NO_BLOCK`."""
+        """Pin blocks for a transfer. Skips `NO_BLOCK`."""
         for group, ids in zip(self.groups, block_ids, strict=True):
             group.pin(ids)
         self._pins[transfer_id] = [[block_id for block_id in ids if block_id != NO_BLOCK] for ids in block_ids]
 
     def unpin(self, transfer_id: int) -> None:
-        """Unpin a transfer's blocks. Does nothing if the transfer is unknown or has ended."""
+        """Unpin a transfer's blocks. Ignores unknown and ended ones."""
         if (pinned := self._pins.pop(transfer_id, None)) is not None:
             for group, ids in zip(self.groups, pinned, strict=True):
                 group.unpin(ids)
 
     @property
     def num_transfers(self) -> int:
-        """Number of transfers that pin blocks."""
+        """Transfers with pins."""
         return len(self._pins)
 
     def pinned_ids(self, group: int) -> list[int]:
-        """Return a group's pinned ids, once for every pin."""
+        """Return pinned ids, once for every pin."""
         return [block_id for ids in self._pins.values() for block_id in ids[group]]
 
     # --- forget -------------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Discard all cached content: see `BlockPool.reset`."""
+        """See `BlockPool.reset`."""
         if not self.pool.reset():
             return False
         self.host.reset()

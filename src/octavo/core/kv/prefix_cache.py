@@ -1,4 +1,4 @@
-"""The prefix cache: finds cached blocks, and registers computed ones."""
+"""The prefix cache."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 class ComputedBlocks:
     """The first `num_tokens` tokens of a request, which need not be computed. Valid until the next allocation.
 
-    blocks: shared full blocks on the device. After them, `host_blocks` or `source` may be copied into the request's own
-    blocks, never both.
-    host_blocks: ids of cached host blocks; if `is_saved`, of host blocks with KV from the request's preemption.
-    source: a block with all known tokens after `blocks`. The last token is computed again.
+    blocks: shared full blocks on the device. After them, `host_blocks` or `source` (never both) may be copied into the
+    request's own blocks. host_blocks: cached ones; if `is_saved`, from the request's preemption. source: a block with
+    all known tokens after `blocks`; the last is computed again.
     """
 
     blocks: list[Block]
@@ -42,7 +41,7 @@ class ComputedBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Number of `blocks` and `host_blocks` together."""
+        """Blocks on both tiers."""
         return len(self.blocks) + len(self.host_blocks)
 
 
@@ -51,7 +50,7 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
-    """Cached full blocks from a request's start. The request can resume after the first `num_usable` of them."""
+    """Cached full blocks. The request can resume after the first `num_usable`."""
 
     on_device: list[Block]
     in_host: list[HostBlock]
@@ -60,17 +59,14 @@ class FullBlocks:
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A partly filled block. content: its tokens, the name of the block before it, and its extra keys."""
+    """A partly filled block. content: tokens, the previous block's name, and extra keys."""
 
     block: Block
     content: tuple[list[int], BlockLink | None, tuple[str, ...]]
 
 
 class PrefixCache:
-    """Finds and shares blocks by the hashes in `chains`. It neither allocates nor frees blocks.
-
-    cache_decoded_blocks: whether blocks after the prompt are shared.
-    """
+    """Finds and shares blocks by their hashes. It neither allocates nor frees blocks."""
 
     def __init__(
         self,
@@ -94,17 +90,17 @@ class PrefixCache:
         self._bounded = bounded
         self._block_size = block_size
         self._emit = emit
-        self._computing: dict[BlockHash, str] = {}  # id of the request that will commit a block
+        self._computing: dict[BlockHash, str] = {}  # the request that will commit a block
         self._partials: dict[BlockHash, _Partial] = {}
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Ids of the requests that this cache has records of."""
+        """Requests with records."""
         return self.chains.request_ids | set(self._computing.values())
 
     @property
     def num_partial_blocks(self) -> int:
-        """Number of partly filled blocks that can be copied."""
+        """Partly filled blocks to copy."""
         return len(self._partials)
 
     def reads_cache(self, request: Request) -> bool:
@@ -116,8 +112,7 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks from a request's start.
 
-        If a block on the device lacks a part, the blocks from there on are looked up in host memory, and used if this
-        gives a longer hit.
+        If a device block lacks a part, host memory is searched from there for a longer hit.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -137,9 +132,9 @@ class PrefixCache:
     def _find_from(
         self, request: Request, first: int, name: BlockLink | None, find: Callable[..., _Found | None]
     ) -> list[_Found]:
-        """Look up a request's blocks with `find`, from block `first` of the request to the first miss.
+        """Look up a request's blocks with `find`, from block `first` to the first miss.
 
-        name: the name of the block before block `first`; None if there is none.
+        name: of the previous block.
         """
         if not self.reads_cache(request):
             return []
@@ -155,12 +150,12 @@ class PrefixCache:
         return found
 
     def _num_useful_blocks(self, request: Request) -> int:
-        """Return how many full blocks could save computation. The last token is always computed."""
+        """Count full blocks that could save computation. The last token is always computed."""
         num_tokens = len(request.sequence.token_ids)
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
-        """Return the tokens of a request that need not be computed."""
+        """Return the tokens that need not be computed."""
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
         found, num_found = full.on_device, full.num_usable
         if num_found > len(found):
@@ -192,7 +187,7 @@ class PrefixCache:
         return request.sequence.token_ids[start : request.num_prompt_tokens]
 
     def _partial_name(self, request: Request, chain: BlockChain) -> BlockHash | None:
-        """Return the hash of the prompt's partly filled last block; None if sharing it saves no computation."""
+        """Return the hash of the prompt's partly filled last block; None if sharing saves nothing."""
         num_full = request.num_prompt_tokens // self._block_size
         tail = self._prompt_tail(request)
         if len(tail) < 2:
@@ -203,7 +198,7 @@ class PrefixCache:
     # --- misses -------------------------------------------------------------------------------------------------------
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Return why the next full block was not found; None if it would save no computation."""
+        """Return why the next full block was not found; None if it would save nothing."""
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None
@@ -218,10 +213,7 @@ class PrefixCache:
         return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
-        """Return the hash of the first block that the device lacks, and the id of the request that will commit it.
-
-        None if no other request will.
-        """
+        """Return the first missing block's hash, and the id of another request that will commit it."""
         index = len(computed.blocks)
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None
@@ -238,12 +230,12 @@ class PrefixCache:
     # --- share --------------------------------------------------------------------------------------------------------
 
     def adopt(self, request: Request, blocks: list[Block]) -> None:
-        """Record the shared blocks that a request starts with."""
+        """Record a request's shared blocks."""
         chain = self.chains.of(request)
         chain.num_committed, chain.name = len(blocks), blocks[-1].name
 
     def announce(self, request: Request, num_found: int) -> None:
-        """Record the blocks after the first `num_found` that a request will compute and share."""
+        """Record the blocks that a request will share, after the first `num_found`."""
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
@@ -251,7 +243,7 @@ class PrefixCache:
             self._computing.setdefault(block_hash, request.request_id)
 
     def commit(self, request: Request) -> None:
-        """Make computed full blocks findable, and the partly filled last block of a computed prompt."""
+        """Make full blocks findable, and a computed prompt's partly filled last block."""
         num_tokens = request.num_computed_tokens
         chain = self.chains.of(request)
         if not self.cache_decoded_blocks:
@@ -274,7 +266,7 @@ class PrefixCache:
             canonical = self._pool.register(block, hashes[index], tokens, chain.name, keys, name)
             for group in self._bounded:
                 group.block_doubled(block, canonical)
-            if block.hash is not None:  # lookups find this block now
+            if block.hash is not None:
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, keys)
                 self._emit(BlockCached, block.block_id)
             if self._computing.get(hashes[index]) == request.request_id:
@@ -284,7 +276,7 @@ class PrefixCache:
 
     def _register_partial(self, request: Request, chain: BlockChain) -> None:
         if request.num_computed_tokens // self._block_size > request.num_prompt_tokens // self._block_size:
-            return  # the block is full by now
+            return  # already full
         name = self._partial_name(request, self.chains.extended(request)) if self.reads_cache(request) else None
         if name is not None and name not in self._partials:
             index = request.num_prompt_tokens // self._block_size
@@ -293,7 +285,7 @@ class PrefixCache:
             chain.partial = name
 
     def num_committed_blocks(self, request: Request) -> int:
-        """Return how many leading blocks of a request are committed."""
+        """Count committed leading blocks."""
         chain = self.chains.get(request.request_id)
         return 0 if chain is None else chain.num_committed
 

@@ -1,4 +1,4 @@
-"""KV groups: which blocks of each group a request holds."""
+"""A request's blocks by group."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hi
 def longest_hit(
     groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
 ) -> int:
-    """Return the largest number of leading blocks after which every group has all that a request's next row reads.
+    """Return the most leading blocks after which every group has all that a request's next row reads.
 
-    host_blocks: the found blocks after `blocks`. num_tokens: of the request. If one group shortens the hit, another
-    group may lack a block for the shorter hit. So all groups are asked until none shortens the hit.
+    host_blocks: found after `blocks`. If one group shortens the hit, another may lack a block for it, so all are asked
+    again.
     """
     count, is_shortened = len(blocks) + len(host_blocks), True
     while is_shortened:
@@ -35,5 +35,5 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Return how many blocks precede the first block that lacks a part the row at position `num_tokens` reads."""
+    """Count the blocks before the first that lacks a part the row at position `num_tokens` reads."""
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

@@ -1,14 +1,12 @@
 """Every KV group but the first: a request holds only the blocks that a later row can still read.
 
-Each held or cached block is the part of one block of the first group: the same positions in this group's layers. A
-block is FREE, HELD (in block tables, or pinned), CACHED (unheld, and lookups find the first group's block) or
-QUARANTINED. Free blocks are taken first, then cached ones that running requests released, then the least recently used
-ones. Lookups still find the first group's block after its part was evicted.
+Each block is the part of one block of the first group: the same positions in this group's layers. A block is FREE, HELD
+(in block tables, or pinned), CACHED (unheld, but findable) or QUARANTINED. Free blocks are taken first, then cached
+ones that running requests released, then the least recently used ones.
 
-If memory is set aside for a request, the request reserves the largest number of blocks that it may ever hold. These
-blocks are its own: other requests do not find them until the request releases them. So the blocks that it releases
-suffice for its later positions. Found blocks stay findable if enough other blocks are free for the whole reservation;
-otherwise they become the request's own.
+If memory is set aside for a request, it reserves the most blocks that it may ever hold; lookups do not find them before
+their release. Found blocks stay findable if other free blocks cover the whole reservation; otherwise they become the
+request's own.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ if TYPE_CHECKING:
 class BoundedGroup:
     """A `KVGroup` whose kind limits how many positions a row (token) reads, such as a sliding window.
 
-    blocks: the blocks of the first group, by id. max_step_tokens: the most tokens of one request in a step.
-    A part is this group's block for the positions of one block of the first group. on_evict: called with the first
-    group's block before its part is evicted.
+    blocks: the first group's, by id. on_evict: called with the first group's block before its part is evicted.
     """
 
     def __init__(
@@ -60,8 +56,8 @@ class BoundedGroup:
         self._on_evict = on_evict or (lambda _block: None)
         self._free = list(range(spec.num_blocks - 1, -1, -1))
         self._left: OrderedDict[int, None] = OrderedDict()  # cached, released by running requests
-        self._cached: OrderedDict[int, None] = OrderedDict()  # other cached blocks, least recently used first
-        self._id_of: dict[int, int] = {}  # by id of the first group's block
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the others, least recently used first
+        self._id_of: dict[int, int] = {}  # by the first group's block
         self._block_of: list[int | None] = [None] * spec.num_blocks
         self._num_holders = [0] * spec.num_blocks
         self._private: set[int] = set()
@@ -73,7 +69,7 @@ class BoundedGroup:
 
     @property
     def usage(self) -> float:
-        """Share of held blocks, 0 to 1."""
+        """Share of held blocks."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     # --- look up ------------------------------------------------------------------------------------------------------
@@ -83,12 +79,12 @@ class BoundedGroup:
         return self.kind.first_position(num_tokens) // self._block_size
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of a block's part; None if the part was evicted or is a request's own."""
+        """See `KVGroup`; also None if private."""
         block_id = self._id_of.get(block.block_id)
         return None if block_id in self._private else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
-        """Return the id of the part of a sequence's block at `index`; None if the part was evicted."""
+        """Return the part of a sequence's block at `index`; None if evicted."""
         table = sequence.block_tables[self.index]
         if sequence.first_held[self.index] <= index < len(table):
             return table[index]
@@ -102,16 +98,13 @@ class BoundedGroup:
     def longest_hit(
         self, blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int, limit: int
     ) -> int:
-        """Return the largest number of leading blocks, up to `limit`, after which a request can continue."""
+        """Return the most leading blocks, up to `limit`, after which a request can continue."""
         is_there = [self.id_of(block) is not None for block in blocks]
         is_there += [self.index in block.groups for block in host_blocks]
         return longest_hit(self.kind, is_there, num_tokens, self._block_size, limit=limit)
 
     def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Return whether a sequence still holds all blocks that the row at position `num_tokens` reads.
-
-        The sequence's table must cover the first `num_tokens` tokens.
-        """
+        """Return whether a sequence holds all blocks that the row at position `num_tokens` reads."""
         return self.first_read(num_tokens) >= sequence.first_held[self.index]
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -135,16 +128,16 @@ class BoundedGroup:
         return Claim(first, found_ids, num_new, num_new + num_unheld, is_private, is_found_private)
 
     def _read(self, found: Sequence[Block]) -> tuple[list[int], int]:
-        """Return the ids of found blocks' parts, and how many of these parts are unheld."""
+        """Return found parts' ids, and how many are unheld."""
         blocks = [block.block_id for block in found]
         ids = [self._id_of[block_id] for block_id in blocks if block_id in self._id_of]
         assert len(ids) == len(blocks), f"found blocks without a part: {set(blocks) - self._id_of.keys()}"
         return ids, sum(not self._num_holders[block_id] for block_id in ids)
 
     def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
-        """Return how many new blocks a request may need in addition to the found ones.
+        """Return how many new blocks a request may need.
 
-        Each unheld found block saves a new one: after its release, the request reuses it for a later position.
+        Each unheld found block saves one, which the request reuses later.
         """
         return min(self._most_held - num_unheld, num_blocks_ahead)
 
@@ -154,28 +147,25 @@ class BoundedGroup:
         return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
 
     def num_needed(self, found: Sequence[Block], num_read: int, num_all_blocks: int) -> int:
-        """Return the largest number of free blocks that a new request takes."""
+        """Return how many blocks a new request takes at most."""
         first = self.first_read(num_read)
         _, num_unheld = self._read(found[first:])
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return the largest number of blocks that a row (token) reads, plus one for the next row; at most all blocks.
+        """Return how many blocks a row reads, plus one for the next row; at most all blocks.
 
-        If a step computes many tokens, it needs more blocks. `can_reserve` adds them once for all requests.
+        `can_reserve` adds a long step's blocks once.
         """
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether the group has `num_blocks` blocks in addition to those of a step and of saves.
-
-        A request that runs alone always fits.
-        """
+        """See `KVGroup`. The blocks of a step stay free. A request that runs alone always fits."""
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
     def num_spare_blocks(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
-        """Return how many blocks `max_num_seqs` requests and a step of `num_step_blocks` do not need."""
+        """Return how many blocks `max_num_seqs` requests and a step do not need."""
         return self.num_blocks - max_num_seqs * self.num_reserved(num_all_blocks) - num_step_blocks
 
     def hold(self, claim: Claim) -> None:
@@ -230,12 +220,12 @@ class BoundedGroup:
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Release the blocks that no row from position `num_tokens` on reads.
+        """See `KVGroup`.
 
-        They are evicted before other cached blocks, because prefix hits end at the end of a request, not in its middle.
-        Exceptions are blocks that the row after the last full block reads, and found blocks, because other requests may
-        find them as well. For each own block that the request releases, it takes a block for a later position, while
-        its table in the first group is longer.
+        The blocks are evicted before other cached ones, because prefix hits end at the end of a request. Exceptions are
+        blocks that the row after the last full block reads, and found blocks, which other requests may find, too. For
+        each own block released, the request takes one for a later position, while its table in the first group is
+        longer.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -269,7 +259,7 @@ class BoundedGroup:
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Release blocks. Returns how many of them were a request's own and are now unheld."""
+        """Release blocks. Returns how many own ones are unheld."""
         num_private = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
@@ -290,7 +280,7 @@ class BoundedGroup:
     # --- changes in the first group -----------------------------------------------------------------------------------
 
     def block_forgotten(self, block: Block) -> None:
-        """Forget the part of a first group's block that lookups can no longer find."""
+        """Free a block's part: lookups no longer find the block."""
         block_id = self._id_of.get(block.block_id)
         if block_id is None:
             return
@@ -300,7 +290,7 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Give the part of `block` to `canonical`, the block that lookups find, if `canonical` lacks a part."""
+        """Give the part of `block` to `canonical`, which lookups find, unless it has one."""
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)
@@ -336,9 +326,9 @@ class BoundedGroup:
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return the id of the first group's block that has this part, or None."""
+        """Return this part's block."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:
-        """Return the ids of all parts, by the ids of the first group's blocks."""
+        """Map blocks to parts."""
         return dict(self._id_of)

@@ -1,4 +1,4 @@
-"""The first KV group. Its blocks carry the names of prefixes."""
+"""The first KV group."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class FullAttentionGroup:
-    """The blocks of a `BlockPool` as a `KVGroup`. A request holds the blocks of all its positions.
+    """A `BlockPool` as a `KVGroup`. A request holds all its blocks.
 
-    If no layer reads all positions, this group's blocks have no bytes, but still carry the names.
+    If no layer reads all positions, the blocks have no bytes, but still carry the names of prefixes.
     """
 
     index = 0
@@ -72,10 +72,7 @@ class FullAttentionGroup:
         return num_all_blocks
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether `num_blocks` blocks are not quarantined.
-
-        `num_saved` is ignored, because saves only pin blocks that requests hold.
-        """
+        """See `KVGroup`. `num_saved` does not count: saves only pin held blocks."""
         del num_saved, is_only
         return num_blocks <= self._pool.num_usable_blocks
 
@@ -95,7 +92,7 @@ class FullAttentionGroup:
         sequence.block_tables[0] += [block.block_id for block in new_blocks]
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Do nothing: every later row reads all blocks."""
+        """Do nothing: later rows read all blocks."""
 
     def clear(self, sequence: TokenSequence) -> None:
         """See `KVGroup`."""
