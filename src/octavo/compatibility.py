@@ -47,7 +47,7 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
 
 
 def accept_arguments(arguments: Mapping[str, Any]) -> None:
-    """Warn once about arguments without effect. Raises `ConfigError` for others."""
+    """Warn once about arguments without effect. Raises `ConfigError` for unknown ones."""
     for name, value in arguments.items():
         accepted = ACCEPTED_ARGUMENTS.get(name)
         if accepted is None:

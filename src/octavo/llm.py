@@ -159,9 +159,9 @@ class LLM:
       isa: instruction set of the CPU kernels, "auto" for the best. num_threads: None for one per core.
       enforce_eager: no CUDA graphs.
 
-    others: fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by name, such as admission="reservation"
-    (mixed_step_ms is 0 by default, so prompts may fill a step), and arguments of vLLM without an effect here, which
-    `octavo.compatibility` lists.
+    Further arguments: fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by name, such as
+    admission="reservation" (mixed_step_ms is 0 by default, so prompts may fill a step), and arguments of vLLM without
+    an effect here, which `octavo.compatibility` lists.
 
     Raises `ConfigError` for an invalid or unknown argument and `ModelError` for a model that cannot be loaded.
     """

@@ -131,7 +131,7 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one request in seconds of the engine's clock, and its token counts over all n outputs.
 
-    first_scheduled_time: when the request first left the queue. num_computed_tokens: positions that the model computed.
+    first_scheduled_time: end of its first wait in the queue. num_computed_tokens: positions that the model computed.
     num_recomputed_tokens: those of them that a preemption had lost, and rejected drafts. num_wasted_tokens: generated
     after a stop string, and cut off. num_draft_tokens: verified drafts. num_accepted_tokens: those in the answer.
     """

@@ -24,7 +24,7 @@ Request = Annotated[
     typer.Argument(metavar="REQUEST", help="Id of a request. Default: list the slowest requests.", show_default=False),
 ]
 Output = Annotated[
-    Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write the timeline.", dir_okay=False)
+    Path, typer.Option("--output", "-o", metavar="FILE", help="File to write the timeline to.", dir_okay=False)
 ]
 _SLOWEST = 10
 

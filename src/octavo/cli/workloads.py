@@ -123,7 +123,7 @@ def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -
         if num_output_tokens and first_token_s is None:
             first_token_s = time.perf_counter() - start
     wall_s = time.perf_counter() - start
-    engine.step()  # tells the worker
+    engine.step()  # reports finished requests to the worker
     num_prompt_tokens = sum(len(item.prompt_token_ids) for item in items)
     return Timing(wall_s, first_token_s or wall_s, num_prompt_tokens, num_output_tokens, num_steps)
 

@@ -68,7 +68,7 @@ class RecordedConnector:
 
 
 class ReplayedConnector:
-    """Gives recorded answers in order. Raises `ConfigError` if none is left."""
+    """Gives recorded answers in order. Raises `ConfigError` after the last one."""
 
     def __init__(self, name: str) -> None:
         self.name = name

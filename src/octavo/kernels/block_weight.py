@@ -23,7 +23,7 @@ _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class BlockKind(Enum):
-    """GGUF's layouts of blocks: (values, bytes, bytes in panels, where six bits of scales and minima take eight)."""
+    """GGUF's layouts of blocks: (values, bytes, bytes in panels). Panels store 6-bit scales and minima in 8 bits."""
 
     Q8_0 = "Q8_0", 32, 34, 34
     Q4_0 = "Q4_0", 32, 18, 18
@@ -93,7 +93,7 @@ class StoredScales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks of one kind; the uint8 rows may alias a file, whose pages forget(rows) drops from memory."""
+    """A weight in blocks of one kind. The uint8 rows may alias a file; forget(rows) drops its pages from memory."""
 
     kind: BlockKind
     rows: Tensor

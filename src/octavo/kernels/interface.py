@@ -91,7 +91,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """Rows of a step whose hidden states are needed.
+    """Rows of a step with hidden states that are needed.
 
     rows       int64, ascending; the last rows of each sequence
     attention  the batch of these rows alone

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class MooncakeConnector(Protocol):
     """One side of a prefill/decode pair, also a `KVStore`. Called on the engine's thread; must not block.
 
-    port: where a prefill engine serves KV.
+    port: the port at which a prefill engine serves KV.
     """
 
     port: int | None

@@ -44,7 +44,7 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
-    """Where to write these keys' blocks: contiguously from `address` on, each after its header.
+    """The place for these keys' blocks: contiguous from `address`, each after its header.
 
     session: name of that memory. generation: copied into the headers; never used again.
     """

@@ -83,7 +83,7 @@ class DirectReceiver:
         self._lock = threading.Lock()  # of all below
         self._expected: dict[str, _Expected] = {}  # by request
         self._added_at: dict[str, float] = {}  # by request
-        self._failing: set[str] = set()  # sources whose last transfer failed
+        self._failing: set[str] = set()  # sources with a failed last transfer
         self._failed_at: dict[str, float] = {}  # by source
         self._num_corrupt = 0
         self._num_errors = 0

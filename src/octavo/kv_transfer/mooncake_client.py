@@ -155,7 +155,7 @@ class MooncakeClient:
     """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
     master: "" without a pool. host: the address by which other engines reach this process. segment_bytes: lent to the
-    pool. gone_s: a process that leaves a call unanswered for this long is killed; None: `GONE_S`.
+    pool. gone_s: a process that does not answer a call for this long is killed; None: `GONE_S`.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
 
     Raises `ImportError` if Mooncake cannot be loaded, and `OSError` if it does not connect.
     """
-    from mooncake.store import (  # noqa: PLC0415 - an optional extra, whose import may fail
+    from mooncake.store import (  # noqa: PLC0415 - an optional extra; its import may fail
         MooncakeDistributedStore,
         ReplicateConfig,
     )
@@ -82,7 +82,7 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
 
     The call "write" copies objects into another engine's memory.
     """
-    from mooncake.engine import TransferEngine  # noqa: PLC0415 - an optional extra, whose import may fail
+    from mooncake.engine import TransferEngine  # noqa: PLC0415 - an optional extra; its import may fail
 
     engine = TransferEngine()
     if code := engine.initialize(order.host, _ADDRESSES, order.protocol, ""):
@@ -152,7 +152,7 @@ def _serve(order: ClientOrder) -> None:
         control.recv_bytes()
     except EOFError:
         signal.alarm(_CLOSE_S)
-        calls["close"]([], 0)  # tells the master
+        calls["close"]([], 0)  # notifies the master
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ A loop over requests guards the work for each:
 
     try: ...
     except BaseException as error:
-        log_fault(request_id, "what was done", error)
+        log_fault(request_id, "it was rendered", error)
 
 and fails that request with `request_failed(request_id)`.
 """

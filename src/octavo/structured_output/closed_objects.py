@@ -1,4 +1,4 @@
-"""Closes objects whose schema names properties but does not say if further ones are allowed.
+"""Closes objects if the schema names properties but does not say if further ones are allowed.
 
 In JSON Schema they are open, and a small model invents properties without end.
 """

@@ -1,8 +1,8 @@
 """Finds the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
 llguidance's lexer takes the longest lexeme and never backtracks. This is exact if no text of a lexeme is a prefix of
-another text. A grammar without recursion becomes one lexeme. In others, parts that mark their own end become lexemes,
-if the prefix condition holds for all lexemes and single characters together.
+another text. A grammar without recursion becomes one lexeme. In a recursive one, parts that mark their own end become
+lexemes, if the prefix condition holds for all lexemes and single characters together.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def without_lookahead(pattern: str) -> list[str] | None:
 def _decimal(found: re.Match[str]) -> str:
     r"""Drop the assertion that counts digits.
 
-    Pydantic leaves the end of the first alternative open; here the number ends.
+    Pydantic's first alternative has an open end; here the number ends.
     """
     whole, most, places = int(found["whole"]), int(found["most"]), found["places"]
     if places is not None and whole + int(places) < most:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 512  # a larger step takes longer to compute than to launch
 # estimated
 BYTES_PER_LAYER = 512 << 10
-_SPARE_BYTES = 32 << 20  # torch allocates up to 20 MiB at once
+_SPARE_BYTES = 32 << 20  # torch makes allocations of up to 20 MiB
 
 
 def make_decode_plan(

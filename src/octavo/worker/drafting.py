@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Drafting:
     """Calls a proposer, and cuts off drafts that cannot be accepted.
 
-    computed: requests whose newest drafts a model computed. draft_probs: distributions of a request's newest drafts,
-    float32 [num_drafts, vocab], if drawn for rejection sampling.
+    computed: requests with newest drafts of a model. draft_probs: distributions of a request's newest drafts, float32
+    [num_drafts, vocab], if drawn for rejection sampling.
     """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:

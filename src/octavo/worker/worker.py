@@ -218,7 +218,7 @@ class Worker:
     def take_fingerprint(self) -> EngineFingerprint:
         """Check the tables; return checksums of weights, tables and logits.
 
-        Only compiled kernels have them: with others, last bits vary. Raises `FingerprintError` for a wrong table.
+        Only compiled kernels have them: elsewhere the last bits vary. Raises `FingerprintError` for a wrong table.
         """
         kernels = self.kernels
         draft = self.runner.draft_runner

@@ -147,7 +147,7 @@ class TritonKernels(ReferenceKernels):
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
-        """Copy float weights into one tensor; others stay separate."""
+        """Copy float weights into one tensor. Weights of other kinds stay separate."""
         storages = [each.storage for each in weights]
         if not all(isinstance(each, torch.Tensor) for each in storages) or any(
             each.bias is not None for each in weights

@@ -274,7 +274,7 @@ class ToolParser:
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair arguments whose final quote and bracket may be text of a string."""
+        """Repair arguments if their final quote and bracket may be text of a string."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1

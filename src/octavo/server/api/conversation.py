@@ -191,7 +191,7 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation and tokenize the text, on a thread unless the request is tiny.
 
-    is_prompt: refuse a prompt that leaves no room for an answer. Returns the prompt's text and token ids, and the
+    is_prompt: refuse a prompt after which an answer has no room. Returns the prompt's text and token ids, and the
     prediction's token ids if the engine speculates.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation

@@ -205,7 +205,7 @@ class Completion(Struct):
 
 
 class InputTokensDetails(Struct):
-    """Counts of the prompt's tokens. cached_tokens: tokens whose KV was found in the prefix cache."""
+    """Counts of the prompt's tokens. cached_tokens: tokens with KV from the prefix cache."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
