@@ -78,8 +78,8 @@ $(USER_STAMP): $(SOURCES) | $(BIN)/python
 
 $(DEV_STAMP): $(SOURCES) | $(BIN)/python
 	@echo "installing octavo and its development tools into $(VENV)"
-	$(PIP_INSTALL) $(BUILD_TOOLS)
-	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	$(PIP_INSTALL) $(BUILD_TOOLS) uv
+	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python tools/fast_install.py --no-build-isolation --editable '.[dev]'
 	@touch $@ $(USER_STAMP)
 
 demo: $(USER_STAMP)

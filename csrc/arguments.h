@@ -61,7 +61,7 @@ struct Int4Format {
   bool has_zeros;      // each group has a zero point; else all are 8
 };
 
-enum class Activation : int { kSilu, kGeluTanh };  // the numbers of octavo.kernels.cpu.ACTIVATION_NUMBERS
+enum class Activation : int { kSilu, kGeluTanh, kClampedSilu };  // the numbers of octavo.kernels.cpu.ACTIVATION_NUMBERS
 
 // The arrays of one KV group of octavo.kernels.interface.AttentionBatch.
 struct BatchArgs {

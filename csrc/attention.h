@@ -105,15 +105,23 @@ inline void merge_sums(const AttentionShape& s, int64_t rows, const float* sums,
   }
 }
 
-// Divides totals by weights and writes them. Zeros become positive: a zero's sign may come from a product with weight zero
+// Divides totals by weights and writes them. A sink adds to the weight as a last partition would (Xiao et al. 2024, "Efficient
+// Streaming Language Models with Attention Sinks"). Zeros become positive: a zero's sign may come from a product with weight zero
 // (attention_tiles.h).
 template <class T>
 void write_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, const float* totals) {
   for (int64_t row = 0; row < task.tokens * s.group; ++row, totals += s.sums_size) {
     const int64_t head = task.kv_head * s.group + row % s.group;
     T* out = static_cast<T*>(args.out) + (task.first_token + row / s.group) * args.out_stride + head * s.dim;
-    const Vec weight = splat(sum_lanes(load(totals + s.padded_dim)));
-    for (int64_t d = 0; d < s.dim; d += kLanes) store_first(out + d, load(totals + d) / weight + splat(0.0f), s.dim - d);
+    Vec weight = splat(sum_lanes(load(totals + s.padded_dim))), keep = splat(1.0f);
+    if (args.sinks != nullptr) {
+      const float sink = args.sinks[head], maximum = larger(totals[s.num_sums], sink);
+      keep = exp(splat(totals[s.num_sums] - maximum));
+      weight = fma(weight, keep, exp(splat(sink - maximum)));
+    }
+    for (int64_t d = 0; d < s.dim; d += kLanes) {
+      store_first(out + d, load(totals + d) * keep / weight + splat(0.0f), s.dim - d);
+    }
   }
 }
 

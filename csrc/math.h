@@ -69,18 +69,28 @@ OCTAVO_INLINE void coarse_exp(Vec (&x)[N]) {
 }
 #endif
 
-// activation(gate) * up for N vectors together, so that their chains overlap. Both activations are x times a sigmoid:
+constexpr float kGateLimit = 7.0f, kGateSlope = 1.702f;  // of kClampedSilu, as octavo.kernels.interface has them
+
+// activation(gate) * up for N vectors together, so that their chains overlap. All activations are x times a sigmoid:
 // silu(x) = x * sigmoid(x), and the tanh approximation of gelu (Hendrycks and Gimpel 2016) is x * (1 + tanh(y)) / 2 =
-// x * sigmoid(2 * y), with y = sqrt(2 / pi) * (x + 0.044715 * x^3).
+// x * sigmoid(2 * y), with y = sqrt(2 / pi) * (x + 0.044715 * x^3). The clamped silu of gpt-oss (OpenAI 2025) bounds x from above
+// and `up` on both sides, is x * sigmoid(1.702 * x), and multiplies it by up + 1. NaN stays NaN.
 template <int N, class T>
 OCTAVO_INLINE void gate_vectors(Activation activation, const T* gate, const T* up, T* out) {
   const Vec one = splat(1.0f), zero = splat(0.0f);
   Vec x[N], power[N];
   OCTAVO_UNROLL
   for (int i = 0; i < N; ++i) x[i] = load(gate + i * kLanes);
+  const bool is_clamped = activation == Activation::kClampedSilu;
   if (activation == Activation::kSilu) {
     OCTAVO_UNROLL
     for (int i = 0; i < N; ++i) power[i] = zero - x[i];
+  } else if (is_clamped) {
+    OCTAVO_UNROLL
+    for (int i = 0; i < N; ++i) {
+      x[i] = min(splat(kGateLimit), x[i]);
+      power[i] = x[i] * splat(-kGateSlope);
+    }
   } else {
     OCTAVO_UNROLL
     for (int i = 0; i < N; ++i) {
@@ -89,7 +99,11 @@ OCTAVO_INLINE void gate_vectors(Activation activation, const T* gate, const T* u
   }
   exp(power);
   OCTAVO_UNROLL
-  for (int i = 0; i < N; ++i) store(out + i * kLanes, x[i] / (one + power[i]) * load(up + i * kLanes));
+  for (int i = 0; i < N; ++i) {
+    Vec factor = load(up + i * kLanes);
+    if (is_clamped) factor = max(splat(-kGateLimit), min(splat(kGateLimit), factor)) + one;
+    store(out + i * kLanes, x[i] / (one + power[i]) * factor);
+  }
 }
 
 OCTAVO_INLINE Vec exp(Vec x) {

@@ -63,7 +63,9 @@ class Taken:
         return self.case, self.kernel, self.target
 
 
-def attention(dtype: str, head_dim: int, *, kv: str | None = None, softcap: float | None = None) -> Callable[[], None]:
+def attention(
+    dtype: str, head_dim: int, *, kv: str | None = None, softcap: float | None = None, has_sinks: bool = False
+) -> Callable[[], None]:
     """Return a call of attention over a batch of a prompt's chunk and of decodes, split into partitions."""
 
     def call() -> None:
@@ -74,7 +76,8 @@ def attention(dtype: str, head_dim: int, *, kv: str | None = None, softcap: floa
         kind = getattr(torch, dtype)
         q = torch.empty(20, 8, head_dim, dtype=kind)
         k_cache, v_cache = _caches(getattr(torch, kv or dtype), head_dim)
-        paged_attention(q, k_cache, v_cache, _batch(), head_dim**-0.5, None, softcap)
+        sinks = torch.empty(q.shape[1]) if has_sinks else None
+        paged_attention(q, k_cache, v_cache, _batch(), head_dim**-0.5, None, softcap, sinks)
 
     return call
 
@@ -201,6 +204,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention bfloat16 64": attention("bfloat16", 64),
     "attention bfloat16 128": attention("bfloat16", 128),
     "attention bfloat16 256 capped": attention("bfloat16", 256, softcap=50.0),
+    "attention bfloat16 64 sinks": attention("bfloat16", 64, has_sinks=True),
     "attention bfloat16 128 int8": attention("bfloat16", 128, kv="int8"),
     "attention bfloat16 128 fp8": attention("bfloat16", 128, kv=FP8),
     "attention bfloat16 256": attention("bfloat16", 256),

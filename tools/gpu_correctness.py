@@ -116,8 +116,9 @@ def attention_error(check: Check, kernels: Kernels, dtype: torch.dtype, case: At
     caches = check.caches(tables.numel(), 2, case.head_dim, case.kv_dtype or dtype)
     q = check.random(len(batch.positions), 2 * case.group, case.head_dim, dtype=dtype)
     scale = float(case.head_dim**-0.5)
-    result = kernels.paged_attention(q, *caches, batch, scale, case.window, case.softcap)
-    return units_off(result, dense_attention(q, *caches, batch, scale, case.window, case.softcap))
+    sinks = check.random(q.shape[1], dtype=torch.float32) if case.has_sinks else None
+    result = kernels.paged_attention(q, *caches, batch, scale, case.window, case.softcap, sinks)
+    return units_off(result, dense_attention(q, *caches, batch, scale, case.window, case.softcap, sinks))
 
 
 def dense_attention(
@@ -128,6 +129,7 @@ def dense_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return attention in float64, sequence by sequence, as `Kernels.paged_attention` defines it."""
     parts, starts = [], batch.query_start.tolist()
@@ -140,7 +142,10 @@ def dense_attention(
             scores = (scores / softcap).tanh() * softcap
         distance = batch.positions[rows].unsqueeze(1) - places
         seen = (distance >= 0) & (distance < (window or length))
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :length]
         parts.append((weights @ values).transpose(0, 1).flatten(1))
     return torch.cat(parts)
 

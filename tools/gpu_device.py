@@ -34,17 +34,23 @@ _WARM_MS, _MEASURED_MS = 20, 80  # of each operation that is timed
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One kind of attention: query heads per KV head, window, soft cap, and dtype of quantized KV or None."""
+    """One kind of attention. group: query heads per KV head. kv_dtype: of quantized KV, or None."""
 
     group: int
     head_dim: int
     window: int | None = None
     softcap: float | None = None
     kv_dtype: torch.dtype | None = None
+    has_sinks: bool = False
 
     def name(self, dtype: torch.dtype) -> str:
         """Return the name of its entry."""
-        options = {"window": self.window, "soft cap": self.softcap, "KV": self.kv_dtype}
+        options = {
+            "window": self.window,
+            "soft cap": self.softcap,
+            "KV": self.kv_dtype,
+            "sinks": self.has_sinks or None,
+        }
         said = [f"{name} {value}" for name, value in options.items() if value is not None]
         return " ".join([f"paged_attention {dtype} group {self.group} head_dim {self.head_dim}", *said])
 
@@ -96,6 +102,7 @@ ON_GPU = Sizes(
         AttentionCase(8, 128, kv_dtype=torch.int8),
         AttentionCase(8, 128, kv_dtype=torch.float8_e4m3fn),
         AttentionCase(8, 256, softcap=2.0),
+        AttentionCase(8, 64, window=128, has_sinks=True),
     ),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     requests=20,

@@ -82,6 +82,7 @@ def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[st
     caches = check.caches(tables.numel(), 2, case.head_dim, case.kv_dtype or dtype)
     q = check.random(most, 2 * case.group, case.head_dim, dtype=dtype)
     others = check.random(sum(_STRANGERS), 2 * case.group, case.head_dim, dtype=dtype, seed=7)
+    sinks = check.random(2 * case.group, dtype=torch.float32) if case.has_sinks else None
 
     def rows(spans: list[tuple[int, int]], *, in_company: bool = False) -> Tensor:
         """Return attention of spans of the prompt, each as a sequence, in order."""
@@ -91,7 +92,8 @@ def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[st
         queries = torch.cat([others[:before], *(q[first:last] for first, last in spans)])
         batch = check.batch([*company, *spans], tables[ids])
         scale = float(case.head_dim**-0.5)
-        return check.kernels.paged_attention(queries, *caches, batch, scale, case.window, case.softcap)[before:]
+        attended = check.kernels.paged_attention(queries, *caches, batch, scale, case.window, case.softcap, sinks)
+        return attended[before:]
 
     whole = rows([(0, most)])
     decodes = [(position, position + 1) for position in range(most)]

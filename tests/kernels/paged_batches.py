@@ -75,7 +75,7 @@ def floats(cache):
     return cache.float() * kv_scales(cache).unsqueeze(-1)
 
 
-def dense_attention(q, batch, k_cache, v_cache, scale, window, kind, softcap=None):
+def dense_attention(q, batch, k_cache, v_cache, scale, window, kind, softcap=None, sinks=None):
     """Compute causal attention, sequence by sequence, in the dtype `kind`."""
     parts = []
     for i in range(len(batch.seq_lens)):
@@ -86,21 +86,25 @@ def dense_attention(q, batch, k_cache, v_cache, scale, window, kind, softcap=Non
         distance = batch.positions[rows].unsqueeze(1) - torch.arange(keys.shape[1])
         seen = (distance >= 0) & (distance < (window or 2**30))
         queries = q[rows].to(kind).transpose(0, 1)
-        if softcap is None:
+        if softcap is None and sinks is None:
             part = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
         else:
-            scores = (queries @ keys.transpose(1, 2) * scale / softcap).tanh() * softcap
-            part = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ values
+            scores = queries @ keys.transpose(1, 2) * scale
+            scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.to(kind)[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+            part = scores.softmax(dim=-1)[..., : keys.shape[1]] @ values
         parts.append(part.transpose(0, 1).flatten(1))
     return torch.cat(parts)
 
 
-def assert_attention_is_as_exact(result, q, batch, caches, window, softcap=None):
+def assert_attention_is_as_exact(result, q, batch, caches, window, softcap=None, sinks=None):
     """Check attention with the usual scale against the errors of plain torch in float32, rounded to the dtype of
     `q`.
     """
     exact, plain = (
-        dense_attention(q, batch, *caches, q.shape[2] ** -0.5, window, kind, softcap)
+        dense_attention(q, batch, *caches, q.shape[2] ** -0.5, window, kind, softcap, sinks)
         for kind in (torch.float64, torch.float32)
     )
     heads = (each.unflatten(1, q.shape[1:]) for each in (result, plain.to(q.dtype), exact))

@@ -58,6 +58,28 @@ def test_attention_over_several_partitions_is_as_exact_as_torch(kernels, generat
     assert not torch.equal(capped, result)
 
 
+@pytest.mark.sweep(4)
+@KV
+@pytest.mark.parametrize("heads", [(64, 2, 8), (20, 3, 1)], ids=str)
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("size", [0.0, 4.0, 60.0])
+def test_sink_takes_its_share_of_every_row(kernels, generator, size, window, heads, dtype, int8):
+    """It has a score and no value. A large one takes nearly all of a row, one far below the scores nothing."""
+    head_dim, num_kv_heads, group = heads
+    sequences = [(1, 1), (70, 70), (1500, 3), (129, 2)]
+    batch, k_cache, v_cache = paged_batch(sequences, 16, num_kv_heads, head_dim, dtype, generator)
+    q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
+    sinks = torch.randn(num_kv_heads * group, generator=generator) + size
+    caches = rounded_caches(k_cache, v_cache) if int8 else (k_cache, v_cache)
+    numbers = [floats(cache) if int8 else cache for cache in caches]
+    result = kernels.paged_attention(q, *caches, batch, head_dim**-0.5, window, None, sinks)
+    assert_attention_is_as_exact(result, q, batch, numbers, window, None, sinks)
+    plain = kernels.paged_attention(q, *caches, batch, head_dim**-0.5, window)
+    assert not torch.equal(result, plain)
+    nothing = torch.full_like(sinks, -1e4)
+    assert torch.equal(kernels.paged_attention(q, *caches, batch, head_dim**-0.5, window, None, nothing), plain)
+
+
 def test_large_scores_neither_overflow_nor_vanish(kernels, generator):
     """The running maximum is subtracted before the exponential: sharp attention neither overflows nor vanishes."""
     batch, k_cache, v_cache = paged_batch([(300, 5)], 16, 1, 64, torch.float32, generator)
@@ -71,12 +93,14 @@ class Prompt:
     """A sequence with queries at every position, computed in any chunks and block sizes, with any other sequences."""
 
     def __init__(
-        self, length, num_kv_heads, group, head_dim, dtype, generator, window=None, *, int8=False, softcap=None
-    ):
+        self, length, num_kv_heads, group, head_dim, dtype, generator, window=None, *, int8=False, softcap=None,
+        has_sinks=False,
+    ):  # fmt: skip
         self.length, self.num_kv_heads, self.head_dim, self.dtype = length, num_kv_heads, head_dim, dtype
         self.window, self.generator, self.int8, self.softcap = window, generator, int8, softcap
         self.q = torch.randn(length, num_kv_heads * group, head_dim, generator=generator).to(dtype)
         self.history = torch.randn(length, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+        self.sinks = torch.randn(num_kv_heads * group, generator=generator) if has_sinks else None
 
     def rows(self, kernels, first, last, block_size=16, others=()):
         """Compute rows first .. last as one chunk, after `others` (KV length, query length); later rows are not written
@@ -93,7 +117,9 @@ class Prompt:
         before = sum(queries for _, queries in others)
         company = torch.randn(before, *self.q.shape[1:], generator=self.generator).to(self.dtype)
         q = torch.cat([company, self.q[first:last]])
-        result = kernels.paged_attention(q, k_cache, v_cache, batch, self.head_dim**-0.5, self.window, self.softcap)
+        result = kernels.paged_attention(
+            q, k_cache, v_cache, batch, self.head_dim**-0.5, self.window, self.softcap, self.sinks
+        )
         return result[before:]
 
     def in_chunks(self, kernels, size, **options):
@@ -108,10 +134,12 @@ class Prompt:
     [((64, 2, 7), None), ((48, 1, 1), None), ((80, 1, 3), 50), ((20, 1, 2), 37), ((256, 1, 2), None)],
     ids=str,
 )
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_attention_bits_are_equal_for_any_chunks(compiled, generator, softcap, heads, window, dtype, int8):
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (2.0, False), (None, True)])
+def test_attention_bits_are_equal_for_any_chunks(compiled, generator, softcap, has_sinks, heads, window, dtype, int8):
     head_dim, num_kv_heads, group = heads
-    prompt = Prompt(150, num_kv_heads, group, head_dim, dtype, generator, window, int8=int8, softcap=softcap)
+    prompt = Prompt(
+        150, num_kv_heads, group, head_dim, dtype, generator, window, int8=int8, softcap=softcap, has_sinks=has_sinks
+    )
     whole = prompt.rows(compiled, 0, 150)
     for size in (1, 7, 64):
         assert torch.equal(prompt.in_chunks(compiled, size), whole), size
@@ -154,9 +182,9 @@ def test_attention_bits_are_independent_of_other_sequences(compiled, generator):
     assert torch.equal(prompt.rows(compiled, 149, 150, others=others), whole[149:])
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_attention_bits_are_equal_for_any_partitions_and_threads(fastest, single_threaded, generator, int8):
-    prompt = Prompt(2500, 1, 7, 64, torch.bfloat16, generator, int8=int8)
+@pytest.mark.parametrize(("int8", "has_sinks"), [(False, False), (True, False), (False, True)])
+def test_attention_bits_are_equal_for_any_partitions_and_threads(fastest, single_threaded, generator, int8, has_sinks):
+    prompt = Prompt(2500, 1, 7, 64, torch.bfloat16, generator, int8=int8, has_sinks=has_sinks)
     chunk = prompt.rows(single_threaded, 2300, 2500)
     assert torch.equal(prompt.rows(fastest, 2300, 2500), chunk)
     for first in (2300, 2499):  # few rows: partitions run on different threads

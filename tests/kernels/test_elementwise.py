@@ -102,6 +102,31 @@ def test_silu_gate_is_as_exact_as_torch(kernels, generator, dtype, shape):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_clamped_gate_is_as_exact_as_torch(kernels, generator, dtype, shape):
+    """gpt-oss: gates are bounded from above only, `up` on both sides. NaN stays NaN."""
+    rows, size = shape
+    gate_up = (torch.randn(rows, 2 * size, generator=generator) * 8).to(dtype)
+    gate_up[0, 0], gate_up[0, -1] = -200.0, torch.nan
+    gate, up = gate_up.double().chunk(2, dim=1)
+    plain_gate, plain_up = gate_up.chunk(2, dim=1)
+
+    def compute(gate, up):
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+    assert_as_exact_as_torch(kernels.gate(gate_up, "clamped_silu"), compute(plain_gate, plain_up), compute(gate, up))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_silu"])
+def test_gate_worked_by_hand(kernels, activation):
+    """gpt-oss with gate 9 and up -8: 7 * sigmoid(1.702 * 7) * (-7 + 1)."""
+    expected = {"silu": -71.99115, "gelu_tanh": -72.0, "clamped_silu": -41.99972}[activation]
+    found = kernels.gate(torch.tensor([[9.0, -8.0]]), activation)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gelu_gate_is_as_exact_as_torch(kernels, generator, dtype, shape):
     rows, size = shape
     gate_up = (torch.randn(rows, 2 * size, generator=generator) * 3).to(dtype)

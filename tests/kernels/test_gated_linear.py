@@ -37,7 +37,7 @@ def apart(kernels, x, packed, activation="silu"):
 @pytest.mark.parametrize(
     ("depth", "size"), [(64, 96), (90, 77), (931, 64), (931, 40)]
 )  # whole and partial tiles and panels
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_silu"])
 def test_gated_linear_has_bits_of_linear_and_gate(kernels, generator, activation, depth, size, stored, dtype, has_bias):
     weight = random(generator, 2 * size, depth) / depth**0.5
     packed = kernels.pack_linear(FORMATS[stored](weight), random(generator, 2 * size) if has_bias else None)

@@ -198,7 +198,11 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 ALTERATIONS = {
     "experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),
-    "router": lambda model: with_weights(model, ("mlp.gate.weight",), lambda p: p.roll(1, 0)),
+    "router": lambda model: with_weights(model, ("mlp.gate.weight", "mlp.router.weight"), lambda p: p.roll(1, 0)),
+    "router_bias": lambda model: with_weights(model, ("mlp.router.bias",), lambda p: -3 * p),
+    "expert_bias": lambda model: with_weights(model, ("up_proj_bias", "down_proj_bias"), torch.zeros_like),
+    "gate_slope": lambda model: with_config(model, swiglu_alpha=0.8),
+    "sinks": lambda model: with_weights(model, ("self_attn.sinks",), lambda p: p + 3),
     "normalizing": lambda model: with_config(model, norm_topk_prob=not model.config.norm_topk_prob),
     "shared": lambda model: with_weights(model, ("shared_expert.down_proj.weight",), torch.zeros_like),
     "shared_gate": lambda model: with_weights(model, ("shared_expert_gate.weight",), lambda p: -p),

@@ -1,5 +1,8 @@
 """Mixtures of experts in all forms of checkpoints, and configurations that cannot be served."""
 
+import json
+import re
+
 import gguf
 import numpy as np
 import pytest
@@ -10,12 +13,14 @@ from octavo.errors import ModelError
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.config_file import ConfigFile
 from octavo.models.experts import ExpertsConfig
+from octavo.models.float_weights import open_tensors
 from octavo.models.gguf_file import GGUFFile
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import architecture_of, read_architecture
 from octavo.models.weight_bytes import weight_bytes
+from octavo.models.weight_source import FolderWeights
 
-FAMILIES = ("Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe")
+FAMILIES = ("Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss")
 
 
 def architecture(name, **changes):
@@ -86,10 +91,9 @@ def test_routers_are_not_rounded(name):
     read = architecture(name)
     sizes = {name: weight.nbytes for name, weight in zeros(read).items()}
     assert weight_bytes(read, "float32") == sum(sizes.values())
-    routers = sum(size for name, size in sizes.items() if ".mlp.gate." in name or "shared_expert_gate" in name)
-    assert routers >= 2 * 4 * 64 * read.layers[0].mlp.router.num_experts
-    rounded = {name: shape for name, shape in read.tensor_shapes().items() if len(shape) == 2}
-    rounded = {n: s for n, s in rounded.items() if ".mlp.gate." not in n and "shared_expert_gate" not in n}
+    routers = {each for each in sizes if re.search(r"\.mlp\.(gate|router|shared_expert_gate)\.weight$", each)}
+    assert len(routers) == 2 * (1 + (name == "Qwen2Moe"))
+    rounded = {n: s for n, s in read.tensor_shapes().items() if len(s) == 2 and n not in routers}
     expected = sum(size for name, size in sizes.items() if name not in rounded)
     assert weight_bytes(read, "float32", quantization="int8") == expected + sum(
         r * c + 4 * r for r, c in rounded.values()
@@ -129,7 +133,7 @@ def test_dense_family_refuses_experts():
         (lambda w: together(w) | {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(8, 97, 64)}, r"2 x rows"),
         (
             lambda w: together(w) | {n: t for n, t in w.items() if ".0.mlp.experts.3.up_proj" in n},
-            "are both there; remove the superfluous file",
+            "are both present; remove the superfluous file",
         ),
     ],
 )
@@ -138,6 +142,70 @@ def test_weights_that_do_not_fit_are_refused(change, message, tmp_path):
     rewrite(path, change)
     with pytest.raises(ModelError, match=message):
         CheckpointFiles(path).check(read_architecture(path).stored_tensors())
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_experts_of_gpt_oss_are_read_from_alternating_rows(tmp_path, is_quantized):
+    """MXFP4 has the values that transformers gives its blocks. A float is stored in the transposed matrix."""
+    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    path = write_checkpoint(tmp_path, tiny_config("GptOssForCausalLM"))
+    whole = load_file(path / "model.safetensors")
+    if is_quantized:
+        whole |= rewrite_as_mxfp4(path, convert)
+    architecture, layer = read_architecture(path), "model.layers.1.mlp.experts"
+    files = open_tensors(FolderWeights(path), architecture, torch.float32)
+    gate_up, down = whole[f"{layer}.gate_up_proj"], whole[f"{layer}.down_proj"]
+    for expert in range(4):
+        for part, expected in (
+            ("gate", gate_up[expert, :, ::2]),
+            ("up", gate_up[expert, :, 1::2]),
+            ("down", down[expert]),
+        ):
+            name = f"{layer}.{expert}.{part}_proj"
+            assert torch.equal(files.tensor(f"{name}.weight"), expected.T.float())
+            stored = files.weight(f"{name}.weight")
+            assert not is_quantized or torch.equal(stored.dequantize(), expected.T.float())
+        biases = whole[f"{layer}.gate_up_proj_bias"][expert]
+        assert torch.equal(files.tensor(f"{layer}.{expert}.gate_proj.bias"), biases[::2])
+        assert torch.equal(files.tensor(f"{layer}.{expert}.up_proj.bias"), biases[1::2])
+    files.release()
+    assert torch.equal(files.tensor(f"{layer}.0.up_proj.weight"), gate_up[0, :, 1::2].T.float())
+
+
+def rewrite_as_mxfp4(path, convert):
+    """Replace the experts by random blocks; return their values."""
+    rng, values = torch.Generator().manual_seed(0), {}
+
+    def change(weights):
+        made = dict(weights)
+        for name, weight in weights.items():
+            if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
+                continue
+            num_experts, columns, rows = weight.shape
+            made[f"{name}_blocks"] = torch.randint(
+                256, (num_experts, rows, columns // 32, 16), dtype=torch.uint8, generator=rng
+            )
+            made[f"{name}_scales"] = torch.randint(
+                118, 124, (num_experts, rows, columns // 32), dtype=torch.uint8, generator=rng
+            )
+            values[name] = convert(made[f"{name}_blocks"], made[f"{name}_scales"], dtype=torch.float32)
+            del made[name]
+        return made
+
+    rewrite(path, change)
+    config = json.loads((path / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (path / "config.json").write_text(json.dumps(config))
+    return values
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("swiglu_limit", 6.0), ("swiglu_alpha", 1.5), ("num_experts_per_tok", 5), ("layer_types", ["x"])]
+)
+def test_other_gpt_oss_is_refused(key, value):
+    with pytest.raises(ModelError, match=key):
+        architecture("GptOss", **{key: value})
 
 
 def test_gguf_experts_of_layer_are_divided(tmp_path):

@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "Llama": "llama", "Mistral": "mistral3", "Ministral3": "mistral3", "Qwen2": "qwen2", "Qwen3": "qwen3",
     "Gemma": "gemma", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "Granite": "granite",
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
-    "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe",
+    "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -36,6 +36,7 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "granite-biases-yarn", "ministral3-7-per-kv", "ministral3-tied-head-80", "olmo2-7-per-kv", "olmo2-tied-head-80",
     "olmo3-every-fourth-sees-all", "olmo3-tied-head-80", "glm4-7-per-kv", "glm4-tied-head-80",
     "qwen3-moe-5-experts-of-which-3", "qwen2-moe-7-per-kv", "mixtral-3-per-kv", "olmoe-3-per-kv",
+    "gpt-oss-5-experts-of-which-3",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -89,7 +90,7 @@ def converted(config):
     said |= own_keys(name, config, rope)
     metadata = {f"{architecture}.{key}": value for key, value in said.items()}
     metadata["general.architecture"] = architecture
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], len(expected.layers))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper().replace("-", "_")], len(expected.layers))
     shapes = {stored_name(names, name): shape for name, shape in expected.tensor_shapes().items()}
     factors = {LONG_FACTORS: list(rope["long_factor"]), SHORT_FACTORS: list(rope["short_factor"])} if (
         kind == "longrope") else {}  # fmt: skip
@@ -100,8 +101,10 @@ def converted(config):
 
 def stored_name(names, name):
     """Return llama.cpp's name of a tensor; of an expert's matrix the one that octavo gives its part of the tensor."""
-    if match := re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)\.(.*)\.weight", name):
-        return f"{names.get_name(match[1] + match[3])}.{match[2]}.weight"
+    if match := re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)\.(.*)\.(weight|bias)", name):
+        return f"{names.get_name(match[1] + match[3])}.{match[2]}.{match[4]}"
+    if name.endswith(".sinks"):
+        return f"{names.get_name(name)}.weight"
     return names.get_name(name, (".weight", ".bias"))
 
 
@@ -133,6 +136,13 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
                 "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
             }
             return {key: value for key, value in keys.items() if value is not None}
+        case "GptOss":
+            return {
+                "expert_count": config["num_local_experts"],
+                "expert_used_count": config["num_experts_per_tok"],
+                "expert_feed_forward_length": config["intermediate_size"],
+                "attention.sliding_window": config["sliding_window"],
+            }
         case "Olmo3":
             kinds = config.get("layer_types") or [
                 "sliding_attention" if (layer + 1) % 4 else "full_attention"

@@ -503,5 +503,27 @@ MORE_CASES = (
         heads(160, 4, 2, 40) | TIED | {"num_experts": 12, "num_experts_per_tok": 5, "norm_topk_prob": True},
         ("experts", "normalizing", "tied"),
     ),
+    Case(
+        "gpt-oss-5-experts-of-which-3",
+        "GptOss",
+        0,
+        heads(96, 6, 3, 32) | {"num_local_experts": 5, "num_experts_per_tok": 3},
+        ("experts", "router", "router_bias", "expert_bias", "gate_slope", "sinks", "truncate"),
+    ),
+    Case(
+        "gpt-oss-8-per-kv-every-layer-a-window",
+        "GptOss",
+        0,
+        heads(128, 8, 1, 64)
+        | {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3, "num_local_experts": 9},
+        ("experts", "wide_window", "sinks", "bias"),
+    ),
+    Case(
+        "gpt-oss-one-expert-full-window-last",
+        "GptOss",
+        0,
+        heads(112, 7, 1, 16) | {"num_experts_per_tok": 1, "attention_bias": False, "sliding_window": WINDOW},
+        ("layer_types", "experts", "sinks"),
+    ),
     Case("glm4-three-layers", "Glm4", 0, heads(96, 6, 3, 32) | {"num_hidden_layers": 3}, ("behind", "theta")),
 )

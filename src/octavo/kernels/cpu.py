@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
 
-ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_silu": 2}
 _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
 _LINE_BYTES = 64
 _SAME_SETS_BYTES = 2048  # lines so far apart share two of a cache's 64 sets
@@ -401,6 +401,7 @@ class CpuKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Kernels`."""
         num_tokens, num_heads, head_dim = q.shape
@@ -415,7 +416,7 @@ class CpuKernels:
             batch.query_start.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0),
             batch.positions.data_ptr(),
             batch.seq_lens.shape[0], num_heads, k_cache.shape[1], head_dim, batch.block_size, scale, window or 0,
-            softcap or 0.0,
+            softcap or 0.0, 0 if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         return out
 

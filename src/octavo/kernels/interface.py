@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     WeightToPack = Tensor | Sequence[Tensor] | QuantizedWeight | Sequence[BlockWeight]
 
 
-Activation = Literal["silu", "gelu_tanh"]  # GELU as tanh approximates it (Hendrycks and Gimpel 2016)
+# GELU as tanh approximates it (Hendrycks and Gimpel 2016). "clamped_silu" is gpt-oss's: with g = min(gate, GATE_LIMIT)
+# and `up` clamped to u in [-GATE_LIMIT, GATE_LIMIT], it is g * sigmoid(GATE_SLOPE * g) * (u + 1).
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+GATE_LIMIT, GATE_SLOPE = 7.0, 1.702
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,11 +325,14 @@ class Kernels(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return causal attention of each row over its sequence's KV: [num_tokens, num_heads * head_dim].
 
         The row stride may exceed the row. A row at position p sees positions max(0, p - window + 1) .. p. Query heads
         share KV heads in equal groups. softcap: of scaled scores.
+        sinks float32 [num_heads]: the score of a further position that every row sees and that has no value (Xiao et
+        al. 2024).
         """
         ...
 

@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from octavo.kernels.block_weight import BlockWeight
-from octavo.kernels.interface import AttentionBatch, KeptLinear, PackedGroups, PackedLinear, SamplingRows
+from octavo.kernels.interface import (
+    GATE_LIMIT,
+    GATE_SLOPE,
+    AttentionBatch,
+    KeptLinear,
+    PackedGroups,
+    PackedLinear,
+    SamplingRows,
+)
 from octavo.kernels.noise import gumbel_noise
 from octavo.kernels.operations.add import add
 from octavo.kernels.quantization import (
@@ -223,6 +231,7 @@ class ReferenceKernels:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Kernels`."""
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
@@ -239,14 +248,18 @@ class ReferenceKernels:
             keys[:start] = values[:start] = 0
             for first in range(query_start[i], query_start[i + 1], _QUERY_CHUNK):
                 rows = slice(first, min(first + _QUERY_CHUNK, query_start[i + 1]))
-                attended = _attend(q[rows].float(), keys, values, batch.positions[rows], scale, window, softcap)
+                attended = _attend(q[rows].float(), keys, values, batch.positions[rows], scale, window, softcap, sinks)
                 out[rows] = attended.to(q.dtype)
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         """See `Kernels`."""
         gate, up = gate_up.float().chunk(2, dim=-1)
-        activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        if activation == "clamped_silu":
+            gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT) + 1
+            activated = gate * torch.sigmoid(GATE_SLOPE * gate)
+        else:
+            activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
         return (activated * up).to(gate_up.dtype)
 
     def scratch_bytes(
@@ -325,6 +338,7 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return float32 attention of one sequence's rows over its KV: [n, num_heads * head_dim]."""
     num_rows, num_heads, head_dim = q.shape
@@ -337,7 +351,12 @@ def _attend(
     if window is not None:
         seen &= kv_positions > positions.unsqueeze(1) - window
     scores.masked_fill_(~seen[:, None, None, :], -torch.inf)
-    return torch.einsum("nkgs,skd->nkgd", scores.softmax(dim=-1), values).reshape(num_rows, num_heads * head_dim)
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        column = sinks.view(1, *grouped.shape[1:3], 1).expand(num_rows, -1, -1, -1)
+        weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.einsum("nkgs,skd->nkgd", weights, values).reshape(num_rows, num_heads * head_dim)
 
 
 def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from octavo.errors import ModelError
-from octavo.models.declared import Linear, Norm
+from octavo.models.declared import Linear, Norm, Vector
 from octavo.models.kv_layout import KVShape
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class AttentionTensors(NamedTuple):
     o: Linear
     q_norm: Norm | None
     k_norm: Norm | None
+    sinks: Vector | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class AttentionConfig:
     window   tokens that a position sees, itself included, or None for all
     scale    of scores; None for head_dim ** -0.5
     softcap  of scaled scores (`octavo.kernels.operations.soft_cap`)
+    has_sinks  see `Kernels.paged_attention`
     qk_norm  before rotation: "head" has one weight [head_dim] for all heads, "width" takes all heads as one row
     """
 
@@ -51,6 +53,7 @@ class AttentionConfig:
     o_bias: bool = False
     qk_norm: Literal["head", "width"] | None = None
     is_fused: bool = False
+    has_sinks: bool = False
 
     @classmethod
     def read(
@@ -125,6 +128,7 @@ class AttentionConfig:
             o=Linear(((f"{name}.o_proj", hidden_size),), q_rows, self.o_bias),
             q_norm=None if self.qk_norm is None else Norm(f"{name}.q_norm", q_size),
             k_norm=None if self.qk_norm is None else Norm(f"{name}.k_norm", k_size),
+            sinks=Vector(f"{name}.sinks", self.num_heads) if self.has_sinks else None,
         )
 
     def build(self, context: ModelContext, tensors: AttentionTensors) -> Attention:
@@ -137,6 +141,7 @@ class Attention:
 
     __slots__ = (
         "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",
+        "sinks",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext, config: AttentionConfig, tensors: AttentionTensors) -> None:
@@ -153,6 +158,7 @@ class Attention:
         self.o = context.linear(tensors.o)
         self.q_norm = context.optional_norm(tensors.q_norm)
         self.k_norm = context.optional_norm(tensors.k_norm)
+        self.sinks = None if tensors.sinks is None else context.vector(tensors.sinks)
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """Write this step's keys and values; return its queries [num_tokens, num_heads, head_dim]."""
@@ -177,5 +183,7 @@ class Attention:
     def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """See `TokenMixer`."""
         config, (k_cache, v_cache) = self.config, cache
-        attended = self.kernels.paged_attention(q, k_cache, v_cache, batch, self.scale, config.window, config.softcap)
+        attended = self.kernels.paged_attention(
+            q, k_cache, v_cache, batch, self.scale, config.window, config.softcap, self.sinks
+        )
         return self.kernels.linear(attended, self.o)

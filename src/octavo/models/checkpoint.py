@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from octavo.errors import ModelError
+from octavo.models.stored_experts import ExpertPart, find_expert_parts
 from octavo.models.weight_files import decoder_names, find_weight_files, some
 from octavo.runtime.process_memory import forget_pages, return_free_memory
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
 
 _RESIDENT_BYTES = 32 << 20
-_ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Not read: computed here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
@@ -47,34 +47,32 @@ class CheckpointFiles:
                         f"{path}: {name} is also in {self._file_of[name][0].name}; remove the superfluous file"
                     )
                 self._file_of[name] = (path, file)
+        self._part: dict[str, ExpertPart] = {}
         self._stored_name = decoder_names(self._file_of)
         self._file_of = {name: self._file_of[stored] for name, stored in self._stored_name.items()}
-        self._part: dict[str, tuple[int, slice]] = {}
-        for name in [each for each in self._file_of if _ALL_EXPERTS.search(each)]:
-            self._divide(name)
+        self._part = self._divided()
 
-    def _divide(self, name: str) -> None:
-        match = _ALL_EXPERTS.search(name)
-        assert match is not None
-        path, file = self._file_of[name]
-        shape = list(file.get_slice(self._stored_name[name]).get_shape())
-        parts = ["gate_proj", "up_proj"] if match[1] == "gate_up_proj" else ["down_proj"]
-        if len(shape) != 3 or shape[1] % len(parts):
-            raise ModelError(f"{path}: {name} has shape {shape}, not [experts, {len(parts)} x rows, columns]")
-        stored, rows = self._stored_name.pop(name), shape[1] // len(parts)
-        del self._file_of[name]
-        for expert in range(shape[0]):
-            for index, part in enumerate(parts):
-                own = f"{name[: match.start(1)]}{expert}.{part}.weight"
-                if own in self._file_of:
-                    raise ModelError(f"{path}: {name} and {own} are both there; remove the superfluous file")
-                self._file_of[own], self._stored_name[own] = (path, file), stored
-                self._part[own] = (expert, slice(index * rows, (index + 1) * rows))
+    def _divided(self) -> dict[str, ExpertPart]:
+        """Replace the names of all experts' tensors by those of each expert."""
+        parts: dict[str, ExpertPart] = {}
+        whole = dict(self._file_of)
+        for name, part in find_expert_parts(self.directory, whole, self._shape):
+            if name in self._file_of:
+                path = self._file_of[name][0]
+                raise ModelError(f"{path}: {part.stored} and {name} are both present; remove the superfluous file")
+            self._file_of[name], self._stored_name[name] = whole[part.stored], self._stored_name[part.stored]
+            parts[name] = part
+        for name in {part.stored for part in parts.values()}:
+            del self._file_of[name], self._stored_name[name]
+        return parts
 
     def _shape(self, name: str) -> list[int]:
-        path_and_file, part = self._file_of[name], self._part.get(name)
-        shape = list(path_and_file[1].get_slice(self._stored_name[name]).get_shape())
-        return shape if part is None else [part[1].stop - part[1].start, shape[2]]
+        path, file = self._file_of[name]
+        try:
+            shape = list(file.get_slice(self._stored_name[name]).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: {name} cannot be read ({error}); download it again") from error
+        return shape if (part := self._part.get(name)) is None else part.shape(shape)
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
         """See `StoredTensors`. With tied embeddings, the files may have an equal lm_head.weight."""
@@ -134,20 +132,25 @@ class CheckpointFiles:
             tensor: Tensor = file.get_tensor(self._stored_name[name])
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: {name} cannot be read ({error}); download it again") from error
-        if name in self._part:
-            expert, rows = self._part[name]
-            tensor = tensor[expert, rows]
+        if (part := self._part.get(name)) is not None:
+            tensor = part.of(tensor)
         if sum(each.nbytes for tensors in self._handed_out.values() for each in tensors) >= _RESIDENT_BYTES:
             self.release()
         self._handed_out.setdefault(path, []).append(tensor)
-        return tensor
+        return tensor.contiguous()
 
     def release(self) -> None:
         """See `StoredTensors`."""
         for path, tensors in self._handed_out.items():
-            forget_pages(path, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+            forget_pages(path, [(tensor.data_ptr(), _extent(tensor)) for tensor in tensors])
         self._handed_out.clear()
         return_free_memory()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the bytes from the first value to the last one."""
+    places = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (places + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def _open(path: Path) -> Any:

@@ -51,9 +51,22 @@ class Norm:
         return {f"{self.name}.weight": (self.size,)}
 
 
-def in_order(declared: object) -> Iterator[Linear | Norm]:
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Numbers that are kept in float32. name: of the tensor."""
+
+    name: str
+    size: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensor's shape."""
+        return {self.name: (self.size,)}
+
+
+def in_order(declared: object) -> Iterator[Linear | Norm | Vector]:
     """Yield the declarations in nested tuples."""
-    if isinstance(declared, Linear | Norm):
+    if isinstance(declared, Linear | Norm | Vector):
         yield declared
     elif isinstance(declared, tuple):
         for each in declared:

@@ -32,6 +32,7 @@ class Router:
     is_group_best: bool = False
     least_sum: float = -1.0
     scale: float = 1.0
+    has_bias: bool = False
 
     @classmethod
     def read(cls, config: ConfigFile, *, normalizes: bool) -> Router:
@@ -60,7 +61,8 @@ class ExpertsTensors(NamedTuple):
 class ExpertsConfig:
     """The weighted sum of the chosen experts' outputs, and of a shared expert that computes every token.
 
-    has_shared_gate: a sigmoid of the token multiplies the shared expert's output.
+    has_shared_gate: a sigmoid of the token multiplies the shared expert's output. has_bias: of the experts.
+    router_name: in the checkpoint, after "mlp.".
     """
 
     router: Router
@@ -69,6 +71,8 @@ class ExpertsConfig:
     activation: Activation = "silu"
     shared_size: int | None = None
     has_shared_gate: bool = False
+    has_bias: bool = False
+    router_name: str = "gate"
 
     @property
     def intermediate_size(self) -> int:
@@ -84,12 +88,15 @@ class ExpertsConfig:
     def tensors(self, name: str, hidden_size: int) -> ExpertsTensors:
         """Declare the layer's tensors, and each expert's."""
         name, num_experts = f"{name}.mlp", self.router.num_experts
-        experts = [_expert(f"{name}.experts.{index}", hidden_size, self.expert_size) for index in range(num_experts)]
+        experts = [
+            _expert(f"{name}.experts.{index}", hidden_size, self.expert_size, self.has_bias)
+            for index in range(num_experts)
+        ]
         shared = None
         if self.shared_size is not None:
             shared = _expert(f"{name}.shared_expert", hidden_size, self.shared_size)
         return ExpertsTensors(
-            router=Linear(((f"{name}.gate", num_experts),), hidden_size),
+            router=Linear(((f"{name}.{self.router_name}", num_experts),), hidden_size, self.router.has_bias),
             gate_up=tuple(each.gate_up for each in experts),
             down=tuple(each.down for each in experts),
             shared=shared,
@@ -105,11 +112,12 @@ class ExpertsConfig:
 
 def is_router(tensor_name: str) -> bool:
     """Return True for a router or the shared expert's gate."""
-    return tensor_name.endswith((".mlp.gate.weight", ".mlp.shared_expert_gate.weight"))
+    return tensor_name.endswith((".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight"))
 
 
-def _expert(name: str, hidden_size: int, expert_size: int) -> GatedMLPTensors:
+def _expert(name: str, hidden_size: int, expert_size: int, has_bias: bool = False) -> GatedMLPTensors:
+    gate_up = ((f"{name}.gate_proj", expert_size), (f"{name}.up_proj", expert_size))
     return GatedMLPTensors(
-        gate_up=Linear(((f"{name}.gate_proj", expert_size), (f"{name}.up_proj", expert_size)), hidden_size),
-        down=Linear(((f"{name}.down_proj", hidden_size),), expert_size),
+        gate_up=Linear(gate_up, hidden_size, has_bias),
+        down=Linear(((f"{name}.down_proj", hidden_size),), expert_size, has_bias),
     )

@@ -40,7 +40,7 @@ _NOT_READ = (
 )
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
-_SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD = 4, 2, 6, 4
+_SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _GELU = "gelu_pytorch_tanh"
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
@@ -354,6 +354,18 @@ def _read_olmoe(fields: GGUFFields) -> dict[str, Any]:
     return _read_experts(fields, norm_topk_prob=False)
 
 
+def _read_gpt_oss(fields: GGUFFields) -> dict[str, Any]:
+    window = fields.count("attention.sliding_window")
+    return {
+        "num_local_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "intermediate_size": fields.count("expert_feed_forward_length"),
+        "sliding_window": window,
+        "layer_types": fields.layer_types(window, _GPT_OSS_PERIOD),
+        "rope_parameters": read_gguf_rope(fields) | {"truncate": False},
+    }
+
+
 def _read_llama(fields: GGUFFields) -> dict[str, Any]:
     if not fields.optional("expert_count"):
         return {}
@@ -365,6 +377,7 @@ def _read_llama(fields: GGUFFields) -> dict[str, Any]:
     }
 
 
+_GPT_OSS_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", "llama", _read_llama, rotates_pairs=True),
@@ -376,6 +389,7 @@ _FAMILIES = {
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),
     "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", _read_gemma2, _GEMMA_NORMS, norms_around_one=True),
     "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _GEMMA_NORMS, norms_around_one=True),
+    "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", _read_gpt_oss, _GPT_OSS_NAMES),
     "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", _read_phi3, _FUSED),
     "mistral3": GGUFFamily("MistralForCausalLM", "mistral", _read_mistral3, rotates_pairs=True),
     "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_granite, rotates_pairs=True),

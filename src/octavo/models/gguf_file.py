@@ -32,7 +32,7 @@ _MAX_ITEMS = 1 << 22
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
-_ALL_EXPERTS = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.weight")
+_ALL_EXPERTS = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
 # Files cut by bytes: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
     r"(?P<whole>.+\.gguf)"
@@ -122,18 +122,18 @@ class GGUFFile:
 def _divided(tensors: dict[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
     for name, stored in tensors.items():
         match = _ALL_EXPERTS.fullmatch(name)
-        if match is None or len(stored.shape) != 3:
+        if match is None or len(stored.shape) != (3 if match["kind"] == "weight" else 2):
             yield name, stored
             continue
-        num_experts, rows, columns = stored.shape
+        num_experts, rows, *columns = stored.shape
         parts = ["gate", "up"] if match["part"] == "gate_up" else [match["part"]]
         if rows % len(parts) or stored.num_bytes % (num_experts * len(parts)):
             raise ModelError(f"{stored.path}: {name} of shape {list(stored.shape)} cannot be divided among experts")
         size = stored.num_bytes // (num_experts * len(parts))
         for index in range(num_experts * len(parts)):
-            part, shape = parts[index % len(parts)], (rows // len(parts), columns)
+            part, shape = parts[index % len(parts)], (rows // len(parts), *columns)
             yield (
-                f"{match['layer']}.ffn_{part}_exps.{index // len(parts)}.weight",
+                f"{match['layer']}.ffn_{part}_exps.{index // len(parts)}.{match['kind']}",
                 StoredArray(stored.path, stored.type, shape, stored.offset + index * size, size),
             )
 

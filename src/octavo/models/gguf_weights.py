@@ -34,6 +34,7 @@ _LAYER_NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_sinks": "self_attn.sinks",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -130,8 +131,10 @@ class GGUFWeights:
 
 def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
     match name.split("."):
+        case ["blk", layer, "attn_sinks" as part, "weight"]:
+            return f"model.layers.{layer}.{parts[part]}"
         case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
-        case ["blk", layer, part, expert, "weight"] if part in _EXPERT_NAMES:
-            return f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.weight"
+        case ["blk", layer, part, expert, "weight" | "bias" as kind] if part in _EXPERT_NAMES:
+            return f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.{kind}"
     return _MODEL_NAMES.get(name, name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch, Kernels, PackedGroups, PackedLinear
     from octavo.models.architecture import Architecture
-    from octavo.models.declared import Linear, Norm
+    from octavo.models.declared import Linear, Norm, Vector
     from octavo.models.rope_config import RopeConfig
 
 
@@ -39,6 +39,10 @@ class Weights(Protocol):
 
     def norm(self, declared: Norm) -> Tensor:
         """Return a norm's weight in the activations' dtype."""
+        ...
+
+    def vector(self, declared: Vector) -> Tensor:
+        """Return numbers in float32."""
         ...
 
     def skip(self, declared: Linear) -> None:
@@ -78,6 +82,11 @@ class ModelContext:
         if declared is None:
             return None
         self.norms.append(self.weights.norm(declared))
+        return self.norms[-1]
+
+    def vector(self, declared: Vector) -> Tensor:
+        """Return and record."""
+        self.norms.append(self.weights.vector(declared))
         return self.norms[-1]
 
     def rounded(self, value: float) -> float:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels, PackedLinear, WeightToPack
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
-    from octavo.models.declared import Linear, Norm
+    from octavo.models.declared import Linear, Norm, Vector
     from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -310,6 +310,10 @@ class _Packer:
     def norm(self, declared: Norm) -> Tensor:
         weight = self._fuse(list(declared.shapes.items()))
         return weight.add_(self.norm_offset) if self.norm_offset else weight
+
+    def vector(self, declared: Vector) -> Tensor:
+        self._count(declared.size * torch.float32.itemsize)
+        return self.source.tensor(declared.name).to(self.device, torch.float32, copy=True)
 
     def skip(self, declared: Linear) -> None:
         self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)

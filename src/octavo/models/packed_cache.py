@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.interface import Kernels, PackedLinear
-    from octavo.models.declared import Linear, Norm
+    from octavo.models.declared import Linear, Norm, Vector
     from octavo.models.layers import Weights
 
 logger = logging.getLogger(__name__)
@@ -174,6 +174,10 @@ class KeptWeights:
     def norm(self, declared: Norm) -> Tensor:
         """Read the checkpoint."""
         return self._source.norm(declared)
+
+    def vector(self, declared: Vector) -> Tensor:
+        """Read the checkpoint."""
+        return self._source.vector(declared)
 
     def skip(self, declared: Linear) -> None:
         """Count as loaded."""

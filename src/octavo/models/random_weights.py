@@ -89,6 +89,20 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "sliding_window": 37,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "GptOssForCausalLM": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 37,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "truncate": False,
+        },
+    },
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "Qwen2MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96},
@@ -141,8 +155,10 @@ def write_checkpoint(
     shapes = architecture.tensor_shapes()
     weights = RandomWeights(shapes, getattr(torch, architecture.dtype), seed, std, 1.0 - architecture.norm_offset)
     shards: list[dict[str, Tensor]] = [{}]
-    for name in shapes:
-        tensor = weights.tensor(name)
+    tensors = {name: weights.tensor(name) for name in shapes}
+    if config["architectures"] == ["GptOssForCausalLM"]:
+        tensors = _with_experts_of_gpt_oss(tensors)
+    for name, tensor in tensors.items():
         full = max_shard_bytes is not None and _num_bytes(shards[-1]) + tensor.nbytes > max_shard_bytes
         if full and shards[-1]:
             shards.append({})
@@ -158,6 +174,27 @@ def write_checkpoint(
     index = {"metadata": {"total_size": sum(map(_num_bytes, shards))}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     return directory
+
+
+def _with_experts_of_gpt_oss(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Put a layer's experts together; see `octavo.models.stored_experts`."""
+    experts: dict[tuple[str, str], list[Tensor]] = {}
+    together = {}
+    for name, tensor in tensors.items():
+        layer, is_expert, own = name.partition(".experts.")
+        if is_expert:
+            experts.setdefault((f"{layer}.experts", own.partition(".")[2]), []).append(tensor)
+        else:
+            together[name] = tensor
+    for layer in dict.fromkeys(layer for layer, _ in experts):
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            gate, up, down = (
+                torch.stack(experts[layer, f"{part}.{kind}"]) for part in ("gate_proj", "up_proj", "down_proj")
+            )
+            gate_up = torch.stack((gate, up), dim=2).flatten(1, 2)
+            for name, tensor in (("gate_up_proj", gate_up), ("down_proj", down)):
+                together[f"{layer}.{name}{suffix}"] = (tensor.mT if kind == "weight" else tensor).contiguous()
+    return together
 
 
 def _stored_name(family: str, name: str) -> str:

@@ -21,6 +21,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": "octavo.models.gemma3",
     "Glm4ForCausalLM": "octavo.models.glm",
     "GlmForCausalLM": "octavo.models.glm",
+    "GptOssForCausalLM": "octavo.models.gpt_oss",
     "GraniteForCausalLM": "octavo.models.granite",
     "LlamaForCausalLM": "octavo.models.llama",
     "MistralForCausalLM": "octavo.models.mistral",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.models.architecture import DTYPE_BYTES, is_norm, is_vocabulary
-from octavo.models.declared import Linear, in_order
+from octavo.models.declared import Linear, Vector, in_order
 from octavo.models.experts import is_router
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def weight_bytes(
     """
     norm_dtype = "float32" if architecture.norm_offset else norm_dtype or dtype
     in_blocks = _kept_blocks(architecture) if quantization is None else {}
+    vectors = {each.name for each in in_order(architecture.tensors()) if isinstance(each, Vector)}
     total = _order_bytes(architecture) + sum(in_blocks.values())
     for name, shape in architecture.tensor_shapes().items():
         if name in in_blocks:
@@ -38,7 +39,8 @@ def weight_bytes(
         elif bits == 4:
             total += math.prod(shape) // 2 + 2 * shape[0] * groups * (2 if zeros else 1) + 4 * shape[0]
         else:
-            total += math.prod(shape) * DTYPE_BYTES[norm_dtype if is_norm(name) else dtype]
+            kept = "float32" if name in vectors else norm_dtype if is_norm(name) else dtype
+            total += math.prod(shape) * DTYPE_BYTES[kept]
     return total
 
 

@@ -32,15 +32,17 @@ SEQUENCES = [(70, 5), (300, 1), (1, 1), (129, 12)]  # KV lengths, and rows
 
 
 def assert_right(
-    paged_attention, generator, heads, dtype, *, window=None, softcap=None, kv=None, block_size=16, sequences=SEQUENCES
-):
+    paged_attention, generator, heads, dtype, *, window=None, softcap=None, kv=None, block_size=16,
+    sequences=SEQUENCES, has_sinks=False,
+):  # fmt: skip
     head_dim, num_kv_heads, group = heads
+    sinks = torch.randn(num_kv_heads * group, generator=generator) + 1 if has_sinks else None
     batch, k_cache, v_cache = paged_batch(sequences, block_size, num_kv_heads, head_dim, dtype, generator)
     q = torch.randn(len(batch.positions), num_kv_heads * group, head_dim, generator=generator).to(dtype)
     caches = (k_cache, v_cache) if kv is None else rounded_caches(k_cache, v_cache, dtype=kv)
-    result = paged_attention(q, *caches, batch, head_dim**-0.5, window, softcap)
+    result = paged_attention(q, *caches, batch, head_dim**-0.5, window, softcap, sinks)
     numbers = [floats(cache) if kv else cache for cache in caches]
-    assert_attention_is_as_exact(result, q, batch, numbers, window, softcap)
+    assert_attention_is_as_exact(result, q, batch, numbers, window, softcap, sinks)
 
 
 @pytest.mark.sweep(300)
@@ -52,6 +54,30 @@ def assert_right(
 def test_triton_attention_is_as_exact_as_torch(attention, generator, dtype, heads, block_size, window, softcap, kv):
     options = {"window": window, "softcap": softcap, "kv": kv, "block_size": block_size}
     assert_right(attention.paged_attention, generator, heads, dtype, **options)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("kv", ROUNDED, ids=str)
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, (64, 2, 3)), (torch.float32, (20, 1, 2))], ids=str)
+def test_triton_sink_takes_its_share_of_every_row(attention, generator, dtype, heads, window, kv):
+    assert_right(attention.paged_attention, generator, heads, dtype, window=window, kv=kv, has_sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "length"),
+    [
+        ("sinks_ptr + head, is_q", "sinks_ptr + 0 * head, is_q", 90),
+        ("sinks_ptr + tl.program_id(1) + row", "sinks_ptr + row", 1),
+        ("tl.load(sink_place) * _LOG2_E", "tl.load(sink_place)", 1),
+    ],
+)
+def test_wrong_sink_is_detected(attention, generator, tmp_path, old, new, length):
+    """length: of the chunk; a single row is computed by parts, which another kernel merges."""
+    wrong, options = broken(tmp_path, "attention", old, new), {"sequences": [(300, length)], "has_sinks": True}
+    assert_right(attention.paged_attention, generator, (16, 2, 1), torch.float32, **options)
+    with pytest.raises(AssertionError):
+        assert_right(wrong.paged_attention, generator, (16, 2, 1), torch.float32, **options)
 
 
 @pytest.mark.parametrize("window", [1, 37, 100])
@@ -72,9 +98,12 @@ def test_attention_does_not_read_kv_before_window(attention, generator, window):
 class Prompt:
     """A sequence with queries at every position, computed in any chunks, with any other sequences."""
 
-    def __init__(self, generator, dtype=torch.bfloat16, heads=(64, 1, 3), *, window=None, softcap=None, kv=None):
+    def __init__(
+        self, generator, dtype=torch.bfloat16, heads=(64, 1, 3), *, window=None, softcap=None, kv=None, has_sinks=False
+    ):
         self.head_dim, self.num_kv_heads, group = heads
-        self.generator, self.dtype, self.options, self.kv = generator, dtype, (window, softcap), kv
+        sinks = torch.randn(self.num_kv_heads * group, generator=generator) if has_sinks else None
+        self.generator, self.dtype, self.options, self.kv = generator, dtype, (window, softcap, sinks), kv
         shape = (self.num_kv_heads, self.head_dim)
         self.q = torch.randn(NUM_ROWS, self.num_kv_heads * group, self.head_dim, generator=generator).to(dtype)
         self.history = torch.randn(NUM_ROWS, 2, *shape, generator=generator).to(dtype)
@@ -114,10 +143,15 @@ def assert_alike(attention, prompt, *, whole_by=None):
 
 @pytest.mark.sweep(13)
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, None), (None, 2.0)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"), [(None, None, False), (70, None, True), (None, 2.0, False), (None, None, True)]
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_triton_attention_bits_are_independent_of_chunks_and_batch(attention, generator, dtype, window, softcap, kv):
-    assert_alike(attention, Prompt(generator, dtype, window=window, softcap=softcap, kv=kv))
+def test_triton_attention_bits_are_independent_of_chunks_and_batch(
+    attention, generator, dtype, window, softcap, has_sinks, kv
+):
+    prompt = Prompt(generator, dtype, window=window, softcap=softcap, kv=kv, has_sinks=has_sinks)
+    assert_alike(attention, prompt)
 
 
 @pytest.mark.slow

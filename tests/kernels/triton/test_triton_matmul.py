@@ -225,7 +225,7 @@ def test_int4_column_order_gives_bits_of_reference(kernels, generator):
     assert torch.equal(kernels.linear(x, kernels.pack_linear(weight)), expected)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_silu"])
 def test_gated_linear_equals_gate_of_linear(kernels, generator, activation):
     packed = kernels.pack_linear(random(generator, 22, 50, dtype=torch.bfloat16))
     x = random(generator, 3, 50, dtype=torch.bfloat16)

@@ -52,7 +52,8 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     window: int | None,
-    softcap: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `Kernels`."""
     num_tokens, num_heads, head_dim = q.shape
@@ -69,8 +70,9 @@ def paged_attention(
         num_seqs * split_tokens * max_partitions,
         triton.cdiv(_SHARERS_PER_PROCESSOR * num_processors(batch.seq_lens.device), num_kv_heads),
     )
+    sink_scores = partials[1] if sinks is None else sinks
     _attend[num_tiles + num_sharers, num_kv_heads](
-        out, *partials, q, as_bytes(k_cache), as_bytes(v_cache), k_scales, v_scales,
+        out, *partials, q, as_bytes(k_cache), as_bytes(v_cache), k_scales, v_scales, sink_scores,
         batch.query_start, batch.seq_lens, batch.block_tables,
         num_seqs, num_tiles, split_tokens, max_partitions, scale if softcap is None else scale / softcap,
         0.0 if softcap is None else softcap, _NO_WINDOW if window is None else window,
@@ -78,15 +80,15 @@ def paged_attention(
         *(k_scales.stride()[:2] if has_scales else (0, 0)), *(v_scales.stride()[:2] if has_scales else (0, 0)),
         NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=batch.block_size, BLOCK_M=BLOCK_M, TILE=TILE, TILES=TILES,
-        HAS_SOFTCAP=softcap is not None, HAS_SCALES=has_scales,
+        HAS_SOFTCAP=softcap is not None, HAS_SCALES=has_scales, HAS_SINKS=sinks is not None,
         **launch_options(head_dim, q.dtype),
     )  # fmt: skip
     if split_tokens:
         _merge_partitions[num_seqs * split_tokens, num_heads](
-            out, *partials, batch.query_start, batch.seq_lens,
+            out, *partials, batch.query_start, batch.seq_lens, sink_scores,
             split_tokens, max_partitions, _NO_WINDOW if window is None else window,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            PARTITION=PARTITION, num_warps=1, enable_fp_fusion=False,
+            PARTITION=PARTITION, HAS_SINKS=sinks is not None, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -260,7 +262,7 @@ def _sequence_of_item(ends, item):
 
 @triton.jit(do_not_specialize=_OF_A_RUN)
 def _attend(
-    out_ptr, partials_ptr, partial_weights_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    out_ptr, partials_ptr, partial_weights_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr,
     query_start_ptr, seq_lens_ptr, tables_ptr,
     num_seqs, num_tiles, split_tokens, max_partitions, scale, softcap, window,
     q_stride, q_head_stride, table_stride, k_block_stride, k_head_stride, k_row_stride,
@@ -268,7 +270,7 @@ def _attend(
     k_scales_stride, k_scales_head_stride, v_scales_stride, v_scales_head_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of queries of one KV head with all its partitions, or items of split sequences."""
     is_sharer = tl.program_id(0) >= num_tiles
@@ -329,12 +331,22 @@ def _attend(
                 tl.store(partial_weights_ptr + place * 2 + 1, total_weight, mask=is_there)
             else:
                 place = ((first_token + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
-                _write(out_ptr + place[:, None] + dim[None, :], totals, total_weight, is_q)
+                _write(
+                    out_ptr + place[:, None] + dim[None, :], total_max, total_weight, totals, sinks_ptr + head, is_q,
+                    HAS_SINKS,
+                )  # fmt: skip
 
 
 @triton.jit
-def _write(place, totals, total_weight, mask):
-    """Store totals / total_weight, with positive zeros: a zero's sign may come from a weight of zero."""
+def _write(place, total_max, total_weight, totals, sink_place, mask, HAS_SINKS: tl.constexpr):
+    """Merge the sinks, and store totals / total_weight.
+
+    Zeros are positive: a zero's sign may come from a weight of zero.
+    """
+    if HAS_SINKS:
+        one, nothing = tl.full(total_weight.shape, 1.0, tl.float32), tl.zeros(totals.shape, tl.float32)
+        sink = tl.load(sink_place) * _LOG2_E
+        total_max, total_weight, totals = _merge(total_max, total_weight, totals, sink, one, nothing)
     total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)  # the row saw nothing
     result = tl.div_rn(totals, tl.broadcast_to(total_weight[:, None], totals.shape)) + 0.0
     tl.store(place, round_to(result, place.dtype.element_ty), mask=mask)
@@ -342,9 +354,10 @@ def _write(place, totals, total_weight, mask):
 
 @triton.jit(do_not_specialize=["split_tokens", "max_partitions", "window"])
 def _merge_partitions(
-    out_ptr, partials_ptr, partial_weights_ptr, query_start_ptr, seq_lens_ptr,
+    out_ptr, partials_ptr, partial_weights_ptr, query_start_ptr, seq_lens_ptr, sinks_ptr,
     split_tokens, max_partitions, window,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge one head's partitions for one token of a split sequence."""
     sequence, token = tl.program_id(0) // split_tokens, tl.program_id(0) % split_tokens
@@ -366,4 +379,5 @@ def _merge_partitions(
                 tl.load(partials_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=is_dim, other=0.0),
             )  # fmt: skip
         place = ((first_token + token).to(tl.int64) * NUM_HEADS + tl.program_id(1) + row) * HEAD_DIM
-        _write(out_ptr + place[:, None] + dim[None, :], totals, total_weight, is_dim)
+        place = out_ptr + place[:, None] + dim[None, :]
+        _write(place, total_max, total_weight, totals, sinks_ptr + tl.program_id(1) + row, is_dim, HAS_SINKS)

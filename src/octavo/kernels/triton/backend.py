@@ -260,12 +260,13 @@ class TritonKernels(ReferenceKernels):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Kernels`."""
         if not attention.is_covered(q.shape[2], q.dtype):
             self._leave_to_torch(_attention_in_torch(q.dtype))
-            return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
-        return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
+            return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap, sinks)
+        return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap, sinks)
 
     def _leave_to_torch(self, what: str) -> None:
         """Warn once per `what`."""
