@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from octavo.models.stored_quantization import StoredTensor
 
-_RESIDENT_BYTES = 32 << 20
+_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
 _ALL_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Not read: computed here.
@@ -30,7 +30,8 @@ _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached
 class CheckpointFiles:
     """The `StoredTensors` of a checkpoint, by the names of `octavo.models.weight_files.decoder_names`.
 
-    Only the pages of the last returned tensors stay in memory.
+    The files stay mapped while this object or a tensor from it lives. Only the pages of the last returned tensors stay
+    in memory.
     """
 
     __slots__ = ("_file_of", "_handed_out", "_part", "_stored_name", "directory")
@@ -96,7 +97,7 @@ class CheckpointFiles:
             path, file = self._file_of[name]
             stored = file.get_slice(self._stored_name[name])
             found = self._shape(name)
-            if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):
+            if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):  # a number may have any rank
                 raise ModelError(
                     f"{path}: {name} has shape {found}, but config.json requires {list(shape)}; the two belong to "
                     "different models"

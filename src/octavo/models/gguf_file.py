@@ -28,7 +28,7 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")
 _MAX_KEYS, _MAX_TENSORS, _MAX_NAME_CHARS, _MAX_DIMENSIONS = 1 << 16, 1 << 20, 1 << 16, 4
-_MAX_ITEMS = 1 << 22
+_MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
@@ -163,6 +163,7 @@ class _Reader:
         raise ModelError(f"{self.path}: {problem}")
 
     def read_metadata(self) -> tuple[dict[str, Value], int]:
+        """Return the values by key, and the number of tensors."""
         if self.data[:4] != MAGIC:
             self.fail(f"this is not a GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
         version = self.number("I", "the version")
@@ -207,6 +208,7 @@ class _Reader:
         return tensors
 
     def describe(self, index: int) -> tuple[str, TensorType, tuple[int, ...], int]:
+        """Return a tensor's name, type, shape and offset."""
         name = self.text(f"the name of tensor {index}", most=_MAX_NAME_CHARS)
         num_dimensions = self.number("I", name)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -236,6 +238,7 @@ class _Reader:
         return self.texts(key, count)
 
     def numbers(self, code: int, count: int, key: str) -> list[int] | list[float] | list[bool]:
+        """Read `count` values, after checking that the file has their bytes."""
         if code not in _FORMATS:
             self.fail(f"{key} is {'an array in an array' if code == _ARRAY else f'of the unknown type {code}'}")
         kind = _FORMATS[code]

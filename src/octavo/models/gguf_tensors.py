@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RESIDENT_BYTES = 32 << 20
+_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 _BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
 _EXPANDED_AT_ONCE = 1 << 22

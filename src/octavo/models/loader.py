@@ -332,6 +332,7 @@ class _Packer:
         self.report_progress()
 
     def report_progress(self) -> None:
+        """Report the bytes so far. A call without new bytes shows that loading continues."""
         self.progress(self.done_bytes, self.total_bytes)
 
 

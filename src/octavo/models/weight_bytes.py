@@ -21,7 +21,7 @@ def weight_bytes(
     quantization: str | None = None,
     group_size: int = DEFAULT_GROUP_SIZE,
 ) -> int:
-    """Return the bytes of all weights in `dtype`, with scales. FP8 of a checkpoint counts as expanded.
+    """Return the bytes of all weights in `dtype`, with scales. FP8 of a checkpoint counts as expanded. A row of int8 or fp8 has a scale of four bytes. int4 has two bytes for each scale and zero point, four for the unit of each row, and four for each input feature if these may be reordered.
 
     norm_dtype: that of activations; norms with an offset are in float32. quantization: of matrices that are not stored
     as integers.
@@ -70,6 +70,7 @@ def _kept_blocks(architecture: Architecture) -> dict[str, int]:
 def _rounding(
     architecture: Architecture, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
 ) -> tuple[int | None, int, bool]:
+    """Return (bits, scales of a row, whether it has zero points)."""
     if len(shape) != 2:
         return None, 0, False
     stored = architecture.stored

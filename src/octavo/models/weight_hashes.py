@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 1024
+MAX_ENTRIES = 1024  # a checkpoint has up to a few hundred
 _PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
 _READERS = 4
 # Only older files' hashes are stored: a change within a clock tick does not alter the times.
@@ -46,7 +46,10 @@ class FileState:
 
 
 class FileHashes:
-    """Hashes by resolved path, in a JSON file of at most `MAX_ENTRIES`; the oldest are dropped first."""
+    """Hashes by resolved path, in a JSON file of at most `MAX_ENTRIES`; the oldest are dropped first.
+
+    Of two simultaneous writers, the later one wins.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

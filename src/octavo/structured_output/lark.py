@@ -24,7 +24,7 @@ JSON_OPTIONS = {
 # Otherwise llguidance would force text with one continuation as the tokenizer's tokens, and refuse an added token such
 # as "<think>".
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Chat templates put up to two line feeds around reasoning.
+# Blanks at a beginning are limited, but some are needed: chat templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
@@ -95,7 +95,7 @@ def pattern(text: str) -> str:
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
     """Return the grammar for llguidance: `rules` around the structure. free_from: as `opens` of `free_start`."""
-    if free_from is not None:
+    if free_from is not None:  # text that begins so would be ambiguous
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)
     inner = json.loads(structure)["grammars"] if structure.startswith("{") else [{"lark_grammar": structure}]

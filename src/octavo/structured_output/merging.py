@@ -9,8 +9,8 @@ from typing import Any
 
 from octavo.structured_output.references import resolve
 
-MAX_OPTIONS = 16
-MAX_EXPANDED = 512
+MAX_OPTIONS = 16  # of one object
+MAX_EXPANDED = 512  # nested schemas
 _OPTIONS = ("anyOf", "oneOf")
 _NAMING = frozenset(("patternProperties", "propertyNames"))
 _MERGED = ("$ref", "allOf", *_OPTIONS)
@@ -44,7 +44,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
         if not left and not found and is_merged(part):
             return part
         reference = part.get("$ref")
-        if isinstance(reference, str) and reference not in referred:  # references may be cyclic
+        if isinstance(reference, str) and reference not in referred:  # only once: references may be cyclic
             referred.add(reference)
             left.insert(0, resolve(reference, root))
         left += _list(part, "allOf")

@@ -85,7 +85,7 @@ class DraftModel:
 
 
 class DraftRunner:
-    """Runs the drafting model. draft_probs: receives drafts' distributions."""
+    """Runs the drafting model. draft_probs: receives drafts' distributions, if verification needs them."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class DraftRunner:
         self._drawn_from = [[] for _ in requests]
         self._rows = rows = np.array([request.row for request in requests])
         self._num_known = self._batch.num_tokens[rows]
-        self._num_tokens = self._num_known.copy()
+        self._num_tokens = self._num_known.copy()  # with guesses
         self._num_computed = self.kv.begin(rows, self._num_known)
         self._batch.write_scratch_blocks(rows, [scratch[rows] for scratch in self._scratch_blocks])
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
-PROMPT_LOGPROBS_SLICE_ROWS = 32
+PROMPT_LOGPROBS_SLICE_ROWS = 32  # computed together
 _UNLIMITED = 1 << 60
 
 
@@ -52,7 +52,7 @@ def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_row
     """Return an upper bound of a step's bytes in addition to weights and KV.
 
     The peak is in the MLP: residual, hidden, gate and up, their product and a float32 copy. The sampler has three
-    float32 copies of the logits.
+    float32 copies of the logits (logits, log probabilities, filtered).
     """
     of_logits = max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
     return forward_bytes(architecture, num_tokens, dtype) + of_logits
@@ -69,7 +69,7 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 def free_bytes(device: torch.device) -> int:
     """Return the free bytes of the GPU, or of the machine within this cgroup."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # memory that loading no longer uses
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_machine_free_bytes(), _cgroup_free_bytes())
 

@@ -49,7 +49,7 @@ class SamplingColumns:
         self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seed = np.zeros(num_rows, dtype=np.int64)
         self._sample_index = np.zeros(num_rows, dtype=np.int32)
-        self._gathered: list[Tensor] | None = None
+        self._gathered: list[Tensor] | None = None  # until a row changes
         self._gathered_key = b""
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
@@ -142,7 +142,7 @@ class Sampled:
 class LogprobRows:
     """Log probabilities of each row's token and of its best ones, being copied to the host.
 
-    ranks: int64 [n]. values, ids: [n, most], or None.
+    ranks: int64 [n]. values, ids: [n, most]; None if no row asks for any.
     """
 
     sampled: Tensor
@@ -256,6 +256,7 @@ class Sampler:
         num_best: Sequence[int],
         faults: dict[int, BaseException],
     ) -> list[tuple[list[int], LogprobRows]]:
+        """Compute all rows together, or if that fails one by one, with equal results."""
         try:
             return [(rows, self.token_logprobs(logprobs, token_ids, num_best))]
         except BaseException as error:

@@ -1,7 +1,8 @@
 """Decides which drafts are kept, and how a drafting model draws them.
 
 A token is chosen in every row of logits, and choices are kept up to the first that differs from its draft. Rejection
-sampling keeps the distribution of the answer, but not its tokens.
+sampling keeps the distribution of the answer, but not its tokens: it accepts a draft more often if it was drawn from a
+distribution like the target's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.kernels.interface import Kernels, SamplingRows
 
-_SLICE_LOGITS = 1 << 18  # in memory at a time
+_SLICE_LOGITS = 1 << 18  # in memory at a time, or those of one request if it has more
 _BYTES_PER_LOGIT = 128  # p, q and their difference in float64; the filters' values, ids and sums
 
 
@@ -166,7 +167,7 @@ def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
 
 
 def _draft_probs(drafted: DraftedRows, part: Sequence[int], num_rows: NDArray[np.int32]) -> Tensor | None:
-    """Return distributions by row. Each request's last row is arbitrary."""
+    """Return distributions by row; None if drafts were not drawn. Each request's last row is arbitrary."""
     probs: list[Tensor] = []
     for index, count in zip(part, num_rows.tolist(), strict=True):
         of_request = drafted.draft_probs[index]

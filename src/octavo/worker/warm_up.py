@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _ID = "octavo-warm-up"
-_PRIME = 7919
+_PRIME = 7919  # steps of the fixed prompt through the vocabulary
 _PLAIN = SamplingParams()
 _SCORED = SamplingParams(prompt_logprobs=1)
 _FILTERED = SamplingParams(top_k=4, top_p=0.9, min_p=0.01, logprobs=2)
