@@ -46,7 +46,7 @@ class ServiceCounters:
         self._served[tenant] = max(self.served(tenant), level)
 
     def forget_all(self) -> None:
-        """Reset all counters. Call it only without requests."""
+        """Reset all counters. Call it only without requests, so that no tenant is owed service."""
         self._served.clear()
         self.num_restarts += 1
 

@@ -137,7 +137,7 @@ class RequestLifecycle:
     def preempt(self, victim: Request) -> None:
         """Release a running request's blocks, and queue it again (`prepend_request`).
 
-        No step may be in flight.
+        No step may be in flight, because it would use the blocks.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)

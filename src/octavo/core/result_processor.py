@@ -137,7 +137,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(  # by position: keywords become a dict first
+        return EngineCoreOutput(  # by position: keywords become a dict first, for each request of each step
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Averages of similar steps."""
+    """Averages of similar steps. last: number of the newest one."""
 
     rows: float
     seconds: float

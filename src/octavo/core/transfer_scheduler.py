@@ -244,7 +244,7 @@ class KVTransferScheduler:
         first = self._num_offered.get(request.request_id, 0)
         end = self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
-            return  # usual case: the store is not asked
+            return  # usual case: the store is not asked, so no journal records it
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
@@ -349,7 +349,7 @@ class KVTransferScheduler:
 
     def _cancel(self, pending: PendingTransfer, outcome: str) -> None:
         transfer_id = pending.order.transfer_id
-        if pending.order in self._orders:
+        if pending.order in self._orders:  # the worker never receives the order
             self._orders.remove(pending.order)
             self._manager.unpin(transfer_id)
         else:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Executor(Protocol):
     """Computes steps in order, with all copies and transfers.
 
-    After any exception of `collect` or `submit`, call `abandon` before the next step. A step that
-    `only_waits_for_transfers` ends when one has ended, or after a few milliseconds: it must neither spin nor delay new
-    requests.
+    `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
+    before the next step. A step that `only_waits_for_transfers` ends when one has ended, or after a few milliseconds:
+    it must neither spin nor delay new requests.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:

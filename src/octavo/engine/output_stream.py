@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline
+DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline: the stream ends the request this much later
 
 
 class OutputStream:

@@ -130,7 +130,7 @@ class RemoteCore:
             for data in life.received(_LAST_WORDS_MS):
                 self._receive(life, data)
         if self._news:
-            return  # first deliver its last outputs
+            return  # first deliver its last outputs; the next call detects the end again
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:

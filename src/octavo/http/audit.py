@@ -72,7 +72,7 @@ class AuditMiddleware:
 
         try:
             await self.app(scope, receive, record_status)
-        except Exception as error:  # a middleware's bug
+        except Exception as error:  # a middleware's bug is counted, too
             if status:
                 raise
             _faults.exception("a request failed")

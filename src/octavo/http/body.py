@@ -39,7 +39,7 @@ async def received(
 
 
 def read_timeout(request: Request, limit_s: float) -> float:
-    """Return the limited seconds of X-Request-Timeout. Raises `RequestError`."""
+    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError`."""
     given = request.headers.get("x-request-timeout")
     if given is None:
         return limit_s

@@ -120,6 +120,7 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
+        """Return True if it was overtaken enough: room is reserved for it."""
         return self.passed >= self.amount
 
 
@@ -134,7 +135,7 @@ class WaitingLine:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._waiters: dict[str, deque[_Waiter]] = {}
+        self._waiters: dict[str, deque[_Waiter]] = {}  # by the tenant's name
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
@@ -284,7 +285,7 @@ class RequestLimiter:
 
     def begin(self, tenant: Tenant) -> None:
         """Count a request's headers."""
-        account = self._account(tenant)  # a new account's times begin here
+        account = self._account(tenant)  # before `now`: a new account's times begin here
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
         self._check(tenant, 1, now)

@@ -149,7 +149,7 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 def open_door(sock: socket.socket) -> None:
     """Listen on a socket from `bind`. Raises `ConfigError` if another server was faster."""
-    if sys.platform != "win32":  # lingering connections inherit it
+    if sys.platform != "win32":  # lingering connections inherit it, so that the next server can bind
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -171,7 +171,7 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
 
 
 def bytes_under_way(sock: socket.socket | None) -> int:
-    """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7))."""
+    """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7)); 0 if unknown."""
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
             queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))

@@ -86,7 +86,7 @@ class Keyring:
 
     @classmethod
     def of(cls, config: AccessConfig) -> Keyring | None:
-        """Return the required keys. Raises `ConfigError`."""
+        """Return the required keys; None if none is required. Raises `ConfigError`."""
         if config.api_keys_file is not None:
             return cls.from_file(config.api_keys_file, config.operator_key)
         return None if config.api_key is None else cls([(_digest(config.api_key.encode()), EVERYBODY)])

@@ -74,16 +74,16 @@ class CpuKernels:
 
     @property
     def identity(self) -> str:
-        """Backend, instruction set."""
+        """The backend's name and its instruction set."""
         return f"{self.name}:{self.isa}"
 
     def take_compilations(self) -> list[str]:
-        """Return nothing."""
+        """Return nothing: all kernels are compiled at installation."""
         return []
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """This processor's, best first."""
+        """This processor's instruction sets, the best first."""
         return tuple(self._module.instruction_sets())
 
     @property
@@ -263,7 +263,7 @@ class CpuKernels:
         return out
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for rows that a matrix product will read.
+        """Return memory for rows that a matrix product will read in place.
 
         The row stride is a cache line longer if a column would evict itself from its few sets.
         """
@@ -285,7 +285,7 @@ class CpuKernels:
         return out
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return False."""
+        """Return False: recorded steps need no graphs."""
         del head_dims, dtype
         return False
 

@@ -18,7 +18,7 @@ class Limits:
     bytes_read: float
 
     def best(self, other: Limits) -> Limits:
-        """Return the higher rates."""
+        """Return the higher rates: a lower one was disturbed."""
         return Limits(*map(max, astuple(self), astuple(other)))
 
     def is_far_from(self, other: Limits) -> bool:

@@ -73,7 +73,7 @@ def cold_bytes() -> int:
 
 
 def third_level_cache_bytes() -> int:
-    """Return the third-level caches' bytes, or 0."""
+    """Return the third-level caches' bytes; 0 if unknown."""
     sizes: dict[str, int] = {}
     for cpu in usable_cores():
         cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"

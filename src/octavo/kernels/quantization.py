@@ -192,7 +192,7 @@ QuantizedWeight = Int8Weight | Int4Weight | Fp8Weight
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Rotate and round."""
+    """Rotate a weight and round it to int8."""
     return Int8Weight(*round_to_int8(weight, rotated=True))
 
 
@@ -208,7 +208,7 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """Round with one scale per row."""
+    """Round a weight to fp8, with one scale per row."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for part in _parts(weight.shape):
@@ -318,7 +318,7 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
-    """Return True if int4 weights have one order."""
+    """Return True if int4 weights have one order, as fusing needs."""
     orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
     first = orders[0] if orders else None
     return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
@@ -375,7 +375,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
-        # Exact below 2^53; 0.0 turns -0.0 into the integers' 0.
+        # Whole numbers below 2^53 are exact. Adding 0.0 turns -0.0 into the integers' 0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)

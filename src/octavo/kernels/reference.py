@@ -91,7 +91,7 @@ class ReferenceKernels:
         return ()
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Refuse."""
+        """Refuse: nothing was kept."""
         raise NotImplementedError
 
     def allocate(self, num_bytes: int) -> Tensor:

@@ -34,7 +34,7 @@ class TransferClient:
         self._changed = threading.Condition()
         self._client: MooncakeClient | None = None
         self._host = _usual_address()
-        self._is_guess = True
+        self._is_guess = True  # no peer has confirmed _host
         self._is_opening = self._is_closed = False
         self._error = ""
         self._again_at = 0.0
@@ -74,7 +74,7 @@ class TransferClient:
         threading.Thread(target=self._start, name="octavo-kv-direct-open", daemon=True).start()
 
     def _drop(self) -> None:
-        """Needs the lock."""
+        """End the current process. Needs the lock."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -97,7 +97,7 @@ class TransferClient:
             client.close()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process for good."""
         with self._changed:
             self._is_closed = True
             self._drop()

@@ -74,11 +74,11 @@ class DirectDonor:
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # of all below
         self._open: Counter[str] = Counter()  # requests by transfer
-        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers
+        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers without further blocks
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
-        self._written_at = 0.0
+        self._written_at = 0.0  # to any decode engine
         self._logged: set[tuple[str, str]] = set()  # (refused decode engine, reason)
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
@@ -125,7 +125,7 @@ class DirectDonor:
                 self._changed.notify_all()
 
     def expect(self, request: Request) -> bool:
-        """Return False."""
+        """Return False: nothing is received."""
         del request
         return False
 
@@ -292,7 +292,7 @@ class DirectDonor:
             with client.area(messages.BEAT_S) as area:
                 write_began = time.monotonic()
                 num_written = self._write(area, ready, first, min(count, pace.num_blocks))
-        except BusyError:
+        except BusyError:  # raised immediately if no area will be free soon
             time.sleep(max(began + messages.BEAT_S - time.monotonic(), 0.0))
             return 0
         self._written_at = time.monotonic()

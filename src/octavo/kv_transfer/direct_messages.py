@@ -59,7 +59,7 @@ class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Notice(msgspec.Struct, frozen=True, tag=True):
-    """An authenticated `ReadyToReceive`."""
+    """An encoded `ReadyToReceive` with a proof."""
 
     ready: bytes
     proof: bytes
@@ -72,7 +72,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Alive; nothing written."""
+    """The prefill engine is alive, but has written nothing more."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 HEADER_BYTES = 128  # aligns the block to a cache line
-DONOR_AREAS = 8
+DONOR_AREAS = 8  # concurrent writes
 RECEIVER_AREAS = 16  # loads, which mostly wait for prompts
 
 

@@ -27,10 +27,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class DiskStore:
     """A `KVStore` in a directory, which other processes may use with other models and versions of octavo.
 
-    Each save writes one file. If writing fails, blocks are still served, and saving is retried after a growing pause.
+    Each save writes one file. The least recently used file is evicted first, also after a restart. If writing fails (no
+    space, no permission), blocks are still served, and saving is retried after a growing pause.
 
     max_bytes: limit for all files in the directory; each process applies its own. None: `default_bound`. part_bytes: of
-    blocks with the first KV group only, if any.
+    blocks with the first KV group only, if any; they have their own files.
     """
 
     name = "disk"

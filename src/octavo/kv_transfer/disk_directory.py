@@ -109,7 +109,7 @@ class DiskDirectory:
             self._take_in(name, locked=locked)
         self._writing = {name: self._writing.get(name) or self._size(name) for name in temporary}
         if not is_as_known and not locked:
-            self._generation = b""  # another process's change may be half done
+            self._generation = b""  # without the lock, another process's change may be half done
         self._seen_ns = changed_ns if is_settled else None
         ended = time.monotonic()
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
@@ -155,7 +155,7 @@ class DiskDirectory:
         except OSError as error:
             if error.errno == errno.EIO:
                 self._set_aside(name, str(error), locked=locked)
-            else:  # not corrupt
+            else:  # no permission, too many open files: not corrupt
                 self._skip_undeletable(name)
         else:
             self.index.add(BlockFile(name, found.st_size, keys), 0 if is_bad else found.st_mtime_ns)
@@ -295,7 +295,7 @@ class DiskDirectory:
                 raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are used by files that are being written")
             try:
                 self._evict(*oldest)
-            except PermissionError:
+            except PermissionError:  # other files may still be deletable
                 num_stuck += 1
                 if num_stuck > _MAX_STUCK:
                     raise

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 HANGS_AFTER_S = 5.0  # a longer call blocks further ones
-CHECK_S = 5.0
+CHECK_S = 5.0  # interval of checks of an idle store
 ResultT = TypeVar("ResultT")
 
 

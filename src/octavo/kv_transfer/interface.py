@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StoreError(OctavoError):
-    """Counts as a miss."""
+    """A store operation failed; it counts as a miss."""
 
 
 @dataclass(frozen=True, slots=True)

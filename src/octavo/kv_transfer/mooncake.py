@@ -40,7 +40,9 @@ class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
     All objects have one size: a block with the first KV group only is padded with zeros. A restarted master has an
-    empty pool, so each query also asks for a mark of this store; without it, all known keys are forgotten.
+    empty pool, so each query also asks for a mark of this store; without it, all known keys are forgotten. Blocks go
+    into other engines' memory only if this engine's own is full, so an engine that exits takes few of their blocks
+    along.
     """
 
     name = "mooncake"

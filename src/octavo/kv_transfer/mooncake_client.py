@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MODULE = "octavo.kv_transfer.mooncake_process"
-OPEN_S = 15.0
+OPEN_S = 15.0  # to open a client, with its process
 CALL_S = 4.0
 REST_S = 6.0  # twice Mooncake's limit for a stalled transfer, which may still write into its area
 GONE_S = 30.0  # then a silent process is killed
-PING_S = 0.5
+PING_S = 0.5  # a healthy process answers immediately
 CLOSE_S = 5.0  # Mooncake withdraws lent memory in 2 s
 PROCESS_BYTES = 64 << 20  # without lent and shared memory
 NUM_AREAS = 4

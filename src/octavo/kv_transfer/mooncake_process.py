@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _OPEN_S = 12  # then a signal ends the process, even if Python's lock is held
 _CLOSE_S = 4
-_ADDRESSES = "P2PHANDSHAKE"
+_ADDRESSES = "P2PHANDSHAKE"  # clients find each other through the master alone
 _CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, unused
 # Mooncake's defaults (30 s, 20 tries) exceed the callers' deadlines.
 _LIMITS = {

@@ -115,7 +115,7 @@ class EngineWatch:
                     self._lost(engine, error)
                     self._launcher.silent(engine.url, num_silent)
                 elif isinstance(error, TimeoutError):
-                    continue  # its requests wait
+                    continue  # without a pause, because its requests wait
             except Exception:  # the task must not end
                 logger.exception("%s could not be checked", engine.url)
             await self._pause(engine)

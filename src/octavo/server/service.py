@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_FAILED_STARTS = 5  # in a row
+MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # sent by TGI's clients, because TGI has only one model
 _ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
 _BODIES = 16  # of the largest size, simultaneously

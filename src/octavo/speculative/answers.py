@@ -23,8 +23,8 @@ class Answers:
     def __init__(self, max_bytes: int, max_answers: int) -> None:
         self._index = SuffixIndex(max_bytes // BYTES_PER_TOKEN)
         self._max_answers = max_answers
-        self._ends: deque[tuple[int, bytes]] = deque()
-        self._owners: dict[bytes, list[int]] = {}
+        self._ends: deque[tuple[int, bytes]] = deque()  # end position and salt's digest
+        self._owners: dict[bytes, list[int]] = {}  # by salt digest: owner number, number of answers
         self._free: list[int] = []
 
     @staticmethod

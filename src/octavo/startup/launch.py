@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model to serve. text: the checkpoint of tokenizer and chat template."""
+    """A model to serve. text: the checkpoint of tokenizer and chat template. max_model_len: in tokens."""
 
     checkpoint: Checkpoint
     text: Checkpoint

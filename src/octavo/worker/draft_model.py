@@ -115,7 +115,7 @@ class DraftRunner:
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
-        self._has_noted = False
+        self._has_noted = False  # since `begin`
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Call after `InputBatch.update`."""

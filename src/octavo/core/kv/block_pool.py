@@ -172,7 +172,7 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Return whether no lookup can reach the block: the previous content is missing."""
+        """Return whether no lookup can reach the block, because the previous content is missing."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:

@@ -81,7 +81,7 @@ class KVCacheManager:
         )
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
-        self._pins: dict[int, list[list[int]]] = {}
+        self._pins: dict[int, list[list[int]]] = {}  # by transfer, then by group
         self.grown: set[str] = set()
         self._copies = BlockCopies()
 
@@ -114,7 +114,7 @@ class KVCacheManager:
         """Look up the cached blocks from a request's start. Changes nothing.
 
         KV saved at preemption, or another request's partly filled block, is used if it gives more tokens. The last
-        token is always computed.
+        token is always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)

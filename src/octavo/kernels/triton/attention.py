@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-MAX_ROW_BYTES = 512  # of a padded head
+MAX_ROW_BYTES = 512  # of a padded head: tiles of q, k and v share shared memory
 BLOCK_M = 64  # rows that a warp group of Hopper multiplies
 TILE = 64
 TILES = 4

@@ -1,7 +1,7 @@
 """Decode steps as graphs, each for a number of sequences and a mean number of rows per sequence.
 
-A step takes the next larger graph. Each unused sequence gets one padding row while rows last. Launches depend on the
-graph's shape only, so graphs do not change a token.
+A step takes the next larger graph, and copies its inputs to memory that is never freed. Each unused sequence gets one
+padding row while rows last. Launches depend on the graph's shape only, so graphs do not change a token.
 """
 
 from __future__ import annotations

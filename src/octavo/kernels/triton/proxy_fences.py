@@ -19,7 +19,7 @@ _PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma)\b")
 
 
 def add_fences(ptx: str) -> str:
-    """Return PTX with a fence after each wait for copies, unless it is fenced already."""
+    """Return PTX with a fence after each wait for copies, unless `is_fenced` is True."""
     if is_fenced(ptx):
         return ptx
     lines = ptx.split("\n")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     """A generator that yields whenever it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024
+HELD_CHARS = 1024  # characters of streamed arguments that are held back
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # surplus brackets before a closing mark
 HALF = "\ufffd"  # an incomplete character
@@ -84,8 +84,8 @@ class ToolParser:
         self._parameters = {each.name: each.parameters for each in functions}
         self._only_one = only_one
         self._num_calls = 0
-        self._text = ""
-        self._num_reported = 0  # characters before `_text`
+        self._text = ""  # not yet emitted
+        self._num_reported = 0  # characters of the answer before `_text`
         self._position = 0  # in `_text`
         self._is_over = False
         self._is_cut = False  # the model did not end the answer
