@@ -25,7 +25,7 @@ class Executor(Protocol):
         ...
 
     def collect(self) -> ModelOutput:
-        """Wait for the oldest step. Raises `ExecutionError` if it failed."""
+        """Wait for the oldest step."""
         ...
 
     def abandon(self) -> None:
@@ -33,7 +33,7 @@ class Executor(Protocol):
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Start a preparation, such as compiling a grammar; None if none is needed.
+        """Start a preparation, such as of a grammar, if needed.
 
         Tenants take turns: the future is `running()` from its turn on. It raises `RequestError` if the request cannot
         be served, and so does this method if the preparation cannot start.

@@ -37,7 +37,7 @@ class ValueScanner:
         self._start = start
         self._position, self._ends = start, ends
         self._stack: list[str] = []
-        self._quote = ""  # of the string at the position
+        self._quote = ""  # of the current string
         self._whole: tuple[int, str] | None = None  # the last whole member's end, and open brackets' closers
 
     def end(self, text: str, *, is_over: bool) -> int | None:
@@ -120,7 +120,7 @@ class ValueScanner:
 
 
 def literal(text: str) -> Any:
-    """Return the value of JSON or a Python literal: strings, numbers, booleans, None, lists and dictionaries.
+    """Return the value of JSON or a Python literal.
 
     Tuples become lists. JSON's `true`, `false` and `null` are allowed. Raises `NotALiteralError` for all else: names,
     calls, f-strings, bytes, sets, keys that are no strings, lone surrogates.

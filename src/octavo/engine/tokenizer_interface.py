@@ -13,7 +13,7 @@ class Detokenizer(Protocol):
 
     @property
     def held(self) -> bytes:
-        """Bytes held back for later ones, first the prompt's."""
+        """Held bytes, first the prompt's."""
         ...
 
     @property
@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
         ...
 
     def add(self, token_ids: list[int]) -> str:
-        """Append tokens and return the text that no later token can change."""
+        """Append tokens; return their final text."""
         ...
 
     def finish(self) -> str:
@@ -39,7 +39,7 @@ class DetokenizerFactory(Protocol):
         ...
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Return a detokenizer for a stream after a prompt."""
+        """Return a stream's detokenizer."""
         ...
 
     def decode_token(self, token_id: int) -> str | None:
@@ -97,7 +97,7 @@ class NoTokenizer:
 
 
 class SomeSpecialTokens:
-    """Shows a few special tokens even if they are skipped."""
+    """Shows a few special tokens."""
 
     def __init__(self, tokenizer: DetokenizerFactory, shown: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -109,7 +109,7 @@ class SomeSpecialTokens:
         return self._tokenizer.has_byte_runs
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """See `DetokenizerFactory`; also hides tokens of the prompt."""
+        """See `DetokenizerFactory`."""
         if not skip_special_tokens:
             return self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=False)
         return _SomeHidden(self._tokenizer, prompt_token_ids, self.is_special)
