@@ -187,7 +187,6 @@ def _make_worker(
 def _create_direct(
     config: EngineConfig, block_bytes: int, keys: tuple[str, ...]
 ) -> DirectDonor | DirectReceiver | None:
-    """Return this engine's side of direct transfers, if any."""
     return create_connector(
         config.kv_transfer,
         block_bytes=block_bytes,
@@ -288,7 +287,6 @@ def _recorded(
     store: RecordedConnector | None,
     fingerprint: EngineFingerprint,
 ) -> Scheduler | RecordingScheduler:
-    """Wrap the scheduler to write a journal, if wanted."""
     if path is None:
         return scheduler
     try:
@@ -337,7 +335,6 @@ def fit_reservation(config: ResolvedSchedulerConfig, num_kv_tokens: int) -> Reso
 
 
 def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
-    """Return the instruction set of compiled bfloat16 products, if any."""
     if dtype != "bfloat16" or config.kernels not in {"auto", "cpu"} or resolve_device(config.device).type != "cpu":
         return None
     return default_instruction_set() if config.isa == "auto" else config.isa

@@ -301,7 +301,6 @@ def _plain_bias(bias: Any) -> dict[Any, Any]:
 
 
 def _listed(name: str, values: Any, of: str) -> list[Any]:
-    """Return a list; [] for None."""
     try:
         return [] if values is None else list(values)
     except TypeError:

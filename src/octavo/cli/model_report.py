@@ -114,7 +114,6 @@ def look_closer(model: str) -> ModelReport:
 
 
 def _problem_of_weights(checkpoint: Checkpoint) -> str:
-    """Describe the first tensor that does not match the configuration."""
     try:
         checkpoint.weights.open().check(checkpoint.read_architecture().stored_tensors())
     except ModelError as error:

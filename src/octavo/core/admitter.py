@@ -64,7 +64,6 @@ class Admitter:
             self._note_blocked(self._waiting_requests.queue.peek_request(), reason)
 
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
-        """Admit or defer the first request. Returns why not."""
         request = self._waiting_requests.queue.peek_request()
         computed = self._state.transfers.hand_over_hit(request, self._state.manager.get_computed_blocks(request))
         awaited = self._state.manager.prefix_cache.awaited_block(request, computed)

@@ -173,7 +173,6 @@ class ResultProcessor:
             self._emitter.emit(events.RequestPreempted, request.request_id, request.request_id, num_lost, False, "")
 
     def _undo(self, scheduled: SchedulerOutput) -> None:
-        """Discard a failed step's copies and transfers, and repeat its notices."""
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
             self._state.manager.drop_saved(request_id)  # perhaps its KV was not copied
@@ -210,7 +209,6 @@ def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLog
 
 
 def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append tokens until one ends the request. Returns these, and any final status."""
     token_ids = request.sequence.token_ids
     for count, token_id in enumerate(sampled, 1):
         token_ids.append(token_id)

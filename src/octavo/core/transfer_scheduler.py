@@ -49,8 +49,6 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """An unanswered lookup."""
-
     num_computed_tokens: int
     deadline: float
 

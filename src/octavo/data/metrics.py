@@ -133,8 +133,6 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Life:
-    """An open request."""
-
     arrival: float
     num_prompt_tokens: int
     tenant: str
@@ -265,7 +263,6 @@ class EngineMetrics:
         self._settle()
 
     def _settle(self) -> None:
-        """Count ended requests."""
         stats = self.stats
         for request_id, event in self._ended:
             life = self._lives.pop(request_id)

@@ -114,8 +114,6 @@ def _is(event: Event, kind: type[events.RequestEvent], request_id: str) -> bool:
 
 
 class _Explainer:
-    """Follows one request."""
-
     def __init__(self, request_id: str, before: list[Event]) -> None:
         self.request_id = request_id
         self.result = Explanation(request_id)

@@ -471,5 +471,4 @@ class CpuKernels:
 
 
 def _described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """See csrc/arguments.h."""
     return tensor.data_ptr(), _TENSOR_DTYPES[tensor.dtype], tensor.shape, tensor.stride()

@@ -54,7 +54,6 @@ def processor_identity() -> list[str]:
 
 
 def _describe_processor() -> dict[str, str]:
-    """Read /proc/cpuinfo."""
     described: dict[str, str] = {}
     for line in read_lines(_CPU_INFO):
         name, colon, value = line.partition(":")

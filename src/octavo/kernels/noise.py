@@ -65,7 +65,6 @@ def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
 def _philox(
     counter: Tensor, seed: Tensor, position: Tensor, sample_index: Tensor, stream: RandomStream
 ) -> tuple[Tensor, ...]:
-    """Return four words."""
     seed, position, sample_index = (column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index))
     keys = [seed & _LOW_32, (seed >> 32) & _LOW_32]
     words = [counter, position & _LOW_32, sample_index & _LOW_32, torch.full_like(seed, stream)]

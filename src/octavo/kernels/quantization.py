@@ -256,7 +256,6 @@ def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight])
 
 
 def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Round padded groups."""
     extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     low, high = groups.amin(2, keepdim=True).clamp(max=0.0), groups.amax(2, keepdim=True).clamp(min=0.0)
     found: list[Tensor] = []
@@ -334,7 +333,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
-    """Scale rows to the largest magnitude `most`; return their scales, too."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=1) if x.shape[1] else wide.new_zeros(x.shape[0])
     is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # torch may multiply by 1 / number

@@ -105,7 +105,6 @@ class TransferClient:
 
 
 def _usual_address() -> str:
-    """Guess this machine's address."""
     try:
         return local_address(_ANYBODY)
     except StoreError:

@@ -319,7 +319,6 @@ class DirectDonor:
         return key in self._saving or transfer_id in self._open or may_be_on_its_way
 
     def _write(self, area: Area, ready: ReadyToReceive, first: int, count: int) -> int:
-        """Write with headers."""
 
         def copy(target: memoryview, key: bytes, block: memoryview, checksum_of_it: bytes) -> None:
             head = messages.header(ready.generation, key, checksum_of_it)

@@ -312,7 +312,6 @@ class DirectReceiver:
 
 
 def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
-    """Connect. Raises `_ConnectTimeoutError` and `OSError`."""
     host, port = source.rsplit(":", 1)
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout_s)

@@ -96,7 +96,6 @@ class DiskStore:
         return done
 
     def _load(self, name: str, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Read one file."""
         loaded, fault = 0, ""
         try:
             with self._directory.open(name) as (descriptor, found):

@@ -140,7 +140,6 @@ class DiskDirectory:
         return found.st_size if is_ours(found) else 0
 
     def _take_in(self, name: str, *, locked: bool) -> None:
-        """Index a file."""
         is_bad = name.endswith(".bad")
         try:
             with self.open(name) as (descriptor, found):

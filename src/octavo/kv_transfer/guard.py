@@ -137,7 +137,6 @@ class GuardedStore:
         return count
 
     def _note_stats(self) -> None:
-        """Update the figures."""
         stats, figures = self.stats(), self.figures
         with self._lock:
             figures.num_blocks, figures.num_bytes = stats.num_blocks, stats.num_bytes

@@ -212,7 +212,6 @@ class GlobalKVPool:
                     del self._nodes[node_id][block_hash]
 
     def _insert(self, block: KVBlock) -> None:
-        """Add, then evict."""
         node = self._nodes.setdefault(block.node_id, OrderedDict())
         node[block.block_hash] = block
         self._holders.setdefault(block.block_hash, {})[block.node_id] = None

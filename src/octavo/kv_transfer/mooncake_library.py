@@ -53,7 +53,6 @@ def _check_module(module: str, field: str) -> None:
 
 
 def _remedy(error: str) -> str:
-    """Explain an import error."""
     if _MISSING_PACKAGE.search(error):
         return "pip install 'octavo[mooncake]'"
     missing = _MISSING_LIBRARY.search(error)

@@ -83,8 +83,6 @@ class LocalReplicas(Launcher):
 
 
 class _Replica:
-    """A child process."""
-
     def __init__(self, index: int, command: list[str], environment: dict[str, str]) -> None:
         self._index, self._command, self._environment = index, command, environment
         self._process: subprocess.Popen[bytes] | None = None

@@ -104,8 +104,6 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """An engine refuses."""
-
     answer: Answer
     body: bytes
 
@@ -253,7 +251,6 @@ class _Exchange:
         return read_usage(events.first, events.last)
 
     def _check_end(self, answer: Answer, events: EventStream) -> None:
-        """Raise `AnswerError` if the connection ended before the last event."""
         if not answer.ends_with_connection or not self._routed.summary.is_answered:
             return
         if not self._api.is_last(events.rest or events.last_event):

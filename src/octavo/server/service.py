@@ -240,7 +240,6 @@ class Service(HttpService):
 
     @staticmethod
     def _options(job: Job) -> RequestOptions:
-        """Set the remaining time. Raises `DeadlineError` if none remains."""
         tenant, timeout_s = job.place.tenant, job.deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)

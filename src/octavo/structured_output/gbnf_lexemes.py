@@ -241,8 +241,6 @@ class _Automaton:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """A candidate for a lexeme."""
-
     items: tuple[Node, ...]
     start: int
     stop: int

@@ -87,5 +87,4 @@ def _first_rows(model: CausalLM) -> Iterator[Tensor]:
 
 
 def _canonical(logits: Tensor) -> Tensor:
-    """Make all NaNs equal."""
     return torch.where(logits.isnan(), torch.nan, logits)

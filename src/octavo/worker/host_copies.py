@@ -131,8 +131,6 @@ class SharedMemory:
 
 
 class _PinnedSet:
-    """The pinned memory of one step."""
-
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._memory = queue.host_memory(_FIRST_BYTES)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A preempted request's KV."""
-
     host_blocks: list[int]
     num_tokens: int
 

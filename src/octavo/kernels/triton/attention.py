@@ -126,7 +126,6 @@ def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_l
 def _split_tokens(
     num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, max_partitions: int
 ) -> int:
-    """Return the most tokens of a split sequence."""
     if max_partitions == 1 or num_seqs * num_kv_heads >= _SPLIT_PROGRAMS:
         return 0
     split_tokens = 1 if num_tokens == num_seqs else _SPLIT_TOKENS
@@ -253,7 +252,6 @@ def _items_of_program(
 
 @triton.jit
 def _sequence_of_item(ends, item):
-    """Locate an item."""
     is_before = ends <= item
     return tl.sum(is_before.to(tl.int32)), item - tl.max(tl.where(is_before, ends, 0))
 
@@ -346,7 +344,6 @@ def _merge_partitions(
     split_tokens, max_partitions, window,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Merge one head's partitions for one token of a split sequence."""
     sequence, token = tl.program_id(0) // split_tokens, tl.program_id(0) % split_tokens
     first_token = tl.load(query_start_ptr + sequence)
     num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token

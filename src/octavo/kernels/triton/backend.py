@@ -268,7 +268,6 @@ class TritonKernels(ReferenceKernels):
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap)
 
     def _leave_to_torch(self, what: str) -> None:
-        """Warn once per `what`."""
         if what not in self._warned_of:
             self._warned_of.add(what)
             warnings.warn(
@@ -290,7 +289,6 @@ def kernel_of(name: str) -> Callable[..., None] | None:
 
 
 def _linear_blocks(x: Tensor, weight: BlockParts, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Multiply all parts."""
     rows = quantize_groups(x)
     for part, columns in weight.columns():
         matmul_blocks(rows, part, None if bias is None else bias[columns], out[:, columns])
@@ -308,7 +306,6 @@ def is_interpreted() -> bool:
 
 
 def _target() -> str:
-    """Name the target."""
     if is_interpreted():
         return "interpreter"
     target = driver.active.get_current_target()

@@ -178,7 +178,6 @@ class DecodeInputs:
 
 
 def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int, *, has_padding_rows: bool = False) -> AttentionBatch:
-    """Return the first sequences and rows."""
     return AttentionBatch(
         query_start=batch.query_start[: num_seqs + 1],
         seq_lens=batch.seq_lens[:num_seqs],

@@ -59,7 +59,6 @@ class CudaGraphPool:
         return graph.replay
 
     def _memory(self) -> tuple[int, int]:
-        """Return (reserved, free) bytes."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[0]

@@ -156,7 +156,6 @@ def _finished(
     total, row, column, bias_ptr, row_scales_ptr, column_scales_ptr, num_rows, num_columns,
     HAS_BIAS: tl.constexpr, IS_INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """Apply scales, bias."""
     if IS_INTEGER:
         row_scale = tl.load(row_scales_ptr + row, mask=row < num_rows, other=0.0)
         column_scale = tl.load(column_scales_ptr + column, mask=column < num_columns, other=0.0)

@@ -96,7 +96,6 @@ def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor
 
 @triton.jit
 def _add_products(high_acc, low_acc, x, value, group_ptr, offset_ptr, is_column, HAS_OFFSETS: tl.constexpr):
-    """Multiply both bytes."""
     multiple = tl.load(group_ptr, mask=is_column, other=0).to(tl.int32)[:, None]
     whole = (value.to(tl.int32) - 8) * multiple
     if HAS_OFFSETS:

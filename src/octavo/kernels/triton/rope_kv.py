@@ -104,7 +104,6 @@ def _rotate_queries(
     place, is_head, cos_sin_ptr, query_scale_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_QUERY_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and scale."""
     x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     if HAS_QUERY_SCALE:
         factor, dtype = tl.load(query_scale_ptr), place.dtype.element_ty

@@ -142,7 +142,6 @@ class AnswerForm:
         return replace(params, structured_outputs=structure, shown_special_token_ids=list(self.shown_ids))
 
     def _framed(self, structure: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Put the marks of `frame` around a structure's JSON. Raises `RequestError` if it is not JSON."""
         if self.frame is None or structure is None or self.toolbox.format is not None:
             return structure
         if structure.json is None and structure.json_object is None:

@@ -130,8 +130,6 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    """Reads such objects. Any other answer is content."""
-
     _is_content = False  # reading a response
 
     def _read(self) -> Wait[None]:

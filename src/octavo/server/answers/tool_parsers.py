@@ -60,7 +60,6 @@ class LlamaParser(ToolParser):
                 self._report_content()
 
     def _object(self) -> Wait[bool]:
-        """Read a call and the semicolon after it, if any."""
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
         yield from self._takes_next(";")

@@ -128,7 +128,6 @@ class BoundedGroup:
         return Claim(first, found_ids, num_new, num_new + num_unheld, is_private, is_found_private)
 
     def _read(self, found: Sequence[Block]) -> tuple[list[int], int]:
-        """Return found parts' ids, and how many are unheld."""
         blocks = [block.block_id for block in found]
         ids = [self._id_of[block_id] for block_id in blocks if block_id in self._id_of]
         assert len(ids) == len(blocks), f"found blocks without a part: {set(blocks) - self._id_of.keys()}"

@@ -186,8 +186,6 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
 
 
 class _Answer:
-    """One choice's state."""
-
     def __init__(self, form: AnswerForm, reasoning_field: str | None) -> None:
         self.reader = AnswerReader(form)
         self._reasoning_field = reasoning_field

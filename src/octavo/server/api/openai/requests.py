@@ -150,7 +150,6 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         self.check_truncation()
 
     def _check_penalties(self) -> None:
-        """Refuse penalties that cover only the last tokens."""
         if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
             message = "repeat_penalty needs repeat_last_n: -1, because penalties cover all tokens"
             raise RequestError(message, parameter="repeat_penalty")
