@@ -23,7 +23,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of
 
 
 class GroupedCommand(TyperCommand):
-    """A command with headings in its help. Its own options come first."""
+    """A command with headings in its help."""
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write all sections."""

@@ -44,8 +44,7 @@ class ModelDetails:
 class ModelReport:
     """A report on a checkpoint.
 
-    problem: why the checkpoint is refused. left_out: parts that are not served. size_bytes: of weight files. details:
-    None if not requested or refused.
+    problem: why it is refused. left_out: parts that are not served. details: None if not requested or refused.
     """
 
     name: str

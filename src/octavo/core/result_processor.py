@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Advances requests by a step's result.
+    """Applies results to requests.
 
     The only writer of output tokens and drafts, except that `StepsInFlight` adds placeholders, and `RequestLifecycle`
     clears drafts.

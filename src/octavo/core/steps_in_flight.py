@@ -24,7 +24,7 @@ UNKNOWN_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was decided at time `start`, in seconds.
+    """A step decided at `start`, in seconds.
 
     ended_ids: requests that ended later. Their results are dropped, even if new requests reuse the ids.
     """

@@ -123,7 +123,7 @@ class KVTransferScheduler:
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
-        """Return how many tokens to load after the computed ones; None if the store has not answered yet.
+        """Return how many tokens to load after the computed ones; None if the store has not answered.
 
         A multiple of the block size; 0 if a load is not worth its time. may_wait: if False, or after a timeout, a
         missing answer counts as 0.

@@ -158,7 +158,7 @@ class DraftsVerified(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsTimed(Event):
-    """Seconds of a step with drafts, drafting included, and estimated seconds for as many tokens without drafts.
+    """Seconds of a step with drafts, drafting included, and an estimate without drafts.
 
     Only for steps without prompts, after steps without drafts were measured.
     """
@@ -247,7 +247,7 @@ class HostBlockEvicted(Event):
 class HostBlocksFound(RequestEvent):
     """A request starts or resumes with KV from host memory.
 
-    computing_s: estimated seconds to compute this KV; 0 if unknown. num_copied: by KV group.
+    computing_s: as in `KVLoadEnded`. num_copied: by KV group.
     """
 
     num_blocks: int

@@ -85,7 +85,6 @@ class EngineStats:
     tokens. host_cache_hit_blocks, num_offloaded_blocks: of the first KV group; host_cache_hit_parts,
     num_offloaded_parts: of bounded groups, by index. kv_load_seconds, kv_computing_seconds: waiting time, and the
     estimate for computing instead, of loads with an estimate. kv_dropped_save_blocks: wanted by a store, but not saved.
-    kv_stores: written by the stores' clients.
     """
 
     num_requests_running: int = 0

@@ -108,8 +108,6 @@ class Request:
     awaits_results: its next step depends on the previous result, because a grammar may postpone its token. adapter: a
     LoRA adapter; nothing sets it yet. spans: in order and without overlap. rotary_positions: of the prompt's tokens, by
     dimension; None for one dimension. acceptance: of looked-up drafts; computed_acceptance: of a model's drafts.
-    predicted_token_ids: expected output, for drafts. Raises ValueError for `rotary_positions` of another length than
-    the prompt.
     """
 
     __slots__ = (

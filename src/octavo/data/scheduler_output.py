@@ -129,14 +129,14 @@ def need_parts(block_ids: list[list[int]]) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: copies to begin with, each request's tokens, transfers, and ended requests.
+    """One step.
 
-    num_scheduled_tokens: in the order of scheduling; the worker orders its rows itself. finished_req_ids,
-    preempted_req_ids: requests to drop. scheduled_spec_decode_tokens: drafts to verify, the last of a request's
-    scheduled tokens. kv_transfers: to start after `copies`. kv_cancels: cancelled transfers, whose blocks are neither
-    read nor written after this step. num_pending_transfers: transfers and lookups without a result; if above 0, the
-    worker must be asked for results. max_drafts: limit on each request's new drafts, in addition to the proposer's; 0:
-    none; no entry: no further limit. If a model drafts, looked-up drafts are not limited.
+    num_scheduled_tokens: in the order of scheduling; the worker orders its rows itself.  scheduled_spec_decode_tokens:
+    drafts to verify, the last of a request's scheduled tokens. kv_transfers: to start after `copies`. kv_cancels:
+    cancelled transfers, whose blocks are neither read nor written after this step. num_pending_transfers: transfers and
+    lookups without a result; if above 0, the worker must be asked for results. max_drafts: limit on each request's new
+    drafts, in addition to the proposer's; 0: none; no entry: no further limit. If a model drafts, looked-up drafts are
+    not limited.
     """
 
     step: int

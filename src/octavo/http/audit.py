@@ -42,7 +42,7 @@ class Spans(Protocol):
 
 
 class AuditMiddleware:
-    """The outermost middleware: counts and logs every request, without its content.
+    """The outermost middleware: logs every request without its content.
 
     Keeps the client's X-Request-Id if it matches `_ID`. Routes add fields to `request.state.audit`. Refusals and
     cut-offs are counted only here.

@@ -48,7 +48,7 @@ class Bucket:
 
 
 class Pool:
-    """Counts the units of a resource that each tenant holds.
+    """Counts each tenant's units of a resource.
 
     If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units. So one tenant's
     flood keeps room free (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch",
@@ -72,10 +72,7 @@ class Pool:
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
-        """Return how many more units a tenant may take; negative above its share.
-
-        besides: held units of the same request, which do not count.
-        """
+        """Return how many units a tenant may take; negative above its share. besides: held units that do not count."""
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 

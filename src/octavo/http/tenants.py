@@ -75,7 +75,7 @@ _DEFAULTS = Tenant()
 class Keyring:
     """The valid keys. The time of a lookup reveals nothing about them.
 
-    The index of a key is a keyed hash, so clients cannot know which keys are close to each other.
+    A key's index is a keyed hash.
     """
 
     def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:

@@ -144,10 +144,7 @@ class CpuKernels:
         self.kernel_set.set_num_threads(num_threads)
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation by its compiled kernel, or by its plain version.
-
-        Raises `ValueError` if the kernel does not accept a tensor.
-        """
+        """See `Kernels`. Raises `ValueError` if the kernel does not accept a tensor."""
         call = getattr(self._calls, operation.name, None)
         if call is None:
             operation.reference(*args)

@@ -103,7 +103,7 @@ class OutputRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Decode steps, and steps that verify drafts, to capture as graphs.
+    """Steps to capture as graphs.
 
     sizes: maps the largest mean number of rows per sequence to numbers of sequences; both ascend. table_width: in
     blocks. num_bytes: limit for all graphs.
@@ -266,7 +266,7 @@ class Kernels(Protocol):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass; return its result, and a faster function for any batch of up to `max_tokens` tokens.
+        """Run a forward pass; return its result, and a faster function for up to `max_tokens` tokens.
 
         The pass must take its output rows by `take_rows`; here all rows may be outputs. The function, if any, returns
         the same bits; its next call overwrites them.

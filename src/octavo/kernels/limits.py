@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Rates per second of one instruction set on a number of threads.
+    """Rates per second of one instruction set.
 
     bfloat16_flops: above `flops` only with an instruction for them. byte_ops: of int8 products.
     """

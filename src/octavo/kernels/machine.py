@@ -64,7 +64,7 @@ def _describe_processor() -> dict[str, str]:
 
 
 def cold_bytes() -> int:
-    """Return how many bytes a benchmark must cycle through so that caches are cold.
+    """Return how many bytes keep caches cold in a benchmark.
 
     Twice the third-level cache, 192 to 512 MiB: other processes share a larger one.
     """

@@ -71,7 +71,7 @@ class Rehearsal:
 
 
 class Recorder:
-    """Makes and records the kernel calls of a pass, in place of the `KernelSet`.
+    """Makes and records a pass's kernel calls, as the `KernelSet`.
 
     offsets: of the same pass's results in `memory`.
     """

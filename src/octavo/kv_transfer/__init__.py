@@ -29,7 +29,7 @@ def create_store(
     direct: DirectDonor | DirectReceiver | None = None,
     part_bytes: int | None = None,
 ) -> TieredStore | None:
-    """Return the configured stores as one, the fastest first, if any. They are opened on first use.
+    """Return the configured stores as one, the fastest first, if any.
 
     first: makes a store that is asked first, from `block_bytes`. direct: a prefill engine saves to it first, because
     decode engines wait for these blocks; a decode engine asks it last, because its blocks may still have to be

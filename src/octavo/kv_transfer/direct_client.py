@@ -24,7 +24,7 @@ class TransferClient:
     """Runs a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
 
     Advertises a default address until `get` learns the one that peers use. object_bytes: of a header and a block.
-    num_areas: maximum number of concurrent transfers.
+    num_areas: limit on transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:

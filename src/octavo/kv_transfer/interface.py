@@ -33,7 +33,7 @@ class StoreStats:
 
 
 class KVStore(Protocol):
-    """Store of KV blocks. A key covers everything that a block's content depends on, so blocks are never overwritten.
+    """A key covers everything that a block's content depends on, so blocks are never overwritten.
 
     Loads verify a checksum over key and content; a corrupt or incomplete block is a miss. Thread-safe. `lacks` and
     `stats` never block; other methods may wait for I/O, and raise `StoreError`.

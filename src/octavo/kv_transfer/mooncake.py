@@ -41,8 +41,7 @@ class MooncakeStore:
 
     All objects have one size: a block with the first KV group only is padded with zeros. A restarted master has an
     empty pool, so each query also asks for a mark of this store; without it, all known keys are forgotten. Blocks go
-    into other engines' memory only if this engine's own is full, so an engine that exits takes few of their blocks
-    along.
+    into other engines' memory only if this engine's own is full.
     """
 
     name = "mooncake"

@@ -117,7 +117,7 @@ def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
 
 
 def main() -> None:
-    """Connect, and answer calls until the other side closes the control pipe or exits.
+    """Connect, and answer calls until the control pipe is closed.
 
     Ends with `os._exit`: Mooncake's threads may keep a process alive after it has released its client.
     """

@@ -30,8 +30,7 @@ _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached
 class CheckpointFiles:
     """The `StoredTensors` of a checkpoint, by the names of `octavo.models.weight_files.decoder_names`.
 
-    The files stay mapped while this object or a tensor from it lives. Only the pages of the last returned tensors stay
-    in memory.
+    Only the pages of the last returned tensors stay in memory.
     """
 
     __slots__ = ("_file_of", "_handed_out", "_part", "_stored_name", "directory")

@@ -159,7 +159,7 @@ class DecoderLayer:
 
 
 class ResidualNorm:
-    """Adds a sublayer's output to the residual stream, and normalizes the stream for the next sublayer.
+    """Adds a sublayer's output to the residual stream, and normalizes it.
 
     added: the output's norm. stream: the next sublayer's norm.
     """

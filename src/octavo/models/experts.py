@@ -104,7 +104,7 @@ class ExpertsConfig:
 
 
 def is_router(tensor_name: str) -> bool:
-    """Return True for a router or the shared expert's gate."""
+    """True for routers and shared experts' gates."""
     return tensor_name.endswith((".mlp.gate.weight", ".mlp.shared_expert_gate.weight"))
 
 

@@ -342,18 +342,18 @@ def _read_experts(fields: GGUFFields, **more: Any) -> dict[str, Any]:
 
 
 def _read_qwen2_moe(fields: GGUFFields) -> dict[str, Any]:
-    """llama.cpp never normalizes the weights of these experts."""
+    """llama.cpp never normalizes these experts' weights."""
     shared = fields.count("expert_shared_feed_forward_length")
     return _read_experts(fields, norm_topk_prob=False, shared_expert_intermediate_size=shared)
 
 
 def _read_qwen3_moe(fields: GGUFFields) -> dict[str, Any]:
-    """llama.cpp always normalizes the weights of these experts."""
+    """llama.cpp always normalizes these experts' weights."""
     return _read_experts(fields, norm_topk_prob=True)
 
 
 def _read_olmoe(fields: GGUFFields) -> dict[str, Any]:
-    """llama.cpp never normalizes the weights of these experts."""
+    """llama.cpp never normalizes these experts' weights."""
     return _read_experts(fields, norm_topk_prob=False)
 
 

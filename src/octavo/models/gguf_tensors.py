@@ -95,7 +95,7 @@ class GGUFTensors:
         return self.tensor(name) if name in self._names else None
 
     def weight(self, name: str) -> Tensor | BlockWeight:
-        """Return a matrix as it is stored, with rows in Hugging Face's order."""
+        """Return a stored matrix with rows in Hugging Face's order."""
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]
         if stored.type not in _BLOCKS or len(stored.shape) != 2:

@@ -76,7 +76,7 @@ class Identity:
 
 
 class PackedCache:
-    """At most `max_bytes` of packed weights; the least recently used are removed first."""
+    """At most `max_bytes` of packed weights, least recently used removed first."""
 
     def __init__(self, max_bytes: int, directory: Path | None = None) -> None:
         self.max_bytes = max_bytes

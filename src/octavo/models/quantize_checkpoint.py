@@ -1,4 +1,4 @@
-"""Writes a quantized copy of a checkpoint, which vLLM and transformers also read.
+"""Writes quantized copies, which vLLM and transformers also read.
 
 Embeddings, lm_head and norms are not quantized.
 """

@@ -59,7 +59,7 @@ class RopeConfig:
             raise config.error("rope_scaling", f"must have {rotary_dim // 2} factors, one for each pair, not {factors}")
 
     def within(self, max_model_len: int) -> RopeConfig:
-        """Return the parameters for sequences of up to `max_model_len` tokens.
+        """Return the parameters for shorter sequences.
 
         As in vLLM, `max_model_len` chooses between longrope's factors: a choice by a sequence's length would change
         earlier keys when it grows.

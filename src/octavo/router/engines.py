@@ -129,10 +129,7 @@ class EnginePool:
         return able if able or is_known else self.ready()
 
     def choose_prefill(self, summary: RequestSummary, decode: EngineHandle, now: float) -> EngineHandle | None:
-        """Choose the least loaded engine that can compute a prompt for `decode`, if any.
-
-        now: on the event loop's clock.
-        """
+        """Choose the least loaded engine that can compute a prompt for `decode`, if any."""
         able = [
             engine
             for engine in self.ready()

@@ -161,7 +161,7 @@ class _Exchange:
             raise failure or NoEngineError(self._service.config.health_interval_s)
 
     async def _try(self, engine: EngineHandle) -> _Refusal | None:
-        """Ask one engine. Return its refusal, or None if the client got an answer, even an error.
+        """Return an engine's refusal, or None if the client got an answer, even an error.
 
         Raises `EngineLostError` if the engine fails before the client has received anything.
         """

@@ -66,7 +66,7 @@ class _Open:
 
 
 class Service(HttpService):
-    """One engine with its served names, keys, limits and open requests. Used on one event loop only.
+    """One engine, with keys and limits. Used on one event loop only.
 
     settings: for GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be used, or if
     packages for a requested feature are missing.
@@ -143,9 +143,9 @@ class Service(HttpService):
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Run `work` on a request's texts; see `TextWork.do`. The request's deadline or a disconnect stops it.
+        """Run `work` on a request's texts; see `TextWork.do`.
 
-        The tokens that the work reads are charged to the tenant, even if the request fails.
+        A deadline or a disconnect stops it. Read tokens are charged even if the request fails.
         """
         state = http_request.state
         reading = self.engine.text.do(

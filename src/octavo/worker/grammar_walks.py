@@ -1,7 +1,7 @@
 """Walks of grammars on a thread of their own.
 
-A step waits for them for a share of its own time, because a mask may take 20 ms, which is several steps of a small
-model. The token of a late walk follows in a later step.
+A step waits for them for a share of its own time, because a mask may take 20 ms. The token of a late walk follows in a
+later step.
 """
 
 from __future__ import annotations

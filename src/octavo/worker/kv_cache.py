@@ -62,8 +62,7 @@ class PagedKVCache:
 
     dtype: that of the activations, or int8 or float8_e4m3fn: then rows of each block, layer and head are followed by
     their float32 scales. num_host_blocks: each has room for a block of every group. num_scratch_blocks: further blocks
-    of each group, unknown to the scheduler. Memory is touched when a block is first written or by
-    `octavo.worker.prefault`.
+    of each group, unknown to the scheduler.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class PagedKVCache:
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of one block of all groups, in host memory and in stores."""
+        """Bytes of one block of all groups."""
         return sum(group.block_bytes for group in self.groups)
 
     @property

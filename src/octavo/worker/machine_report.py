@@ -100,8 +100,8 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits: the better ones of `limits_each`, before and after the products, because other users of a shared machine may
-    take a core or half of the memory's rate away. best_limits: of the best instruction set.
+    limits: the better ones of `limits_each`, before and after the products: the load of a shared machine varies.
+    best_limits: of the best instruction set.
     """
 
     processor: str

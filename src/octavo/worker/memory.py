@@ -52,7 +52,7 @@ def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_row
     """Return an upper bound of a step's bytes in addition to weights and KV.
 
     The peak is in the MLP: residual, hidden, gate and up, their product and a float32 copy. The sampler has three
-    float32 copies of the logits (logits, log probabilities, filtered).
+    float32 copies of the logits.
     """
     of_logits = max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
     return forward_bytes(architecture, num_tokens, dtype) + of_logits

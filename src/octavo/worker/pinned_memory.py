@@ -1,4 +1,4 @@
-"""Pinned host memory, which a GPU reads and writes without the CPU."""
+"""Pinned host memory, which a GPU reads and writes itself."""
 
 from __future__ import annotations
 

@@ -256,7 +256,6 @@ class Sampler:
         num_best: Sequence[int],
         faults: dict[int, BaseException],
     ) -> list[tuple[list[int], LogprobRows]]:
-        """Compute all rows together, or if that fails one by one, with equal results."""
         try:
             return [(rows, self.token_logprobs(logprobs, token_ids, num_best))]
         except BaseException as error:

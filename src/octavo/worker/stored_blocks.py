@@ -254,8 +254,6 @@ class StagedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A KV group's blocks, and the columns of staging memory for them, as integers of one type."""
-
     blocks: Tensor
     rows: Tensor
 

@@ -1,8 +1,7 @@
 """Decides which drafts are kept, and how a drafting model draws them.
 
 A token is chosen in every row of logits, and choices are kept up to the first that differs from its draft. Rejection
-sampling keeps the distribution of the answer, but not its tokens: it accepts a draft more often if it was drawn from a
-distribution like the target's.
+sampling keeps the distribution of the answer, but not its tokens.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class KVCacheManager:
     def swap_out(self, request: Request) -> bool:
         """Save computed KV in host memory. Returns False with nothing changed if it does not fit.
 
-        The next step begins with the copies, so the blocks can be released immediately.
+        The blocks can be released immediately: the next step begins with the copies.
         """
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None

@@ -62,7 +62,7 @@ WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTI
 class TritonKernels(ReferenceKernels):
     """Triton kernels for a GPU or for Triton's interpreter; plain torch computes the rest.
 
-    graph_pool: makes a device's `GraphPool`; tests replace it, because the interpreter cannot capture graphs.
+    graph_pool: makes a device's `GraphPool`; tests replace it.
     """
 
     name = "triton"

@@ -49,7 +49,7 @@ class _Node:
 class PrefixTree:
     """A node for each piece of a prompt, keyed by a hash of all bytes up to its end.
 
-    Times count requests. Engines are assumed to evict the least recently used content first, as octavo's do, so one
+    Engines are assumed to evict the least recently used content first, as octavo's do, so one
     number for each records its evictions.
     """
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark for the log if the chat template shows no tools or no calls, else ""."""
+    """Return a remark if the chat template shows no tools or no calls, else ""."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -51,7 +51,7 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """The style in one line."""
+        """For logs."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
@@ -63,7 +63,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Find the forms that the options name; "auto" reads the chat templates."""
+        """Find the named forms; "auto" reads the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
@@ -156,7 +156,7 @@ def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[
 
 
 class AnswerReader:
-    """Reads one answer and counts its reasoning tokens."""
+    """Reads one answer."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._parser = form.parser()

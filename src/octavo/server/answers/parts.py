@@ -1,7 +1,4 @@
-"""Split an answer into reasoning, content and tool calls while it arrives.
-
-The parts do not depend on the pieces in which the text arrives.
-"""
+"""Splits an answer while it arrives. The parts do not depend on the pieces of text."""
 
 from __future__ import annotations
 

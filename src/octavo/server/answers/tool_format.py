@@ -32,7 +32,7 @@ class Function:
 
 
 class ToolFormat:
-    """One family's format of tool calls. Grammars are in llguidance's dialect of Lark.
+    """Grammars are in llguidance's dialect of Lark.
 
     takes_one: chat templates refuse several calls in one message, so an answer has several only if the client asks for
     parallel calls. frames_content: marks enclose the content, too, so the parser also reads answers without tools.
@@ -59,7 +59,7 @@ class ToolFormat:
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Return the marks that begin a call within unclosed reasoning, with the heads that must follow."""
+        """Return the marks that begin a call within reasoning, with the heads that must follow."""
         return {}
 
     def new_call_id(self) -> str:

@@ -17,7 +17,7 @@ _LLAMA_STARTS = ('{"name":"', '{"type":"function","name":"')  # without white sp
 
 
 class HermesParser(ToolParser):
-    """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, anywhere in the answer."""
+    """<tool_call>{"name": ..., "arguments": ...}</tool_call>, anywhere in the answer."""
 
     opener, closer = "<tool_call>", "</tool_call>"
     _ends = ending(closer, opener, is_wrapped=True)

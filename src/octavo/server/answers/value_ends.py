@@ -38,7 +38,7 @@ class ValueEnd(Protocol):
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Count the first characters that certainly belong to the value."""
+        """Count the value's certain characters."""
         ...
 
     def drop(self, text: str) -> None:

@@ -71,7 +71,7 @@ class KVGroup(Protocol):
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return the blocks that a request needs to continue. Changes nothing.
+        """Return a request's claim. Changes nothing.
 
         found: the first group's found blocks, not yet held. num_read: tokens before the next row. num_step_blocks:
         table length for the next step. num_all_blocks: for all tokens with memory set aside; at least

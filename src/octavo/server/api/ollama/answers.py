@@ -197,10 +197,9 @@ class OllamaReply:
 
 
 def durations(metrics: Sequence[RequestMetrics]) -> tuple[int, int, int]:
-    """Return (total, from the first step to the first token, from the first token to the end), in nanoseconds.
+    """Return (total, to the first token, from there to the end), in nanoseconds.
 
-    Several requests count as one, from the earliest to the latest time. All durations are 0 if no request has both
-    started and finished.
+    Several requests count as one. All durations are 0 if no request has both started and finished.
     """
     begun = [each for each in metrics if each.first_scheduled_time is not None and each.finished_time is not None]
     if not begun:

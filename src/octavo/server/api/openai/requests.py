@@ -63,7 +63,7 @@ class SamplingControls(Body):
 
 
 class OtherNames(BaseModel):
-    """Accepted fields of other servers' clients; `octavo.server.api.extra_fields.ALIASES` maps them to octavo's."""
+    """Other servers' fields: see `octavo.server.api.extra_fields.ALIASES`."""
 
     n_cmpl: types.NumChoices | None = None
     n_predict: types.MaxTokens | None = None

@@ -16,7 +16,7 @@ _CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a charac
 
 
 class TokenPlace(NamedTuple):
-    """The place of a token in a text.
+    """A token's place.
 
     offset: characters before the token. text: the token's text, or a hidden token's name. num_chars: characters of
     which the token has a part; 0 for a hidden token.

@@ -31,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Dashboard:
-    """The live view of one engine, which all viewers share. Used on the server's event loop only.
+    """One engine's live view. Used on the server's event loop only.
 
     The engine sends snapshots until `LINGER_S` after the last viewer disconnected.
     """

@@ -53,8 +53,8 @@ class Times:
 class Second:
     """The figures of one second of the engine's clock.
 
-    prefill, generated: tokens. running, waiting, usage: as of the second's last step. loaded_bytes, saved_bytes: KV
-    moved from and to other tiers. ttft, itl: time to first token, inter-token latency.
+    prefill, generated: tokens. running, waiting, usage: as of the second's last step. loaded_bytes, saved_bytes: moved
+    from and to other tiers.
     """
 
     revision: int
@@ -87,7 +87,7 @@ class Second:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that has ended.
+    """An ended step.
 
     start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True for prompt tokens), in
     the order of the batch. drafts: (request's number, number of draft tokens, number of accepted ones).
@@ -139,7 +139,7 @@ class Shown:
 
 
 class LiveView:
-    """Builds the dashboard's state from an engine's snapshots, in bounded memory. Used in one thread only."""
+    """The dashboard's state, in bounded memory. Used in one thread only."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
