@@ -96,8 +96,8 @@ def build_core(
     """Build a scheduler and a worker with loaded weights. Raises `ConfigError` and `ModelError`.
 
     reads_ahead: read the vocabulary for grammars now, not at the first grammar while all requests wait.
-    kv_store(block_bytes): makes a store that is asked before the configured ones, such as a `MemoryStore` over a pool
-    of several engines.
+    kv_store(block_bytes): makes a store that is asked before the configured
+    ones.
     """
     check_mooncake(config.kv_transfer)
     model_config = config.model
@@ -299,7 +299,7 @@ def _recorded(
 def resolve_scheduler(
     config: ResolvedSchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
 ) -> ResolvedSchedulerConfig:
-    """Set attention_cost_tokens and mixed_step_ms if the configuration does not.
+    """Set missing attention_cost_tokens and mixed_step_ms.
 
     Attention is slower per operation than matrix products, by a factor of the instruction set and the weights.
     """

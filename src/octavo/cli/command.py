@@ -40,7 +40,7 @@ class GroupedCommand(TyperCommand):
 
 
 class LazyCommand(NamedTuple):
-    """A command that is not imported yet: `name` in `module`."""
+    """A command not imported yet: `name` in `module`."""
 
     name: str
     module: str

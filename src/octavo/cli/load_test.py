@@ -96,8 +96,8 @@ async def load(
 ) -> list[Seen]:
     """Send each greedy request at its time and read its stream.
 
-    times: seconds from the start. max_concurrency: further requests wait here; they are measured from when they are
-    sent.
+    times: seconds from the start. max_concurrency: further requests wait here,
+    unmeasured.
     """
     slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()

@@ -44,7 +44,7 @@ class Admitter:
     def admit(self, plan: StepPlan, before: Request | None) -> None:
         """Admit requests in order, until one cannot start.
 
-        before: admit only requests that are more important than this running one.
+        before: admit only requests more important than this running one.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank

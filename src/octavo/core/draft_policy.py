@@ -1,6 +1,6 @@
 """Chooses how many draft tokens each request gets: the number that gives the most tokens per second.
 
-Costs and acceptance rates are learned. Unknown rates count as good, and drafting that does not pay is retried
+Costs and acceptance rates are learned. Unknown rates count as good, and bad drafting is retried
 sometimes. No token depends on the choice.
 """
 

@@ -226,7 +226,7 @@ class MixedBatching:
 
 
 class PrefillFirstBatching:
-    """Fills a step with prompts, or with decodes if there is none."""
+    """Fills a step with prompts, or else with decodes."""
 
     prefill_limit = 0
 

@@ -34,7 +34,7 @@ class ResultProcessor:
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process a step's result, and learn from its duration.
 
-        A step that was decided ahead is timed from the previous result on.
+        A step decided ahead is timed from the previous result on.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -181,9 +181,9 @@ class ResultProcessor:
             self._lifecycle.abandon_loading(loading)
 
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Keep the drafts that are worth a row of the next step.
+        """Keep the drafts worth a row of the next step.
 
-        Drops those of requests that do not decode, or that another step in flight computes.
+        Drops those of requests that prefill, or are in another step.
         """
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():

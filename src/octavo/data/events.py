@@ -119,7 +119,7 @@ class KVSaveStarted(Event):
 class KVSaveEnded(Event):
     """A save ended. outcome: done, failed or expired.
 
-    moves: blocks that each tier took; a tier takes none that it has.
+    moves: blocks that each tier took; none that it had.
     """
 
     transfer_id: int
@@ -130,7 +130,7 @@ class KVSaveEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSavesDropped(RequestEvent):
-    """Blocks of an ended request are not saved: too many saves are pending."""
+    """Blocks are not saved: too many saves are pending."""
 
     num_blocks: int
 
@@ -290,7 +290,7 @@ class StepCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KernelsCompiled(Event):
-    """The step waited for kernels that the warm-up did not launch."""
+    """The step waited for kernels unknown to the warm-up."""
 
     num_kernels: int
 

@@ -145,7 +145,7 @@ class _Life:
 class EngineMetrics:
     """Updates an `EngineStats` from events.
 
-    A request is counted after the `StepCompleted` with its last tokens, which follows its `RequestFinished`.
+    A request is counted at the `StepCompleted` after its `RequestFinished`.
     """
 
     def __init__(self, stats: EngineStats | None = None) -> None:

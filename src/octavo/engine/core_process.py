@@ -1,4 +1,4 @@
-"""The engine core in its own process, which exits when its parent does."""
+"""The engine core in its own process, which exits with its parent."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class CoreServer:
 def _wake_when_parent_dies() -> None:
     """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
 
-    A running process ignores the signal, so an early one, at the end of the parent's thread, is harmless. After an
+    A running process ignores the signal, so an early one is harmless. After an
     earlier death of the parent, this process notices the end by itself.
     """
     if sys.platform == "linux":

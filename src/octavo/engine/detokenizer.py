@@ -28,7 +28,7 @@ _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
 
 class TokenPieces:
-    """The text or bytes that each token appends to a text that is not empty.
+    """The text or bytes that each token appends to a text.
 
     has_byte_runs: consecutive byte tokens form a run; if it is not UTF-8, each becomes a replacement character
     (sentencepiece's byte fallback). strips_start: the decoder may change a text's beginning.
@@ -83,7 +83,7 @@ class IncrementalDetokenizer:
 
     Incomplete characters and runs of byte tokens are held back, because later tokens may change them. The text
     continues the prompt: its first word keeps the space that sentencepiece's decoders strip from a text's start. A
-    character that begins in the prompt is part of it; the prompt's other incomplete bytes are not.
+    character that begins in the prompt is part of the text; other incomplete bytes are not.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")

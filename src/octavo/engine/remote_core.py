@@ -82,7 +82,7 @@ class RemoteCore:
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process; return the result of `meanwhile`, called while it loads.
 
-        progress(done, total): called with bytes of packed weights, after `meanwhile` has returned. Raises errors of
+        progress(done, total): in bytes of packed weights, after `meanwhile`. Raises errors of
         `meanwhile` and of the process, and `EngineDeadError` if it ends.
         """
         self._progress = progress or self._progress
@@ -293,7 +293,7 @@ class RemoteCore:
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:
-        """Do nothing: the process saves KV when it is idle or stops."""
+        """Do nothing: the process saves KV when idle."""
 
     def shutdown(self) -> None:
         """End the process; kill it after some seconds."""

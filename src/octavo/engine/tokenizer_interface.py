@@ -47,11 +47,11 @@ class DetokenizerFactory(Protocol):
         ...
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return the text that a token appends, or its bytes if they are not valid UTF-8 alone."""
+        """Return the text that a token appends, or bytes if they are invalid UTF-8 alone."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token is shown only on request."""
+        """Return whether a token is shown only on request."""
         ...
 
 

@@ -54,7 +54,7 @@ class Api:
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 
     def is_last(self, event: bytes) -> bool:
-        """Return True if an event ends a stream."""
+        """Return whether an event ends a stream."""
         if self.last_event is not None:
             return self.last_event.match(event) is not None
         try:

@@ -102,7 +102,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def audit_bad_input(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
-    """Count and log input that was no HTTP request."""
+    """Count and log input without HTTP."""
     metrics.count_answer("other", "none", error.status)
     metrics.count_refusal(error.reason)
     scope = {"client": client, "method": None, "path": ""}

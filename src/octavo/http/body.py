@@ -25,7 +25,7 @@ FREE_BYTES = 64 << 10
 async def received(
     request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
-    """Read a body and yield its pieces, which hold bytes of `pool` until the block ends.
+    """Yield a body's pieces, which hold bytes of `pool` until the block ends.
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """

@@ -117,7 +117,7 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """Return True if it was overtaken enough: room is reserved for it."""
+        """Return whether it was overtaken enough: room is reserved for it."""
         return self.passed >= self.amount
 
 
@@ -125,9 +125,9 @@ class WaitingLine:
     """Requests that wait for room in a pool, first come, first served within a tenant.
 
     A new request, or the first of another tenant, may overtake until the overtaken one has been passed by as many units
-    as it requested. So small requests do not starve a large one, and a large one does not block small ones for long.
-    Then its own tenant's requests do not overtake it, and other tenants must keep room for it once its tenant holds
-    nothing.
+    as it requested. So small requests do not starve a large one, nor does it block them for long.
+    Then its own tenant's requests do not overtake it, and once its tenant holds nothing, others must keep room for
+    it.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -136,7 +136,7 @@ class WaitingLine:
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
-        """Take room without waiting. Returns False if that is not allowed."""
+        """Take room without waiting. Returns False if forbidden."""
         of_tenant = self._waiters.get(tenant.name)
         if (of_tenant and of_tenant[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
@@ -215,8 +215,8 @@ class _Account:
 class Permit:
     """The place of one HTTP request: `num_streams` output streams.
 
-    is_kept: a stream releases it, not the `with` block. is_in: one prompt got room, so further prompts wait and are not
-    refused.
+    is_kept: a stream releases it, not the `with` block. is_in: one prompt got room, so further ones
+    wait.
     """
 
     tenant: Tenant
@@ -290,7 +290,7 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take places for a request that has begun, or raise.
+        """Take places for a begun request, or raise.
 
         at_least: streams that suffice to serve the request in parts. It then takes a multiple, within its tenant's
         limit and share. None: all or none.

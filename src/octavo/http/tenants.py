@@ -53,7 +53,7 @@ class Tenant:
     read_metrics: bool = False
 
     def cache_salt(self, requested: str | None) -> str | None:
-        """Return the salt of a tenant's prompts, from the one that a client asks for. Raises `RequestError`.
+        """Return the salt of a tenant's prompts, from the requested one. Raises `RequestError`.
 
         It begins with the tenant's name, or "shared" if the tenant shares the prefix cache. So no client can ask for
         another tenant's salt.

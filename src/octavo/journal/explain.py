@@ -38,7 +38,7 @@ class Interval:
 
 @dataclass(slots=True)
 class Explanation:
-    """A request's phases, which add up to its wall time, and their reasons."""
+    """A request's phases and their reasons."""
 
     request_id: str
     intervals: list[Interval] = field(default_factory=list)

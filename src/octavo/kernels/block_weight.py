@@ -150,7 +150,7 @@ class BlockWeight:
         return self.numbers().dequantize()
 
     def has_broken_scale(self) -> bool:
-        """Return True if a scale is infinite or NaN."""
+        """Return whether a scale is infinite or NaN."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
             return bool((blocks[:, 0] == _E8M0_NAN).any())

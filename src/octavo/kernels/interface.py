@@ -91,7 +91,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """Rows of a step with hidden states that are needed.
+    """Rows of a step with needed hidden states.
 
     rows       int64, ascending; the last rows of each sequence
     attention  the batch of these rows alone
@@ -194,7 +194,7 @@ class Kernels(Protocol):
         ...
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return parts for `restore_linear`, which alias the weight; none if it cannot be kept."""
+        """Return parts for `restore_linear`, which alias the weight; none if impossible."""
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
@@ -255,7 +255,7 @@ class Kernels(Protocol):
         ...
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return True if `record_forward` makes graphs; otherwise log the reason."""
+        """Return whether `record_forward` makes graphs; otherwise log the reason."""
         ...
 
     def record_forward(
@@ -305,7 +305,7 @@ class Kernels(Protocol):
         q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
         cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. Dimension i of a head is paired with i +
         rotary_dim / 2 (GPT-NeoX); if interleaved, 2 i with 2 i + 1 (GPT-J).
-        query_scale float32 [max_positions]: multiplies queries after they are rotated and rounded.
+        query_scale float32 [max_positions]: multiplies rotated and rounded queries.
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions contiguous: in q's
         dtype, or int8 or float8_e4m3fn, for which rows are rounded to q's dtype, then by `round_kv_rows`.
         If a head's row of v is not finite, its v becomes zeros and its k NaN. So attention yields NaN for rows that see

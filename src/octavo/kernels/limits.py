@@ -22,5 +22,5 @@ class Limits:
         return Limits(*map(max, astuple(self), astuple(other)))
 
     def is_far_from(self, other: Limits) -> bool:
-        """Return True if any rate differs by over a quarter, because a shared machine's load changed."""
+        """Return whether any rate differs by over a quarter, because a shared machine's load changed."""
         return any(max(a, b) > 1.25 * min(a, b) for a, b in zip(astuple(self), astuple(other), strict=True))

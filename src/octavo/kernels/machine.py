@@ -119,7 +119,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Back memory with pages in advance, on idle processor time. The content stays, even if it is written meanwhile.
+    """Back memory with pages in advance, on idle processor time. Keeps content, even if written meanwhile.
 
     stop: address of a byte that ends the call if not zero.
     """

@@ -111,8 +111,8 @@ class Int4Weight:
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return the scales of products: int16 multiples [out_features, groups] of float32 units [out_features].
 
-        The largest scale is 4,079 units, or 2,039 with zero points: weights are 16-bit integers. A scale that is not
-        finite makes its row NaN. Raises `ValueError` for a zero point above 16.
+        The largest scale is 4,079 units, or 2,039 with zero points: weights are 16-bit integers. An infinite or NaN
+        scale makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -246,7 +246,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
-    """Return True if minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
+    """Return whether minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
 
     Minima cost half a bit per weight in groups of 32; half a bit in finer values would halve the error at best.
     """
@@ -317,7 +317,7 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
-    """Return True if int4 weights have one order, as fusing needs."""
+    """Return whether int4 weights have one order, as fusing needs."""
     orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
     first = orders[0] if orders else None
     return all(each is None if first is None else each is not None and each.equal(first) for each in orders)

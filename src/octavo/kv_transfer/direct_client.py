@@ -23,7 +23,7 @@ _ANYBODY = "192.0.2.1:9"  # for documentation (RFC 5737), on no real network
 class TransferClient:
     """Runs a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
 
-    Advertises a default address until `get` learns the one that peers use. object_bytes: of a header and a block.
+    Advertises a default address until `get` learns a better one. object_bytes: of a header and a block.
     num_areas: limit on transfers.
     """
 
@@ -50,8 +50,8 @@ class TransferClient:
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
         """Return a living client; None if none is ready within timeout_s.
 
-        host: this machine's address on the route to the peer. The first one that is not loopback replaces the default,
-        and may restart the process. Raises `StoreError` after `close`, and for a pause after a failed start.
+        host: this machine's address on the route to the peer. The first one except loopback replaces the default, and
+        may restart the process. Raises `StoreError` after `close`, and for a pause after a failed start.
         """
         with self._changed:
             if self._is_guess and not ip_address(host).is_loopback:  # local peers reach any address

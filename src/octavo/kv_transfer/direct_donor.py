@@ -55,7 +55,7 @@ class _Pace:
 
 
 class DirectDonor:
-    """A `KVStore` of blocks that it writes into the memory of decode engines; see `MooncakeConnector`.
+    """A `KVStore` that writes blocks into decode engines' memory; see `MooncakeConnector`.
 
     It waits for a requested block while the block's transfer is open or the block is being saved, so KV is sent before
     the prompt is complete.
@@ -300,7 +300,7 @@ class DirectDonor:
         return num_written
 
     def _wait(self, ready: ReadyToReceive, first: int, requested_at: float) -> int | None:
-        """Count the blocks that are ready within `BEAT_S`; None if none will be."""
+        """Count the blocks ready within `BEAT_S`; None if none will be."""
         keys = ready.keys[first:]
         beat_at = time.monotonic() + messages.BEAT_S
         with self._changed:
@@ -314,7 +314,7 @@ class DirectDonor:
                 self._changed.wait(beat_at - now)
 
     def _is_coming(self, transfer_id: str, key: bytes, waited_s: float) -> bool:
-        """Return True if a block may still be saved. Needs the lock."""
+        """Return whether a block may still be saved. Needs the lock."""
         may_be_on_its_way = transfer_id not in self._ended and waited_s < _GRACE_S
         return key in self._saving or transfer_id in self._open or may_be_on_its_way
 

@@ -173,7 +173,7 @@ def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
 
 
 def is_proof(given: bytes, secret: str, role: str, *parts: bytes) -> bool:
-    """Return True if `given` equals `proof_of` the other arguments."""
+    """Return whether `given` equals `proof_of` the other arguments."""
     return hmac.compare_digest(given, proof_of(secret, role, *parts))
 
 

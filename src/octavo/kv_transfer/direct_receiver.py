@@ -1,7 +1,7 @@
 """The decode engine's side of direct transfers.
 
-Received bytes are not trusted: header and checksum are compared after a block was copied out of memory that other
-engines can write.
+Received bytes are not trusted: header and checksum are compared after a block was copied out of shared
+memory.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class DirectReceiver:
         return best, keys[:most]
 
     def _has_failed(self, expected: _Expected) -> bool:
-        """Return True if the source failed since the request was added. Needs the lock."""
+        """Return whether the source failed since the request was added. Needs the lock."""
         return self._failed_at.get(expected.source, 0.0) >= expected.since
 
     def _is_wanted(self, expected: _Expected) -> bool:
@@ -193,7 +193,7 @@ class DirectReceiver:
             return not self._is_closed and any(each is expected for each in self._expected.values())
 
     def _may_wait(self, expected: _Expected) -> bool:
-        """Return True if the request may wait for blocks that are not being received yet."""
+        """Return whether the request may wait for blocks not being received yet."""
         with self._lock:
             has_failed = self._has_failed(expected)
         return not has_failed and self._is_wanted(expected)
@@ -320,9 +320,9 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 
 
 def _answers(source: str) -> bool:
-    """Return True if a source accepts a new connection and answers on it or closes it, twice.
+    """Return whether a source accepts a new connection and answers on it or closes it, twice.
 
-    At its maximum number of connections, a source closes each new one; a process that is ending does so once, then
+    At its limit of connections, a source closes each new one; an ending process does so once, then
     refuses.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)

@@ -29,7 +29,7 @@ class _Slot:
 
 
 class Segment:
-    """Blocks by key. Evicts the least recently used block that has no readers. Thread-safe.
+    """Blocks by key. Evicts the least recently used block without readers. Thread-safe.
 
     The system allocates memory on first use. Raises `ConfigError` if max_bytes is below one block.
     """

@@ -192,7 +192,7 @@ class DiskStore:
 
 
 def default_bound(directory: Path) -> int:
-    """Return 16 GiB, or half of (free space + existing files) if that is less.
+    """Return 16 GiB, at most half of (free space + existing files).
 
     Creates the directory. Raises `OSError`.
     """

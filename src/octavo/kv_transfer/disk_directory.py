@@ -333,7 +333,7 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a temporary file has no writer.
+        """Return whether a temporary file has no writer.
 
         Writers of this user can open their files, so an unreadable one has none.
         """
@@ -389,7 +389,7 @@ class DiskDirectory:
             time.sleep(_LOCK_POLL_S)
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Return True if other processes still open this lock file."""
+        """Return whether other processes still open this lock file."""
         try:
             return os.path.samestat(os.fstat(descriptor), (self.path / "lock").lstat())
         except FileNotFoundError:

@@ -50,7 +50,7 @@ class KVStore(Protocol):
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that are missing, by local knowledge."""
+        """Return missing keys, by local knowledge."""
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:

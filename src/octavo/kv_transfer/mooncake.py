@@ -225,7 +225,7 @@ class MooncakeStore:
         return codes
 
     def _begin_anew(self, area: Area, mark: str) -> None:
-        """Forget all known keys and put a new mark into the pool, which lost the last one."""
+        """Forget all known keys and put a new mark into the pool."""
         with self._lock:
             if self._mark != mark:
                 return
@@ -249,7 +249,7 @@ class MooncakeStore:
 
 
 def _is_wrong(code: int, is_whole: bool) -> bool:
-    """Return True if wrong bytes arrived. If none arrived, the block may still be in the pool."""
+    """Return whether wrong bytes arrived. If none arrived, the block may still be in the pool."""
     return not is_whole and (code >= 0 or code == _WRONG_SIZE)
 
 

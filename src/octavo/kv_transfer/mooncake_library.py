@@ -23,7 +23,7 @@ _DEBIAN_PACKAGES = {
 
 
 def check_mooncake(config: KVTransferConfig) -> None:
-    """Load the libraries that a configuration needs, in a child process.
+    """Load needed libraries in a child process.
 
     Raises `ConfigError`, which names the system package to install.
     """

@@ -41,7 +41,7 @@ _LIMITS = {
 def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
     """Connect to the pool; return calls by name. Each takes keys and the address of the first key's object.
 
-    Raises `ImportError` if Mooncake cannot be loaded, and `OSError` if it does not connect.
+    Raises `ImportError`, and `OSError` if it does not connect.
     """
     from mooncake.store import (  # noqa: PLC0415 - an optional extra; its import may fail
         MooncakeDistributedStore,

@@ -139,12 +139,12 @@ class Architecture:
 
 
 def is_vocabulary(tensor_name: str) -> bool:
-    """Return True if a tensor has a row for each token."""
+    """Return whether a tensor has a row for each token."""
     return tensor_name.removesuffix(".weight") in {_EMBEDDING, _HEAD}
 
 
 def is_norm(tensor_name: str) -> bool:
-    """Return True if a tensor is a norm's weight."""
+    """Return whether a tensor is a norm's weight."""
     return tensor_name.endswith("norm.weight")
 
 

@@ -94,7 +94,7 @@ class MLPConfig(Protocol):
 class LayerNorms:
     """A layer's norms by their names in the checkpoint.
 
-    Pre-norms are applied to a sublayer's input, post-norms to its output before it is added to the residual stream.
+    Pre-norms are applied to a sublayer's input, post-norms to its output.
     """
 
     before_attention: str | None = "input_layernorm"

@@ -21,7 +21,7 @@ _MOST_CHOSEN = 64  # csrc/experts.h
 class Router:
     """How experts are chosen and weighted; see `octavo.kernels.operations.choose_experts`.
 
-    least_sum: negative if the weights of a token's experts are not normalized.
+    least_sum: negative if weights are not normalized.
     """
 
     num_experts: int

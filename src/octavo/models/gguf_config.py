@@ -91,7 +91,7 @@ class GGUFFields:
         return float(str(np.float32(found)))
 
     def optional(self, key: str) -> float | None:
-        """Return a number, or None if it is missing or zero."""
+        """Return a number, or None for zero."""
         return self.number(key) if self.values.values.get(key) else None
 
     def warn(self, message: str) -> None:
@@ -101,7 +101,7 @@ class GGUFFields:
             logger.warning("%s: %s.%s", self.file.path, self.architecture, message)
 
     def has(self, tensor: str) -> bool:
-        """Return True if the file has the tensor."""
+        """Return whether the file has the tensor."""
         return tensor in self.file.tensors
 
     @property

@@ -86,7 +86,7 @@ _TYPES = {each.value[0]: each for each in TensorType}
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """A tensor in a file. shape: rows first, as in torch. offset: from the beginning of the file."""
+    """A tensor in a file. shape: rows first, as in torch. offset: in the file."""
 
     path: Path
     type: TensorType
@@ -269,7 +269,7 @@ class _Reader:
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
-        """Replace bytes that are not UTF-8 in keys that only describe the file."""
+        """Replace invalid UTF-8 in keys that only describe the file."""
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
         data, size, unpack = self.data, self.size, _LENGTH.unpack_from
@@ -290,7 +290,7 @@ class _Reader:
 
 
 def check_piece(path: Path) -> None:
-    """Raise `ModelError`, with the way to join them, if a path is a piece of a GGUF file that was cut by bytes.
+    """Raise `ModelError`, with the way to join them, for a piece of a GGUF file cut by bytes.
 
     Also for a folder of pieces, and for a missing file whose pieces exist.
     """

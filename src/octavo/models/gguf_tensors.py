@@ -114,9 +114,9 @@ class GGUFTensors:
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
-        """Return float32 if it is stored in blocks, otherwise its own type.
+        """Return float32 for blocks, otherwise the stored type.
 
-        Refuses norms, biases and expanded blocks that are not finite. Does not read matrices of floats.
+        Refuses infinite or NaN norms, biases and expanded blocks. Does not read matrices of floats.
         """
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]

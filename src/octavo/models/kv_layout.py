@@ -41,7 +41,7 @@ class CacheSpec(Protocol):
         ...
 
     def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
-        """Return views of `part` that the layer reads and writes; their first dimension is num_blocks.
+        """Return the layer's views of `part`; their first dimension is num_blocks.
 
         part: [num_blocks, block_bytes / the bytes of a number].
         """

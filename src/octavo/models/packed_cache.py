@@ -67,7 +67,7 @@ class Identity:
         return _digest_text(json.dumps([self._formats, files]))
 
     def is_current(self) -> bool:
-        """Return True if no file has changed. Raises `OSError`."""
+        """Return whether no file has changed. Raises `OSError`."""
         return all(FileState.of(path) == state for path, state in self._states.items())
 
     def keep(self) -> None:
@@ -93,7 +93,7 @@ class PackedCache:
         return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
 
     def make_room(self, num_bytes: int, for_path: Path) -> bool:
-        """Remove files until `num_bytes` fit; return False, and remove nothing, if that is impossible.
+        """Remove files until `num_bytes` fit; return False, and remove nothing, if impossible.
 
         Keeps files of the last day: otherwise models used in turn would evict each other.
         """
@@ -217,7 +217,7 @@ class _TensorBeingRead(NamedTuple):
     tasks: list[Future[list[int]]]
 
     def result(self) -> Tensor:
-        """Wait for the data. Raises `ValueError` if they are damaged."""
+        """Wait for the data. Raises `ValueError` if damaged."""
         if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
             raise ValueError(f"{self.name} is damaged")
         return self.data

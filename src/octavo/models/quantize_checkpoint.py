@@ -1,4 +1,4 @@
-"""Writes quantized copies, which vLLM and transformers also read.
+"""Writes quantized copies, also for vLLM and transformers.
 
 Embeddings, lm_head and norms are not quantized.
 """

@@ -35,7 +35,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredIntegers:
-    """The `StoredTensors` of a checkpoint of integers, which read(name) returns."""
+    """The `StoredTensors` of integers, which read(name) returns."""
 
     def __init__(
         self, files: StoredTensors, stored: StoredQuantization, read: Callable[[str], QuantizedWeight]

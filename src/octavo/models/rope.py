@@ -44,7 +44,7 @@ def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int
 
 
 def first_rows(rope: RopeConfig | None, head_dim: int, num_positions: int, num_rows: int) -> Tensor:
-    """Return num_rows of a table for num_positions, which may be fewer."""
+    """Return the first rows of a table for num_positions, perhaps fewer."""
     return make_cos_sin(None if rope is None else rope.within(num_positions), head_dim, num_rows)
 
 

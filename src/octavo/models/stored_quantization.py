@@ -1,4 +1,4 @@
-"""How a checkpoint stores weights that are integers.
+"""How a checkpoint stores integers.
 
 Supports compressed-tensors with int8 weights and activations (W8A8) or packed int4 weights (W4A16), GPTQ and AWQ.
 Products round activations to int8.

@@ -118,7 +118,7 @@ def hash_file(path: Path, on_progress: Callable[[], None] = lambda: None) -> str
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` when it is complete."""
+    """Open a file that replaces `path` when complete."""
     number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:

@@ -200,7 +200,7 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> ReportedUsage:
-        """Hold JSON until it is complete, unless it is too large: until then another engine can answer.
+        """Hold JSON until it is complete or too large: until then another engine can answer.
 
         Raises `AnswerError` if the connection's end cut the JSON.
         """

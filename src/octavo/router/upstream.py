@@ -33,7 +33,7 @@ _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if no server listens there."""
+    """Return whether no server listens there."""
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 

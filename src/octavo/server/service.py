@@ -107,7 +107,7 @@ class Service(HttpService):
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
         """Return the model name to write in the answer. Raises `ModelNotFoundError`.
 
-        None selects the first served name, and so does a name in `aliases` that is not served.
+        None, and unserved names in `aliases`, select the first served name.
         """
         if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]

@@ -36,7 +36,7 @@ class Answers:
         return len(self._ends)
 
     def add(self, token_ids: list[int], cache_salt: str | None) -> None:
-        """Keep an answer. token_ids: with the end of the prompt, to match later requests."""
+        """Keep an answer. token_ids: with the prompt's end."""
         while len(self._ends) >= self._max_answers:
             self._index.drop(self._ends[0][0])
             self._release_oldest()

@@ -43,7 +43,7 @@ def check_fingerprint(
 ) -> EngineFingerprint:
     """Return the engine's fingerprint. Refuse a start that computes other numbers than an earlier one.
 
-    identity: hashes the weights, so that starts with a copy of them are compared, too. Compares nothing if
+    identity: hashes the weights, so starts with a copy are compared, too. Compares nothing if
     packed_cache_bytes is 0 or there are no checksums. Raises `FingerprintError`, and `ModelError` for changed weights.
     """
     logger.info("fingerprint: %s", fingerprint.summary)

@@ -1,4 +1,4 @@
-"""Closes objects if the schema names properties but does not say if further ones are allowed.
+"""Closes objects with properties if the schema does not decide about further ones.
 
 In JSON Schema they are open, and a small model invents properties without end. llama.cpp and xgrammar close them, too.
 """

@@ -175,7 +175,7 @@ class GrammarCompiler:
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
-        """Compile a grammar in the background. The future raises `GrammarError` if it is invalid.
+        """Compile a grammar in the background. The future raises `GrammarError`.
 
         The grammar lives as long as the object `wanted`: no step waits for it. Tenants take turns; the future is
         `running()` once it is the tenant's turn. Raises `GrammarError` if no thread can be started, and

@@ -66,7 +66,7 @@ def text_up_to(
 ) -> str:
     """Return two rules: `head`, any text up to and including a marker, and `text`, any text.
 
-    token: the name of the marker if it is one token; then `text` excludes the marker in any tokenization. between: ids
+    token: the marker's name if it is one token; then `text` excludes it in any tokenization. between: ids
     of added tokens that the head may contain.
     """
     if token is None:

@@ -77,7 +77,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_small(schema: Any, root: dict[str, Any]) -> bool:
-    """Return True if a schema, fully expanded, has at most MAX_EXPANDED schemas."""
+    """Return whether a schema, fully expanded, has at most MAX_EXPANDED schemas."""
     left, num_seen = [schema], 0
     while left and num_seen <= MAX_EXPANDED:
         part = left.pop()
@@ -125,7 +125,7 @@ def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_open(schema: dict[str, Any]) -> bool:
-    """Return True if an object may have properties that its merged schema does not name.
+    """Return whether an object may have properties that its merged schema does not name.
 
     With `properties` and without `additionalProperties` it is closed, as models write such calls.
     """

@@ -1,4 +1,4 @@
-"""Finds the part of a JSON schema that llguidance refuses: its errors do not name it."""
+"""Finds the refused part of a JSON schema: llguidance's errors do not name it."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class DraftRunner:
         self.kv.update(scheduled)
 
     def warm_up(self, request_id: str) -> None:
-        """Make the first pass, which captures graphs, unless the request is too long."""
+        """Capture graphs, unless the request is too long."""
         num_tokens = self._batch.num_tokens[self._batch.requests[request_id].row]
         if self.forward_pass.has_run or num_tokens > self.max_model_len:
             return

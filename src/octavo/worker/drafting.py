@@ -74,7 +74,7 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts of a step's requests.
 
-        max_drafts: how many drafts are worthwhile, of the drafting model if there is one; no entry means no bound.
+        max_drafts: how many drafts (of the drafting model, if any) are worthwhile; no entry: no bound.
         """
         if not self.proposer.num_speculative_tokens:
             return {}

@@ -75,7 +75,7 @@ class HostCopies(Protocol):
         ...
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Return a tensor on the device, for work that is enqueued later.
+        """Return a tensor on the device, for later work.
 
         On a CPU it may share the array's memory; otherwise the array may be changed afterwards.
         """

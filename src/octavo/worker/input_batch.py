@@ -232,7 +232,7 @@ class InputBatch:
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step.
 
-        Requests with more tokens come first; equal ones with the same first block are adjacent: attention reads it
+        Longer ones come first; equal ones with the same first block are adjacent: attention reads it
         once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]

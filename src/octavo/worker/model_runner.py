@@ -119,7 +119,7 @@ class ModelRunner:
             return self._collect(self._launch(scheduled))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
-        """Return True if all earlier steps must be collected before this one is launched.
+        """Return whether all earlier steps must be collected before this one is launched.
 
         Drafts, penalties and grammars need tokens on the host; copies, transfers and preemptions are rare.
         """

@@ -186,7 +186,7 @@ class HostBuffer:
 class StagedBuffer:
     """`PieceBuffer` of a device: equal memory on both sides, first the ids, then a row for each block.
 
-    Only this stream uses the device's memory, which is freed with the buffer.
+    Only this stream uses the device's memory.
     """
 
     def __init__(

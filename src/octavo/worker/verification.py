@@ -91,7 +91,7 @@ class ExactVerification:
 class RejectionVerification:
     """Rejection sampling, see `octavo.kernels.rejection_sampling`.
 
-    The sampling kernel chooses for greedy requests, with the same result, and after the last draft.
+    The sampling kernel chooses for greedy requests, and after the last draft.
     """
 
     def __init__(self, kernels: Kernels) -> None:

@@ -35,7 +35,7 @@ class KVCacheManager:
     """Allocates blocks of `block_size` tokens: all or nothing over all KV groups.
 
     Only its methods change block tables. num_blocks: of the first KV group. max_step_tokens: per request. extra_keys:
-    see `BlockChains`. grown: requests with blocks that the worker does not know yet.
+    see `BlockChains`. grown: requests with blocks unknown to the worker.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A row's result depends only on its own position and KV: tiles of rows are padded to one shape, and tiles and partitions
 (states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions. Only a device can
-show that a row of a product does not depend on the rest of the tile, and that products with weights of zero do not
-change a sum.
+show that a product's row is independent of the rest of the tile, and that products with zero weights do not change a
+sum.
 
 The launch depends on shapes alone, so a captured one serves sequences of any length. In a sequence of length 0, a row
 at position -1 gets zeros: divisions round towards zero, so it visits its first tile, with masked loads.
@@ -92,7 +92,7 @@ def paged_attention(
 
 
 def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return True if the kernel supports such heads."""
+    """Return whether the kernel supports such heads."""
     return bool(triton.next_power_of_2(head_dim) * dtype.itemsize <= MAX_ROW_BYTES)
 
 
@@ -195,7 +195,7 @@ def _attend_tile(
 
 @triton.jit
 def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a tile's sequence, and its number there, which may be past the last.
+    """Return a tile's sequence, and its number there, perhaps past the last.
 
     Tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, so all fit.
     """

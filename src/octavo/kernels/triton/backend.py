@@ -301,7 +301,7 @@ def _attention_in_torch(dtype: torch.dtype) -> str:
 
 
 def is_interpreted() -> bool:
-    """Return True if Triton was imported with TRITON_INTERPRET=1."""
+    """Return whether Triton was imported with TRITON_INTERPRET=1."""
     return bool(triton.knobs.runtime.interpret)
 
 

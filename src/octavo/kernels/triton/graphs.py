@@ -44,7 +44,7 @@ class CudaGraphPool:
         self._stream = torch.cuda.Stream(device)  # captures on one stream share memory
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture, launch once so that the driver allocates, and measure."""
+        """Capture, launch once for the driver's allocations, and measure."""
         before = self._memory()
         graph = torch.cuda.CUDAGraph()
         try:

@@ -1,6 +1,6 @@
 """Products of int8 rows with weights in GGUF's blocks, exact: `octavo.kernels.quantization.linear_blocks`.
 
-Sums of 32 integers are exact, so tiles may have any shape: narrow ones for few rows, so that more processors read the
+Sums of 32 integers are exact, so tiles may have any shape: narrow ones for few rows let more processors read the
 weight.
 """
 

@@ -1,6 +1,6 @@
 """Rotary embedding (Su et al. 2021), and the write of KV into its slots.
 
-Nothing is fused, so that the numbers rounded to int8 or fp8 are those of plain torch.
+Nothing is fused, so int8 and fp8 are rounded from plain torch's numbers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The prefix of a prompt that is expected in an engine's cache.
+    """A prompt's prefix expected in an engine's cache.
 
     num_bytes: 0 if only open requests sent it: it may not be computed yet. since: when all of it had been sent. now:
     the request's time.
@@ -30,8 +30,8 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: of each engine. is_branch: other prompts continue the longest one differently: it is shared, like a
-    system prompt.
+    num_bytes: of each engine. is_branch: other prompts continue the longest one differently, like a system
+    prompt.
     """
 
     num_bytes: dict[EngineHandle, int]

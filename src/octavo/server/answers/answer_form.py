@@ -40,7 +40,7 @@ class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
     tools: None if the call format is not known. reasoning_end_id: None if the end of reasoning is not one token.
-    special_ids: the marks that are special tokens.
+    special_ids: of marks.
     """
 
     tools: ToolFormat | None = None

@@ -1,4 +1,4 @@
-"""Tool calls of models with a chat template that does not support tools.
+"""Tool calls of models with chat templates without tools.
 
 As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. The history has
 such objects, too.

@@ -22,8 +22,8 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    text: for `call` the tool's name; for `arguments` a piece of JSON, which is incomplete if the answer was cut off,
-    and broken if a long call was malformed. call: the call's index. start: characters before the part in the answer; a
+    text: for `call` the tool's name; for `arguments` a piece of JSON, incomplete if the answer was cut off, broken if
+    a long call was malformed. call: the call's index. start: characters before the part in the answer; a
     call may begin later.
     """
 

@@ -62,7 +62,7 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
 async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
     """Answer a prompt.
 
-    With raw, the prompt is continued as it is; so is a prompt without system if the model has no chat template.
+    With raw, the prompt is continued as it is; so is one without system if there is no chat template.
     """
     options = _job_options(service, request)
     if not request.prompt:

@@ -143,7 +143,7 @@ def _continues(data: bytes, position: int) -> bool:
 
 
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
-    """Find the places of a prompt's tokens. A token that is not found gets 0 characters.
+    """Find the places of a prompt's tokens. A missing token gets 0 characters.
 
     The tokens' joined text may differ from the prompt: a tokenizer may add a space.
     """

@@ -190,14 +190,14 @@ class LiveView:
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
-        """Return the numbers of requests that have begun and not ended."""
+        """Return open requests' numbers."""
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return the rows of all seconds before `now` that changed after `revision` or are not before `second`.
+        """Return the seconds before `now` that changed after `revision` or are not before `second`.
 
-        A past second can change: a long step is reported when it ends, but its prompt tokens count in the second in
-        which it began.
+        A past second can change: a long step's prompt tokens count in the second in which it
+        began.
         """
         self._fill(now)
         return [
@@ -401,7 +401,7 @@ class LiveView:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the smallest of `values` that at least a `share` (0 to 1) of them do not exceed."""
+    """Return the least of `values` that a `share` (0 to 1) of them do not exceed."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
