@@ -137,12 +137,12 @@ class SamplingParams:
     n: output sequences per prompt. seed: makes sampling reproducible; the engine draws one if it is None or -1.
     temperature: 0 is greedy. top_p: 0 keeps only the most probable token. top_k 0 or -1, top_p 1, min_p 0 and typical_p
     1 keep all tokens. typical_p: TGI's locally typical sampling (`octavo.worker.typical`). max_tokens: None means up to
-    the model's limit. logprobs, prompt_logprobs: number of most probable tokens reported besides the token itself; None
-    for no log probabilities. logit_bias: token id -> number added to its logit. structured_outputs: the structure of
-    the answer, which ends with it. shown_special_token_ids: special tokens shown even with skip_special_tokens.
-    pooling: "last" or "mean" asks for the prompt's hidden states as one vector; n and max_tokens must then be 1.
-    num_speculative_tokens: maximum number of drafts in a step, 0 for none, None for the engine's; no token depends on
-    it.
+    the model's limit. logprobs, prompt_logprobs: number of most probable tokens reported in addition to the token
+    itself; None for no log probabilities. logit_bias: token id -> number added to its logit. structured_outputs: the
+    structure of the answer, which ends with it. shown_special_token_ids: special tokens shown even with
+    skip_special_tokens. pooling: "last" or "mean" asks for the prompt's hidden states as one vector; n and max_tokens
+    must then be 1. num_speculative_tokens: maximum number of drafts in a step, 0 for none, None for the engine's; no
+    token depends on it.
 
     Numbers may be numpy's. Raises `RequestError` for an invalid value. Fields may be changed until the request is sent:
     the engine checks them again and keeps a copy.

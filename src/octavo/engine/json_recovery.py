@@ -306,7 +306,6 @@ class _Search:
         return on.advanced(found.end(), blanks + found.group(), "colon", keys=on.keys | {key})
 
     def _strings(self, before: _Reading) -> Iterator[_Reading]:
-        """Yield readings up to each possible end of the string, nearest first."""
         text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
@@ -357,7 +356,6 @@ class _Search:
         return first < len(self._breaks) and self._breaks[first] < end
 
     def _may_end_string(self, position: int, before: _Reading) -> str:
-        """Return the comma or bracket after a quote that may end a string, otherwise ""."""
         top = before.stack[-1]
         blanks = _BLANKS.match(self._text, position)
         position = position if blanks is None else blanks.end()

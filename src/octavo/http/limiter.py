@@ -126,8 +126,8 @@ class WaitingLine:
 
     A new request, or the first of another tenant, may overtake until the overtaken one has been passed by as many units
     as it requested. So small requests do not starve a large one, nor does it block them for long.
-    Then its own tenant's requests do not overtake it, and once its tenant holds nothing, others must keep room for
-    it.
+    Then its own tenant's requests do not overtake it, and once its tenant holds nothing, other tenants must keep room
+    for it.
     """
 
     def __init__(self, pool: Pool) -> None:

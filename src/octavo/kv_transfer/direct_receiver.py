@@ -232,7 +232,6 @@ class DirectReceiver:
     def _receive_part(
         self, expected: _Expected, area: Area, session: str, keys: Sequence[bytes], blocks: Sequence[memoryview]
     ) -> int:
-        """Receive as many blocks as fit an area; count the leading valid ones."""
         count, is_over = 0, False
         generation = secrets.token_bytes(messages.GENERATION_BYTES)
         try:
@@ -286,7 +285,6 @@ class DirectReceiver:
         channel.send(messages.Notice(encoded, proof))
 
     def _take(self, written: memoryview, generation: bytes, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return whether it is valid."""
         head = messages.header_in(written)
         block[:] = written[HEADER_BYTES:]
         return head == messages.header(generation, key, checksum(key, block))

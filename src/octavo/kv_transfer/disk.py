@@ -182,7 +182,6 @@ class DiskStore:
 
     @contextmanager
     def _reading(self, directory: Path) -> Iterator[None]:
-        """Turn `OSError` into `StoreError`."""
         try:
             yield
         except OSError as error:

@@ -263,7 +263,6 @@ class DiskDirectory:
         sync_directory(self._root)
 
     def _begin(self, temporary: str, num_bytes: int) -> int:
-        """Create a locked temporary file."""
         with self._mutex, self._locked():
             self._make_room(num_bytes)
             self._new_generation()

@@ -131,7 +131,6 @@ class MooncakeStore:
         return count
 
     def _take(self, area: Area, index: int, code: int, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return whether it is valid."""
         stored = area.objects[index]
         is_whole = code == len(stored)
         if is_whole:

@@ -115,8 +115,6 @@ class _Refusal:
 
 
 class _Exchange:
-    """All attempts to serve a request."""
-
     def __init__(
         self, service: RouterService, routed: RoutedRequest, request: Request, body: bytes, send: Send, api: Api
     ) -> None:

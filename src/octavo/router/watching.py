@@ -190,7 +190,6 @@ class EngineWatch:
             engine.request_timeout_s = info.request_timeout
 
     async def _get(self, engine: EngineHandle, path: str) -> bytes | None:
-        """Return the body of a status 200. Raises `TimeoutError`."""
         try:
             status, text = await self._upstream.get(
                 engine, path, self._config.engine_api_key, self._config.health_timeout_s

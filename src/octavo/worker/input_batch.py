@@ -84,7 +84,7 @@ class InputBatch:
     """The requests that the worker knows, one row each.
 
     Only `append_sampled` makes tokens known; awaited tokens or drafts may follow them. block_tables: for each KV group
-    [max_num_seqs, blocks], undefined for released blocks. num_changes: how often a request left or failed.
+    [max_num_seqs, blocks], undefined for released blocks. num_changes: how often a request ended or failed.
     num_position_dims: after a prompt, all dimensions count on from its largest position.
     """
 

@@ -94,7 +94,7 @@ class KVPlan:
         """Return how many blocks of the first group sequences can use if the bounded groups have `num_bytes`.
 
         Blocks without bytes still cost time and memory. So there are enough for the sequences that fit the bounded
-        groups besides a step, or for one sequence and all kept blocks.
+        groups in addition to a step, or for one sequence and all kept blocks.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:

@@ -49,7 +49,7 @@ def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_se
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
-    """Return an upper bound of a step's bytes besides weights and KV.
+    """Return an upper bound of a step's bytes, without weights and KV.
 
     The peak is in the MLP: residual, hidden, gate and up, their product and a float32 copy. The sampler has three
     float32 copies of the logits.

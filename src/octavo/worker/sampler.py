@@ -77,7 +77,7 @@ class SamplingColumns:
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """The work on a row of logits besides the kernel.
+    """The work on a row of logits outside of the kernel.
 
     known_tokens: only their number matters unless `SamplingColumns.reads_tokens`. allowed: bool [vocab], by a grammar.
     """

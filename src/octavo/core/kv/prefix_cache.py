@@ -132,10 +132,6 @@ class PrefixCache:
     def _find_from(
         self, request: Request, first: int, name: BlockLink | None, find: Callable[..., _Found | None]
     ) -> list[_Found]:
-        """Look up a request's blocks with `find`, from block `first` to the first miss.
-
-        name: of the previous block.
-        """
         if not self.reads_cache(request):
             return []
         chain, token_ids, size = self.chains.extended(request), request.sequence.token_ids, self._block_size

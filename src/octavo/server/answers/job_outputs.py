@@ -45,7 +45,7 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     """Return a generator of the outputs of all prompts, in their order of arrival.
 
     The job's place limits how many prompts run in parallel. usage: gets the unyielded last output of a request that
-    failed or was cut off; the reader adds all others. Reading raises the request's error: `RequestFailedError`,
+    failed or was cut off; the reader adds all other outputs. Reading raises the request's error: `RequestFailedError`,
     `ExecutionError` if a step failed, `DeadlineError`, `RequestError` if it was refused or its grammar failed,
     `AuthenticationError` if its key was removed, or `ServerClosingError`.
     """
