@@ -96,8 +96,7 @@ def build_core(
     """Build a scheduler and a worker with loaded weights. Raises `ConfigError` and `ModelError`.
 
     reads_ahead: read the vocabulary for grammars now, not at the first grammar while all requests wait.
-    kv_store(block_bytes): makes a store that is asked before the configured
-    ones.
+    kv_store(block_bytes): makes a store that is asked before the configured ones.
     """
     check_mooncake(config.kv_transfer)
     model_config = config.model

@@ -1,7 +1,7 @@
 """Chooses how many draft tokens each request gets: the number that gives the most tokens per second.
 
-Costs and acceptance rates are learned. Unknown rates count as good, and bad drafting is retried
-sometimes. No token depends on the choice.
+Costs and acceptance rates are learned. Unknown rates count as good, and bad drafting is retried sometimes. No token
+depends on the choice.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ class ServiceCounters:
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
         """Return the largest possible difference between two waiting tenants' counters.
 
-        Admissions go to the smallest counter, so it is at most one prompt and the tokens still to be
-        generated.
+        Admissions go to the smallest counter, so it is at most one prompt and the tokens still to be generated.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight

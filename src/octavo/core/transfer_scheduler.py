@@ -263,8 +263,8 @@ class KVTransferScheduler:
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
         """Return the usable part of a prefix hit: all of it, unless the KV is for another engine.
 
-        That engine needs every block, so the hit ends before the first lacking one that cannot be saved
-        whole. Earlier lacking blocks are saved immediately, before they lose a part.
+        That engine needs every block, so the hit ends before the first lacking one that cannot be saved whole. Earlier
+        lacking blocks are saved immediately, before they lose a part.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):

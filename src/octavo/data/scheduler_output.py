@@ -131,12 +131,11 @@ def need_parts(block_ids: list[list[int]]) -> list[bool]:
 class SchedulerOutput:
     """One step.
 
-    num_scheduled_tokens: in the order of scheduling, not of rows.  scheduled_spec_decode_tokens:
-    drafts to verify, the last of a request's scheduled tokens. kv_transfers: to start after `copies`. kv_cancels:
-    cancelled transfers, whose blocks are neither read nor written after this step. num_pending_transfers: transfers and
-    lookups without a result; if above 0, the worker must be asked for results. max_drafts: limit on each request's new
-    drafts; 0: none; no entry: only the proposer's. If a model drafts, looked-up drafts are
-    not limited.
+    num_scheduled_tokens: in the order of scheduling, not of rows. scheduled_spec_decode_tokens: drafts to verify, the
+    last of a request's scheduled tokens. kv_transfers: to start after `copies`. kv_cancels: cancelled transfers, whose
+    blocks are neither read nor written after this step. num_pending_transfers: transfers and lookups without a result;
+    if above 0, the worker must be asked for results. max_drafts: limit on each request's new drafts; 0: none; no entry:
+    only the proposer's. If a model drafts, looked-up drafts are not limited.
     """
 
     step: int

@@ -30,8 +30,8 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 def read_arguments(text: str) -> dict[str, Any]:
     """Return any call's arguments as an object, as chat templates need.
 
-    A cut-off call has the arguments that arrived, with the beginning of the last string. Other text becomes
-    the value of `UNREADABLE_KEY`: the model sees it.
+    A cut-off call has the arguments that arrived, with the beginning of the last string. Other text becomes the value
+    of `UNREADABLE_KEY`: the model sees it.
     """
     whole = parse_arguments(text)
     if whole is not None:

@@ -197,8 +197,8 @@ class CoreServer:
 def _wake_when_parent_dies() -> None:
     """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
 
-    A running process ignores the signal, so an early one is harmless. After an
-    earlier death of the parent, this process notices the end by itself.
+    A running process ignores the signal, so an early one is harmless. After an earlier death of the parent, this
+    process notices the end by itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

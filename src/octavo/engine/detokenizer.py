@@ -28,7 +28,7 @@ _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
 
 class TokenPieces:
-    """The text or bytes that each token appends to a text.
+    """The text or bytes that each token appends to a nonempty text.
 
     has_byte_runs: consecutive byte tokens form a run; if it is not UTF-8, each becomes a replacement character
     (sentencepiece's byte fallback). strips_start: the decoder may change a text's beginning.

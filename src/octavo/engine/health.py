@@ -17,10 +17,9 @@ _AWAY_S = 1.0  # after a longer gap between looks, the watching thread was stopp
 class Patience:
     """Time limits, in seconds.
 
-    frozen, stuck: time without a message, or progress, until it is not ready. dead, endless: until it is
-    killed. loading: replaces `dead` before it is ready. restarts: pauses before consecutive restarts; the last one
-    repeats. healthy: after so long a service they begin again. Messages come every half second; packed weights are
-    progress.
+    frozen, stuck: time without a message, or progress, until it is not ready. dead, endless: until it is killed.
+    loading: replaces `dead` before it is ready. restarts: pauses before consecutive restarts; the last one repeats.
+    healthy: after so long a service they begin again. Messages come every half second; packed weights are progress.
     """
 
     frozen: float = 3.0

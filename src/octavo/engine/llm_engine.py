@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """An engine. Not thread-safe."""
+    """A synchronous engine. Not thread-safe."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Engine:
         try:
             while not answers:
                 self.client.wait()
-        except BaseException:  # the caller does not know the request
+        except BaseException:  # an interrupt: the caller does not know the request
             self._give_up([processed.request_id])
             raise
         if answers[0] is not None:

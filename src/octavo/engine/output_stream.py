@@ -21,11 +21,9 @@ DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline: the stre
 class OutputStream:
     """A queue of outputs on the event loop of its one reader.
 
-    deadline: on the loop's clock. on_unread: called with each output that the reader missed.
-
-    accepted: done or failed once the core has answered.
-        is_detached: the reader is gone; only for the engine's thread.
-        num_delivered: by the engine's thread.
+    deadline: on the loop's clock. on_unread: called with each output that the reader missed. accepted: done or failed
+    once the core has answered. is_detached: the reader is gone; only for the engine's thread. num_delivered: by the
+    engine's thread.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:

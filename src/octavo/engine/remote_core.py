@@ -82,8 +82,8 @@ class RemoteCore:
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process; return the result of `meanwhile`, called while it loads.
 
-        progress(done, total): in bytes of packed weights, after `meanwhile`. Raises errors of
-        `meanwhile` and of the process, and `EngineDeadError` if it ends.
+        progress(done, total): in bytes of packed weights, after `meanwhile`. Raises errors of `meanwhile` and of the
+        process, and `EngineDeadError` if it ends.
         """
         self._progress = progress or self._progress
         try:

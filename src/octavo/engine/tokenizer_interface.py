@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
         ...
 
     def add(self, token_ids: list[int]) -> str:
-        """Append tokens; return their final text."""
+        """Append tokens; return text that no later token changes."""
         ...
 
     def finish(self) -> str:
@@ -97,7 +97,7 @@ class NoTokenizer:
 
 
 class SomeSpecialTokens:
-    """Shows a few special tokens."""
+    """Shows a few special tokens even if they are skipped."""
 
     def __init__(self, tokenizer: DetokenizerFactory, shown: list[int]) -> None:
         self._tokenizer = tokenizer

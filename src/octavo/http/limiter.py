@@ -125,9 +125,8 @@ class WaitingLine:
     """Requests that wait for room in a pool, first come, first served within a tenant.
 
     A new request, or the first of another tenant, may overtake until the overtaken one has been passed by as many units
-    as it requested. So small requests do not starve a large one, nor does it block them for long.
-    Then its own tenant's requests do not overtake it, and once its tenant holds nothing, other tenants must keep room
-    for it.
+    as it requested. So small requests do not starve a large one, nor does it block them for long. Then its own tenant's
+    requests do not overtake it, and once its tenant holds nothing, other tenants must keep room for it.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -215,8 +214,7 @@ class _Account:
 class Permit:
     """The place of one HTTP request: `num_streams` output streams.
 
-    is_kept: a stream releases it, not the `with` block. is_in: one prompt got room, so further ones
-    wait.
+    is_kept: a stream releases it, not the `with` block. is_in: one prompt got room, so further ones wait.
     """
 
     tenant: Tenant

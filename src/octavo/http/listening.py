@@ -114,8 +114,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that refuses connections until `open_door`. Raises `ConfigError`. host: "::" includes IPv4.
 
     Refused connections make a proxy try another server while this one loads. TCP_NOTSENT_LOWAT keeps Linux from
-    buffering megabytes for a slow reader. TCP_USER_TIMEOUT would also end connections of merely slow
-    readers.
+    buffering megabytes for a slow reader. TCP_USER_TIMEOUT would also end connections of merely slow readers.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:

@@ -75,7 +75,7 @@ _DEFAULTS = Tenant()
 class Keyring:
     """The valid keys. The time of a lookup reveals nothing about them.
 
-    A key's index is a keyed hash.
+    A key's index is a keyed hash, which hides similar keys.
     """
 
     def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:

@@ -86,8 +86,8 @@ def create_kernels(
 
     backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning without them; on CUDA plain torch
     until the Triton kernels have been tried on a GPU. In "fast-inexact" rows depend on the batch. isa: "auto" is
-    `default_instruction_set()`.
-    Raises ConfigError for a backend or instruction set that is unknown or unsupported here.
+    `default_instruction_set()`. Raises ConfigError for a backend or instruction set that is unknown or unsupported
+    here.
     """
     if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
         choices = ", ".join(("auto", "reference", "cpu", *_IN_TRITON[:-1]))

@@ -23,8 +23,8 @@ _ANYBODY = "192.0.2.1:9"  # for documentation (RFC 5737), on no real network
 class TransferClient:
     """Runs a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
 
-    Advertises a default address until `get` learns a better one. object_bytes: of a header and a block.
-    num_areas: limit on transfers.
+    Advertises a default address until `get` learns a better one. object_bytes: of a header and a block. num_areas:
+    limit on transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:

@@ -1,7 +1,6 @@
 """The decode engine's side of direct transfers.
 
-Received bytes are not trusted: header and checksum are compared after a block was copied out of shared
-memory.
+Received bytes are not trusted: header and checksum are compared after a block was copied out of shared memory.
 """
 
 from __future__ import annotations
@@ -320,8 +319,7 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 def _answers(source: str) -> bool:
     """Return whether a source accepts a new connection and answers on it or closes it, twice.
 
-    At its limit of connections, a source closes each new one; an ending process does so once, then
-    refuses.
+    At its limit of connections, a source closes each new one; an ending process does so once, then refuses.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

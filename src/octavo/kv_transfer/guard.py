@@ -27,8 +27,8 @@ ResultT = TypeVar("ResultT")
 class GuardedStore:
     """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
-    After a failure the store gets no call for a pause, which doubles; then a single call tries
-    it. It gets no call while another one hangs.
+    After a failure the store gets no call for a pause, which doubles; then a single call tries it. It gets no call
+    while another one hangs.
 
     open_store: called until it succeeds. may_wait: calls wait for other engines, so none counts as hanging.
     keeps_parts: the store also keeps blocks with the first KV group only.

@@ -54,7 +54,7 @@ def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
 def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
     """Return the numbers of yarn that llama.cpp computes with (`llama_context`).
 
-    It ignores `yarn_attn_factor` and `yarn_ext_factor` , so other values than its own are logged.
+    It ignores `yarn_attn_factor` and `yarn_ext_factor`, so other values than its own are logged.
     """
     is_read = fields.architecture == _READS_BETAS
     multiplier = fields.optional(f"{_YARN}log_multiplier") if is_read else None

@@ -72,9 +72,8 @@ def load_model(
     """Read and pack all weights of a checkpoint.
 
     load_format: "dummy" makes random weights from `seed`. quantization, group_size: for weights other than integers.
-    progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels do not support fp8.
-    Peak memory is that of the packed weights, of the pages last read and of the largest weights converted or rounded
-    together.
+    progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels do not support fp8. Peak memory is
+    that of the packed weights, of the pages last read and of the largest weights converted or rounded together.
     """
     if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(

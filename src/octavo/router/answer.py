@@ -43,8 +43,8 @@ class SilentEngineError(TimeoutError):
 class AnswerLimits:
     """Limits of an answer.
 
-    first_byte_s: until the headers end. idle_s: between pieces of the body. max_bytes:
-    of a body read as a whole.
+    first_byte_s: from the request's end to the headers' end. idle_s: between pieces of the body. max_bytes: of a body
+    read as a whole.
     """
 
     first_byte_s: float

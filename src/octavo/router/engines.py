@@ -28,10 +28,10 @@ class EngineHandle:
     """One engine. None: not known yet.
 
     is_member: the sources still name it. models: empty if its answer was no list. role: "prefill", "decode" or "both".
-    incarnation: identifies a run of its process. kv_format: all that its KV depends on, except tokens.
-    prefills_from: when it may be asked for prefills again, on the event loop's clock. open_tokens: sent or expected by
-    this router, and not back yet. other_tokens, num_sent_prompt_tokens: estimated. num_paired: requests that it answers
-    with KV from another engine. num_paired_in_vain: without KV.
+    incarnation: identifies a run of its process. kv_format: all that its KV depends on, except tokens. prefills_from:
+    when it may be asked for prefills again, on the event loop's clock. open_tokens: sent or expected by this router,
+    and not back yet. other_tokens, num_sent_prompt_tokens: estimated. num_paired: requests that it answers with KV from
+    another engine. num_paired_in_vain: without KV.
     """
 
     url: str

@@ -96,8 +96,7 @@ class TextWork:
         """Run `work` and return its result. Raises `DeadlineError`, and its exceptions.
 
         deadline: on the event loop's clock. on_read: always called at the end with the number of tokens read. is_count:
-        no generation waits for it. If the caller is cancelled, the work stops at its next
-        `progress`, or never starts.
+        no generation waits for it. If the caller is cancelled, the work stops at its next `progress`, or never starts.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:

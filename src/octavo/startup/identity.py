@@ -43,8 +43,8 @@ def check_fingerprint(
 ) -> EngineFingerprint:
     """Return the engine's fingerprint. Refuse a start that computes other numbers than an earlier one.
 
-    identity: hashes the weights, so starts with a copy are compared, too. Compares nothing if
-    packed_cache_bytes is 0 or there are no checksums. Raises `FingerprintError`, and `ModelError` for changed weights.
+    identity: hashes the weights, so starts with a copy are compared, too. Compares nothing if packed_cache_bytes is 0
+    or there are no checksums. Raises `FingerprintError`, and `ModelError` for changed weights.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:

@@ -66,8 +66,8 @@ def text_up_to(
 ) -> str:
     """Return two rules: `head`, any text up to and including a marker, and `text`, any text.
 
-    token: the marker's name if it is one token; then `text` excludes it in any tokenization. between: ids
-    of added tokens that the head may contain.
+    token: the marker's name if it is one token; then `text` excludes it in any tokenization. between: ids of added
+    tokens that the head may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"

@@ -232,8 +232,7 @@ class InputBatch:
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step.
 
-        Longer ones come first; equal ones with the same first block are adjacent: attention reads it
-        once.
+        Longer ones come first; equal ones with the same first block are adjacent: attention reads it once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))

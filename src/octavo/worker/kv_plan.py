@@ -31,8 +31,8 @@ class KVPlan:
     """The bytes of a block of each KV group, and how many blocks each bounded group needs.
 
     A short sequence has as many blocks of every group; a long one needs few of the bounded groups. Lengths are unknown,
-    so a bounded group has blocks for all sequences that may run or, if that is more, one for each `bytes_of_all
-    / block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
+    so a bounded group has blocks for all sequences that may run or, if that is more, one for each `bytes_of_all /
+    block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
     block_bytes: the first includes the drafting model's. blocks_of_sequence: held after a step, for each bounded group.
     """
 

@@ -30,8 +30,8 @@ _PENALIZED = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1)
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
     """Run a prompt of `num_tokens` tokens, which the cache must hold.
 
-    Then launch all kernels compiled at their first launch. Blocks belong to no request: their next owner
-    writes them before it reads them.
+    Then launch all kernels compiled at their first launch. Blocks belong to no request: their next owner writes them
+    before it reads them.
     """
     start = time.monotonic()
     runner.execute(_first_step(runner, num_tokens))

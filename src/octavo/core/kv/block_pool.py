@@ -123,8 +123,8 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Release blocks. Pass the last block first: the first released is the first evicted.
 
-        A private block's release renews the indexed block with its content, the parent of the request's next
-        block. Raises AssertionError for an unheld block.
+        A private block's release renews the indexed block with its content, the parent of the request's next block.
+        Raises AssertionError for an unheld block.
         """
         for block in blocks:
             if block.ref_count <= 0:

@@ -30,8 +30,7 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: of each engine. is_branch: other prompts continue the longest one differently, like a system
-    prompt.
+    num_bytes: of each engine. is_branch: other prompts continue the longest one differently, like a system prompt.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -49,8 +48,8 @@ class _Node:
 class PrefixTree:
     """A node for each piece of a prompt, keyed by a hash of all bytes up to its end.
 
-    Engines are assumed to evict the least recently used content first, as octavo's do, so one
-    number for each records its evictions.
+    Engines are assumed to evict the least recently used content first, as octavo's do, so one number for each records
+    its evictions.
     """
 
     def __init__(self, max_entries: int) -> None:

@@ -40,7 +40,7 @@ class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
     tools: None if the call format is not known. reasoning_end_id: None if the end of reasoning is not one token.
-    special_ids: of marks.
+    special_ids: of marks that are special tokens.
     """
 
     tools: ToolFormat | None = None
@@ -51,7 +51,7 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """For logs."""
+        """The style in one line."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"

@@ -55,7 +55,7 @@ class MalformedError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """A call.
+    """A call being read.
 
     arguments: emitted at the end of the call. index: None until the name is emitted.
     """

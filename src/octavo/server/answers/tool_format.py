@@ -32,7 +32,7 @@ class Function:
 
 
 class ToolFormat:
-    """Grammars are in llguidance's dialect of Lark.
+    """A format of tool calls. Grammars are in llguidance's dialect of Lark.
 
     takes_one: chat templates refuse several calls in one message, so an answer has several only if the client asks for
     parallel calls. frames_content: marks enclose the content, too, so the parser also reads answers without tools.
@@ -131,8 +131,8 @@ def choice_of(count: int) -> str:
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
     """Return the rules of arguments in the schema's order; a call uses the rule `first<place>_0`.
 
-    `first<place>_<i>` allows the arguments from number i on if none precedes them; `further<place>_<i>` if one
-    does. are_needed: whether each argument is required.
+    `first<place>_<i>` allows the arguments from number i on if none precedes them; `further<place>_<i>` if one does.
+    are_needed: whether each argument is required.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):

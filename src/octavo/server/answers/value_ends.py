@@ -83,9 +83,9 @@ class MarkEnd:
 class TagEnd:
     """Ends a value at its closing tag, or before another mark.
 
-    A closing tag is text unless an argument or the end of the call or answer follows. Without one, the
-    value ends before a known new argument, and before the end of the call. The methods
-    raise `MalformedError` if another reading is equally likely, and return None if more text is needed.
+    A closing tag is text unless an argument or the end of the call or answer follows. Without one, the value ends
+    before a known new argument, and before the end of the call. The methods raise `MalformedError` if another reading
+    is equally likely, and return None if more text is needed.
 
     call_starts: known arguments that may follow. is_text: False if the value is JSON, which contains no tag.
     """

@@ -196,8 +196,7 @@ class LiveView:
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
         """Return the seconds before `now` that changed after `revision` or are not before `second`.
 
-        A past second can change: a long step's prompt tokens count in the second in which it
-        began.
+        A past second can change: a long step's prompt tokens count in the second in which it began.
         """
         self._fill(now)
         return [
