@@ -307,9 +307,8 @@ class Kernels(Protocol):
         rotary_dim / 2 (GPT-NeoX); if interleaved, 2 i with 2 i + 1 (GPT-J). query_scale float32 [max_positions]:
         multiplies rotated and rounded queries. k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], the
         last two dimensions contiguous: in q's dtype, or int8 or float8_e4m3fn, for which rows are rounded to q's dtype,
-        then by `round_kv_rows`.
-        If a head's row of v is not finite, its v becomes zeros and its k NaN. So attention yields NaN for rows that see
-        the position, and other rows may multiply it by weights of zero.
+        then by `round_kv_rows`. If a head's row of v is not finite, its v becomes zeros and its k NaN. So attention
+        yields NaN for rows that see the position, and other rows may multiply it by weights of zero.
         """
         ...
 
