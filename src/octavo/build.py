@@ -96,8 +96,7 @@ def build_core(
     """Build a scheduler and a worker with loaded weights. Raises `ConfigError` and `ModelError`.
 
     reads_ahead: read the vocabulary for grammars now, not at the first grammar while all requests wait.
-    kv_store(block_bytes): makes a store that is asked before the configured ones, such as a `MemoryStore` over a pool
-    of several engines.
+    kv_store(block_bytes): makes a store that is asked before the configured ones.
     """
     check_mooncake(config.kv_transfer)
     model_config = config.model
@@ -187,7 +186,6 @@ def _make_worker(
 def _create_direct(
     config: EngineConfig, block_bytes: int, keys: tuple[str, ...]
 ) -> DirectDonor | DirectReceiver | None:
-    """Return this engine's side of direct transfers, if any."""
     return create_connector(
         config.kv_transfer,
         block_bytes=block_bytes,
@@ -288,7 +286,6 @@ def _recorded(
     store: RecordedConnector | None,
     fingerprint: EngineFingerprint,
 ) -> Scheduler | RecordingScheduler:
-    """Wrap the scheduler to write a journal, if wanted."""
     if path is None:
         return scheduler
     try:
@@ -301,7 +298,7 @@ def _recorded(
 def resolve_scheduler(
     config: ResolvedSchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
 ) -> ResolvedSchedulerConfig:
-    """Set attention_cost_tokens and mixed_step_ms if the configuration does not.
+    """Set missing attention_cost_tokens and mixed_step_ms.
 
     Attention is slower per operation than matrix products, by a factor of the instruction set and the weights.
     """
@@ -337,7 +334,6 @@ def fit_reservation(config: ResolvedSchedulerConfig, num_kv_tokens: int) -> Reso
 
 
 def _instruction_set(config: DeviceConfig, dtype: str) -> str | None:
-    """Return the instruction set of compiled bfloat16 products, if any."""
     if dtype != "bfloat16" or config.kernels not in {"auto", "cpu"} or resolve_device(config.device).type != "cpu":
         return None
     return default_instruction_set() if config.isa == "auto" else config.isa

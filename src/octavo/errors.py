@@ -53,7 +53,7 @@ class PromptTooLongError(RequestError):
 
     @classmethod
     def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True, least_output_tokens: int = 1) -> None:
-        """Raise the error if the output does not fit after a prompt.
+        """Raise if the output does not fit after a prompt.
 
         is_all: False if `num_tokens` are counted so far. least_output_tokens: as in `SamplingParams`.
         """

@@ -99,7 +99,7 @@ class Limits:
     may_be_none: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Return True if a number is in the range. NaN is in none."""
+        """Return whether a number is in the range. NaN is in none."""
         return bool(self.low <= value <= self.high) and not (self.is_open and value == self.low)
 
 
@@ -137,9 +137,9 @@ class SamplingParams:
     n: output sequences per prompt. seed: makes sampling reproducible; the engine draws one if it is None or -1.
     temperature: 0 is greedy. top_p: 0 keeps only the most probable token. top_k 0 or -1, top_p 1, min_p 0 and typical_p
     1 keep all tokens. typical_p: TGI's locally typical sampling (`octavo.worker.typical`). max_tokens: None means up to
-    the model's limit. logprobs, prompt_logprobs: number of most probable tokens that are reported in addition to the
-    token itself; None for no log probabilities. logit_bias: token id -> number added to its logit. structured_outputs:
-    the structure of the answer, which ends with it. shown_special_token_ids: special tokens that are shown even with
+    the model's limit. logprobs, prompt_logprobs: number of most probable tokens reported in addition to the token
+    itself; None for no log probabilities. logit_bias: token id -> number added to its logit. structured_outputs: the
+    structure of the answer, which ends with it. shown_special_token_ids: special tokens shown even with
     skip_special_tokens. pooling: "last" or "mean" asks for the prompt's hidden states as one vector; n and max_tokens
     must then be 1. num_speculative_tokens: maximum number of drafts in a step, 0 for none, None for the engine's; no
     token depends on it.
@@ -256,7 +256,7 @@ class SamplingParams:
 
     @property
     def least_output_tokens(self) -> int:
-        """Output tokens that must fit after a prompt: 1, or 0 if it is pooled."""
+        """Output tokens that must fit: 1, or 0 if pooled."""
         return 0 if self.pooling is not None else 1
 
     @property
@@ -301,7 +301,6 @@ def _plain_bias(bias: Any) -> dict[Any, Any]:
 
 
 def _listed(name: str, values: Any, of: str) -> list[Any]:
-    """Return a list; [] for None."""
     try:
         return [] if values is None else list(values)
     except TypeError:

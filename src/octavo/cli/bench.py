@@ -160,7 +160,6 @@ def serve(
 
 
 def _show_runs(columns: list[dict[str, Any]]) -> None:
-    """Print as columns."""
     heads = ["", *(str(number + 1) for number in range(len(columns)))]
     if len(columns) > 1:
         heads[-1] = "median"

@@ -23,7 +23,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of
 
 
 class GroupedCommand(TyperCommand):
-    """A command with headings in its help. Its own options come first."""
+    """A command with headings in its help."""
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write all sections."""
@@ -40,7 +40,7 @@ class GroupedCommand(TyperCommand):
 
 
 class LazyCommand(NamedTuple):
-    """A command that is not imported yet: `name` in `module`."""
+    """A command not imported yet: `name` in `module`."""
 
     name: str
     module: str

@@ -32,7 +32,7 @@ _SOURCES = {
 
 
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Use a file's values as defaults of options. Raises `typer.BadParameter`.
+    """Read defaults. Raises `typer.BadParameter`.
 
     The callback of an option that must be read first. Keys may have dashes or underscores.
     """

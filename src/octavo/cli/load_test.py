@@ -26,10 +26,7 @@ _END = b"[DONE]"
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of one request, in seconds of one clock.
-
-    token_times: arrivals of its events, except one that has only the finish reason.
-    """
+    """One request, in seconds of one clock. token_times: arrivals of events with text."""
 
     sent: float
     token_times: list[float] = field(default_factory=list)
@@ -66,7 +63,7 @@ async def find_model(url: str, api_key: str | None) -> str:
 
 
 def shuffled(items: Sequence[Item]) -> list[Item]:
-    """Shuffle each prompt's tokens, so that no prefix cache has them."""
+    """Shuffle tokens, so that no prefix cache has them."""
     rng = random.SystemRandom()
     return [
         replace(item, prompt_token_ids=rng.sample(item.prompt_token_ids, len(item.prompt_token_ids))) for item in items
@@ -99,8 +96,7 @@ async def load(
 ) -> list[Seen]:
     """Send each greedy request at its time and read its stream.
 
-    times: seconds from the start. max_concurrency: further requests wait here; they are measured from when they are
-    sent.
+    times: seconds from the start. max_concurrency: further requests wait here, unmeasured.
     """
     slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()

@@ -44,8 +44,7 @@ class ModelDetails:
 class ModelReport:
     """A report on a checkpoint.
 
-    problem: why the checkpoint is refused. left_out: parts that are not served. size_bytes: of weight files. details:
-    None if not requested or refused.
+    problem: why it is refused. left_out: parts that are not served. details: None if not requested or refused.
     """
 
     name: str
@@ -114,7 +113,6 @@ def look_closer(model: str) -> ModelReport:
 
 
 def _problem_of_weights(checkpoint: Checkpoint) -> str:
-    """Describe the first tensor that does not match the configuration."""
     try:
         checkpoint.weights.open().check(checkpoint.read_architecture().stored_tensors())
     except ModelError as error:

@@ -130,7 +130,6 @@ def _built_in() -> Iterator[ModelReport]:
 
 
 def _in_hub_cache() -> Iterator[ModelReport]:
-    """Search huggingface_hub's cache."""
     try:
         from huggingface_hub import scan_cache_dir
         from huggingface_hub.errors import CacheNotFound

@@ -22,7 +22,7 @@ MAX_PIECES = 40
 
 @contextmanager
 def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
-    """Load a checkpoint for one request at a time. options: of `octavo.llm.LLM`."""
+    """Load a checkpoint for one request at a time."""
     from octavo.llm import LLM
 
     llm = LLM(str(checkpoint), max_num_seqs=1, enable_prefix_caching=False, packed_cache_bytes=0, **options)

@@ -12,7 +12,6 @@ _EXIT_S = 10.0
 
 
 def _end_with_parent() -> None:
-    """Exit with the parent."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -66,7 +66,6 @@ def serve_replicas(
 
 
 def _given(context: typer.Context) -> list[str]:
-    """Return non-default options as words."""
     words: list[str] = []
     for parameter in context.command.params:
         name, value = parameter.name or "", context.params.get(parameter.name or "")

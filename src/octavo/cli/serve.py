@@ -163,7 +163,6 @@ def _run(
 
 
 def _limits(engine: EngineOptions) -> tuple[int, int]:
-    """Return finite limits of waiting requests and their tokens. Raises `ConfigError`."""
     engine.config()
     waiting, tokens = engine.max_num_waiting, engine.max_num_waiting_tokens
     return (

@@ -197,7 +197,7 @@ class CacheConfig:
 
     @property
     def sets_memory(self) -> bool:
-        """Return True if the size does not depend on free memory."""
+        """Return whether the size is independent of free memory."""
         return self.num_gpu_blocks is not None or self.kv_cache_memory_bytes is not None
 
 
@@ -388,7 +388,7 @@ class SchedulerConfig:
                 )
 
     def resolved(self, device_type: str = "cpu", *, has_drafts: bool = False) -> ResolvedSchedulerConfig:
-        """Replace limits that are None by a device's defaults.
+        """Replace None by a device's defaults.
 
         device_type: "cpu" or "cuda". has_drafts: drafts exclude async_scheduling.
         """

@@ -1,4 +1,4 @@
-"""Settings from the environment, which only this module reads."""
+"""Settings from the environment: only this module reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cache_directory() -> Path:
 
 
 def explain_undecodable(text: str) -> str | None:
-    """Explain bytes that are not text in this locale; None if there are none.
+    """Explain bytes that are not text in this locale, if any.
 
     Python keeps them as lone surrogates, which JSON and libraries refuse.
     """
@@ -30,7 +30,7 @@ def explain_undecodable(text: str) -> str | None:
 
 
 def kernels_required() -> bool:
-    """Return True if the compiled extension must exist (OCTAVO_REQUIRE_KERNELS=1)."""
+    """Return whether the compiled extension must exist (OCTAVO_REQUIRE_KERNELS=1)."""
     return os.environ.get("OCTAVO_REQUIRE_KERNELS", "0") not in {"", "0"}
 
 

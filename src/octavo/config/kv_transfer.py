@@ -85,8 +85,7 @@ class KVTransferConfig:
     def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **given_fields: Any) -> KVTransferConfig:
         """Accept an instance, a mapping of its fields, or None for the defaults.
 
-        given_fields: fields that were given separately, else None. Raises `ConfigError` if both are given, and for an
-        unknown field.
+        given_fields: given separately, else None. Raises `ConfigError` if both are given, and for an unknown field.
         """
         given_fields = {name: value for name, value in given_fields.items() if value is not None}
         if given is None:

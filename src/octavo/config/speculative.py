@@ -125,7 +125,7 @@ class SpeculativeConfig:
         return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
-        """Resolve the method "auto"; None if nothing is drafted. is_exact: rows do not depend on their batch."""
+        """Resolve the method "auto"; None if nothing is drafted. is_exact: rows are independent of their batch."""
         method = ("suffix" if is_exact else "none") if self.method == "auto" else self.method
         return None if method == "none" else replace(self, method=method)
 

@@ -25,7 +25,7 @@ class Admission(Protocol):
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Begin a step. Returns why it admits no request."""
+        """Begin a step. Returns why it admits no request, or None."""
         ...
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:

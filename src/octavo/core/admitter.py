@@ -44,7 +44,7 @@ class Admitter:
     def admit(self, plan: StepPlan, before: Request | None) -> None:
         """Admit requests in order, until one cannot start.
 
-        before: admit only requests that are more important than this running one.
+        before: admit only requests more important than this running one.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank
@@ -64,7 +64,6 @@ class Admitter:
             self._note_blocked(self._waiting_requests.queue.peek_request(), reason)
 
     def _admit_next(self, plan: StepPlan) -> WaitReason | None:
-        """Admit or defer the first request. Returns why not."""
         request = self._waiting_requests.queue.peek_request()
         computed = self._state.transfers.hand_over_hit(request, self._state.manager.get_computed_blocks(request))
         awaited = self._state.manager.prefix_cache.awaited_block(request, computed)
@@ -135,7 +134,6 @@ class Admitter:
         return None
 
     def _may_wait_for(self, owner_id: str, request: Request) -> bool:
-        """Return False if the block's owner is known to be less important."""
         rank = self._state.policy.rank
         return not self._state.policy.ranks_are_fixed or rank(self._state.requests[owner_id]) < rank(request)
 

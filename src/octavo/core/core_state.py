@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CoreState:
-    """The open requests, and the objects that decide about them.
+    """Open requests, and the objects that decide about them.
 
     docs/architecture.md names the writer of each state. requests: by id, in the order of arrival. running: in the order
     of service.

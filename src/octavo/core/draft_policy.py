@@ -1,7 +1,7 @@
 """Chooses how many draft tokens each request gets: the number that gives the most tokens per second.
 
-Costs and acceptance rates are learned. Unknown rates count as good, and drafting that does not pay is retried
-sometimes. No token depends on the choice.
+Costs and acceptance rates are learned. Unknown rates count as good, and bad drafting is retried sometimes. No token
+depends on the choice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DraftPolicy:
         # Of recent steps with lookups: seconds that lookups took and gained, and that the steps took.
         self._spent_s, self._gained_s, self._steps_s = 0.0, _CREDIT_S, 0.0
         self._num_skipped = 0
-        self._first_tried = 0
+        self._first_tried = 0  # index of the newest trial's first request
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn how many of a request's drafts were accepted."""

@@ -46,15 +46,14 @@ class ServiceCounters:
         self._served[tenant] = max(self.served(tenant), level)
 
     def forget_all(self) -> None:
-        """Reset all counters. Call it only without requests."""
+        """Reset all counters. Call it only without requests, so that no tenant is owed service."""
         self._served.clear()
         self.num_restarts += 1
 
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
         """Return the largest possible difference between two waiting tenants' counters.
 
-        Admissions go to the smallest counter, so it is at most one prompt and the tokens that running requests still
-        generate.
+        Admissions go to the smallest counter, so it is at most one prompt and the tokens still to be generated.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight

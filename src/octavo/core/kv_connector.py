@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KVConnector(Protocol):
-    """An external store of KV blocks by hash. No method blocks: slow queries run in the background."""
+    """An external store of KV blocks by hash. No method blocks."""
 
     name: str
 

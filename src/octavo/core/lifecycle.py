@@ -56,7 +56,7 @@ class RequestLifecycle:
         )
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
-        """Record a deadline. Those of ended requests are dropped when they are the majority."""
+        """Record a deadline. Those of ended requests are dropped when in the majority."""
         heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             alive = {each.arrival_index for each in self._requests.values()}
@@ -137,7 +137,7 @@ class RequestLifecycle:
     def preempt(self, victim: Request) -> None:
         """Release a running request's blocks, and queue it again (`prepend_request`).
 
-        No step may be in flight.
+        No step may be in flight, because it would use the blocks.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)

@@ -176,7 +176,7 @@ class Batching(Protocol):
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Fill a plan: `grow` serves running requests, `admit` waiting ones.
 
-        outranked: running prompts less important than the first waiting request, the most important first.
+        outranked: running prompts less important than the first waiting request.
         """
         ...
 
@@ -226,7 +226,7 @@ class MixedBatching:
 
 
 class PrefillFirstBatching:
-    """Fills a step with prompts, or with decodes if there is none."""
+    """Fills a step with prompts, or else with decodes."""
 
     prefill_limit = 0
 

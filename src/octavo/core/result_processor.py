@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Advances requests by a step's result.
+    """Applies results to requests.
 
     The only writer of output tokens and drafts, except that `StepsInFlight` adds placeholders, and `RequestLifecycle`
     clears drafts.
@@ -34,7 +34,7 @@ class ResultProcessor:
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process a step's result, and learn from its duration.
 
-        A step that was decided ahead is timed from the previous result on.
+        A step decided ahead is timed from the previous result on.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -137,7 +137,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(  # by position: keywords become a dict first
+        return EngineCoreOutput(  # by position: keywords become a dict first, for each request of each step
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],
@@ -173,7 +173,6 @@ class ResultProcessor:
             self._emitter.emit(events.RequestPreempted, request.request_id, request.request_id, num_lost, False, "")
 
     def _undo(self, scheduled: SchedulerOutput) -> None:
-        """Discard a failed step's copies and transfers, and repeat its notices."""
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
             self._state.manager.drop_saved(request_id)  # perhaps its KV was not copied
@@ -182,9 +181,9 @@ class ResultProcessor:
             self._lifecycle.abandon_loading(loading)
 
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Keep the drafts that are worth a row of the next step.
+        """Keep the drafts worth a row of the next step.
 
-        Drops those of requests that do not decode, or that another step in flight computes.
+        Drops those of requests that prefill, or are in another step.
         """
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
@@ -210,7 +209,6 @@ def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLog
 
 
 def _append_tokens(request: Request, sampled: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append tokens until one ends the request. Returns these, and any final status."""
     token_ids = request.sequence.token_ids
     for count, token_id in enumerate(sampled, 1):
         token_ids.append(token_id)

@@ -31,7 +31,7 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return how many blocks saves may pin with all parts.
+    """Return how many blocks saves may pin with their parts in all groups.
 
     In bounded groups: all that `max_num_seqs` requests and a step do not need, because parts may be lost before a later
     save.

@@ -324,7 +324,7 @@ class Scheduler:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a step's result. Ignores it unless it is of the oldest step in flight."""
+        """Process a step's result. Ignores results of any but the oldest step in flight."""
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step) if result.step == scheduled.step else None
         if step is None:
@@ -337,7 +337,7 @@ class Scheduler:
         """End every request of the failed oldest step in flight with an error.
 
         The worker may have missed the step's notices of ended requests and cancelled transfers, so the next step
-        repeats them. Requests that are only in a later step are preempted.
+        repeats them. Requests only in a later step are preempted.
         """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)

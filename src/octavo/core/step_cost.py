@@ -9,7 +9,7 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Averages of similar steps."""
+    """Averages of similar steps. last: number of the newest one."""
 
     rows: float
     seconds: float
@@ -19,8 +19,8 @@ class _Measured:
 class StepCost:
     """Recent durations of steps, of a draft model's passes or of loads, by number of rows (tokens).
 
-    Estimates beyond the measured sizes are optimistic, so that these are tried: more rows are free, fewer rows
-    proportionally faster.
+    Estimates beyond the measured sizes are optimistic, so these are tried: more rows are free, fewer proportionally
+    faster.
     """
 
     _WEIGHT = 0.2  # of the newest step
@@ -46,7 +46,7 @@ class StepCost:
         self._forget_old()
 
     def skip(self) -> None:
-        """Count an unmeasured step, so that old ones are forgotten."""
+        """Count an unmeasured step: old ones are forgotten."""
         self._num_steps += 1
         self._forget_old()
 

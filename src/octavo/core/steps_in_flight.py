@@ -1,4 +1,4 @@
-"""Steps that were decided and have no result yet.
+"""Decided steps without a result.
 
 The worker computes steps in order, so a later step may use a block that changed its owner. With `async_scheduling`, a
 step is decided before the previous one has a result: a placeholder stands for each unknown token, the step preempts no
@@ -24,7 +24,7 @@ UNKNOWN_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was decided at time `start`, in seconds.
+    """A step decided at `start`, in seconds.
 
     ended_ids: requests that ended later. Their results are dropped, even if new requests reuse the ids.
     """
@@ -35,11 +35,11 @@ class StepInFlight:
     ended_ids: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
-        """Return the step's requests that have not ended. requests: all by id."""
+        """Return the step's open requests. requests: all by id."""
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.ended_ids]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return True if only the token values are unpredictable, and at least one request continues.
+        """Return whether only the token values are unpredictable, and at least one request continues.
 
         Even unverified drafts make a step unpredictable: they are useless after an unknown token.
         """

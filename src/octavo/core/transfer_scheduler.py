@@ -49,8 +49,6 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """An unanswered lookup."""
-
     num_computed_tokens: int
     deadline: float
 
@@ -125,7 +123,7 @@ class KVTransferScheduler:
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
-        """Return how many tokens to load after the computed ones; None if the store has not answered yet.
+        """Return how many tokens to load after the computed ones; None if the store has not answered.
 
         A multiple of the block size; 0 if a load is not worth its time. may_wait: if False, or after a timeout, a
         missing answer counts as 0.
@@ -244,7 +242,7 @@ class KVTransferScheduler:
         first = self._num_offered.get(request.request_id, 0)
         end = self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
-            return  # usual case: the store is not asked
+            return  # usual case: the store is not asked, so no journal records it
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
@@ -265,8 +263,8 @@ class KVTransferScheduler:
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
         """Return the usable part of a prefix hit: all of it, unless the KV is for another engine.
 
-        That engine needs every block, so the hit ends before the first one that the store lacks and that cannot be
-        saved whole. Earlier lacking blocks are saved immediately, before they lose a part.
+        That engine needs every block, so the hit ends before the first lacking one that cannot be saved whole. Earlier
+        lacking blocks are saved immediately, before they lose a part.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -349,7 +347,7 @@ class KVTransferScheduler:
 
     def _cancel(self, pending: PendingTransfer, outcome: str) -> None:
         transfer_id = pending.order.transfer_id
-        if pending.order in self._orders:
+        if pending.order in self._orders:  # the worker never receives the order
             self._orders.remove(pending.order)
             self._manager.unpin(transfer_id)
         else:

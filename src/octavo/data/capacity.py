@@ -23,11 +23,11 @@ class KVGroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """The limits in effect, perhaps lower than the configured ones. Names are from vLLM and TGI.
+    """The limits in effect, perhaps lower than the configured ones.
 
-    num_gpu_blocks, kv_block_bytes: of the first KV group; the bytes include a draft model's KV. num_cpu_blocks: host
-    blocks. kv_transfer_port: of a prefill engine. kv_format: all that a prefill or decode engine's KV depends on
-    besides tokens.
+    Names are from vLLM and TGI. num_gpu_blocks, kv_block_bytes: of the first KV group; the bytes include a draft
+    model's KV. num_cpu_blocks: host blocks. kv_transfer_port: of a prefill engine. kv_format: all that a prefill or
+    decode engine's KV depends on besides tokens.
     """
 
     max_num_seqs: int

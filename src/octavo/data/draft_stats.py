@@ -20,8 +20,8 @@ _FADING = 0.98  # factor on the weight of observations in `fade`
 class DraftStats:
     """Counts of verified drafts. A draft is all tokens guessed for one request in one step.
 
-    seconds: of steps with drafts, drafting included. seconds_without: estimate for the same tokens without drafts. Both
-    count only steps with an estimate.
+    seconds: of steps with drafts. seconds_without: estimate for the same tokens without drafts. Both count only steps
+    with an estimate.
     """
 
     num_drafts: int = 0

@@ -119,7 +119,7 @@ class KVSaveStarted(Event):
 class KVSaveEnded(Event):
     """A save ended. outcome: done, failed or expired.
 
-    moves: blocks that each tier took; a tier takes none that it has.
+    moves: blocks that each tier took; none that it had.
     """
 
     transfer_id: int
@@ -130,7 +130,7 @@ class KVSaveEnded(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSavesDropped(RequestEvent):
-    """Blocks of an ended request are not saved: too many saves are pending."""
+    """Blocks are not saved: too many saves are pending."""
 
     num_blocks: int
 
@@ -158,7 +158,7 @@ class DraftsVerified(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsTimed(Event):
-    """Seconds of a step with drafts, drafting included, and estimated seconds for as many tokens without drafts.
+    """Seconds of a step with drafts, drafting included, and an estimate without drafts.
 
     Only for steps without prompts, after steps without drafts were measured.
     """
@@ -247,7 +247,7 @@ class HostBlockEvicted(Event):
 class HostBlocksFound(RequestEvent):
     """A request starts or resumes with KV from host memory.
 
-    computing_s: estimated seconds to compute this KV; 0 if unknown. num_copied: by KV group.
+    computing_s: as in `KVLoadEnded`. num_copied: by KV group.
     """
 
     num_blocks: int
@@ -290,7 +290,7 @@ class StepCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KernelsCompiled(Event):
-    """The step waited for kernels that the warm-up did not launch."""
+    """The step waited for kernels unknown to the warm-up."""
 
     num_kernels: int
 

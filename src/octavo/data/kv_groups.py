@@ -1,4 +1,4 @@
-"""KV groups: layers that keep their keys and values of the same positions, in blocks of their own.
+"""KV groups: layers that keep KV of the same positions, in their own blocks.
 
 The first group keeps every position; its blocks carry the names by which prefixes are found. Other groups keep only
 positions that a later row can still read. A new kind needs a class decorated with `register`, and an attention kernel.
@@ -19,7 +19,7 @@ class KVGroupKind(Protocol):
 
     @property
     def most_positions(self) -> int | None:
-        """Limit on the positions that a row reads, its own included; None: no limit."""
+        """Limit on the positions that a row reads, its own included, if any."""
         ...
 
     def first_position(self, num_tokens: int) -> int:

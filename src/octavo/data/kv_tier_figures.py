@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 class KVTierFigures:
     """Totals of one tier. Those of host memory include copies of preempted requests.
 
-    num_hit_tokens: found at a request's first admission. load_seconds, save_seconds: the tier's own time. wait_seconds:
-    time that requests waited. computing_seconds: estimated time of computing instead. Both count only loads with an
-    estimate.
+    num_hit_tokens: found at a request's first admission. load_seconds, save_seconds: the tier's own time.
+    computing_seconds: estimated time of computing instead. Both count only loads with an estimate.
     """
 
     num_hit_tokens: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-DEVICE, HOST = "device", "host"
+DEVICE, HOST = "device", "host"  # each store has its own name
 
 
 class TierMove(NamedTuple):

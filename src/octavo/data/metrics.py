@@ -85,7 +85,6 @@ class EngineStats:
     tokens. host_cache_hit_blocks, num_offloaded_blocks: of the first KV group; host_cache_hit_parts,
     num_offloaded_parts: of bounded groups, by index. kv_load_seconds, kv_computing_seconds: waiting time, and the
     estimate for computing instead, of loads with an estimate. kv_dropped_save_blocks: wanted by a store, but not saved.
-    kv_stores: written by the stores' clients.
     """
 
     num_requests_running: int = 0
@@ -133,8 +132,6 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Life:
-    """An open request."""
-
     arrival: float
     num_prompt_tokens: int
     tenant: str
@@ -148,7 +145,7 @@ class _Life:
 class EngineMetrics:
     """Updates an `EngineStats` from events.
 
-    A request is counted after the `StepCompleted` with its last tokens, which follows its `RequestFinished`.
+    A request is counted at the `StepCompleted` after its `RequestFinished`.
     """
 
     def __init__(self, stats: EngineStats | None = None) -> None:
@@ -265,7 +262,6 @@ class EngineMetrics:
         self._settle()
 
     def _settle(self) -> None:
-        """Count ended requests."""
         stats = self.stats
         for request_id, event in self._ended:
             life = self._lives.pop(request_id)

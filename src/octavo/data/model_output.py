@@ -27,9 +27,9 @@ class ModelOutput:
     sampled_token_ids: accepted drafts, then one more token; no entry before the whole prompt is computed.
     prompt_logprobs: of this step's positions; position 0 has none. errors: of requests that failed while the step
     succeeded. pooled: float32 in the machine's byte order. postponed: requests without a token, because their grammar
-    is not walked yet. host_moves: copies to host memory and back, in this order; or empty. drafting_s: part of the
-    step's duration. num_drafting_passes: of a draft model. computed_drafts: requests with a model's drafts.
-    num_compilations: since the last result.
+    is not walked yet. host_moves: to host memory and back, or empty. drafting_s: included in the step's duration.
+    num_drafting_passes: of a draft model; 0 if all drafts were looked up. computed_drafts: requests with a model's
+    drafts.
     """
 
     step: int

@@ -101,15 +101,13 @@ class Request:
     Times are seconds on the engine's clock. fields: override those of `options`. seed: 64 bits. sample_index: the
     stream's number among the request's n outputs. stop_token_ids: including EOS unless it is ignored. max_total_tokens:
     limit on prompt and output together; for a pooled prompt the prompt alone. num_computed_in_all: also counts lost
-    positions and rejected drafts. num_prompt_logprobs: delivered ones, so that a preempted prompt delivers them once.
-    deadline: when the request ends with an error.
+    positions and rejected drafts. num_prompt_logprobs: delivered ones: a preempted prompt delivers them once. deadline:
+    when the request ends with an error.
 
     reads_prefix_cache: False for prompt logprobs and mean pooling, which need every prompt position computed.
     awaits_results: its next step depends on the previous result, because a grammar may postpone its token. adapter: a
     LoRA adapter; nothing sets it yet. spans: in order and without overlap. rotary_positions: of the prompt's tokens, by
     dimension; None for one dimension. acceptance: of looked-up drafts; computed_acceptance: of a model's drafts.
-    predicted_token_ids: expected output, for drafts. Raises ValueError for `rotary_positions` of another length than
-    the prompt.
     """
 
     __slots__ = (

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
-    """A whole request, sent when it starts, and again when it resumes after a preemption.
+    """A whole request, sent when it starts or resumes.
 
     token_ids: prompt and output so far. block_ids: one table for each KV group.
     """
@@ -55,7 +55,7 @@ class NewRequestData:
 
 @dataclass(frozen=True, slots=True)
 class CachedRequestData:
-    """Changes of the requests that the worker knows, as parallel lists.
+    """Changes of known requests, as parallel lists.
 
     The worker itself appends the tokens that it samples. new_block_ids: for each KV group and request, the ids to
     append to its table. Groups may get their blocks of a position in different steps.
@@ -73,7 +73,7 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks that begin a step, before it writes KV. The three lists are copied in this order.
+    """Copies of whole blocks that begin a step. The three lists are copied in this order.
 
     swap_out: (group, block, host block). If a host block occurs twice, the last content counts. block_copies: (group,
     source, target), copy on write. A source may be a later target. swap_in: (group, host block, block). A host block
@@ -129,14 +129,13 @@ def need_parts(block_ids: list[list[int]]) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: copies to begin with, each request's tokens, transfers, and ended requests.
+    """One step.
 
-    num_scheduled_tokens: in the order of scheduling; the worker orders its rows itself. finished_req_ids,
-    preempted_req_ids: requests to drop. scheduled_spec_decode_tokens: drafts to verify, the last of a request's
-    scheduled tokens. kv_transfers: to start after `copies`. kv_cancels: cancelled transfers, whose blocks are neither
-    read nor written after this step. num_pending_transfers: transfers and lookups without a result; if above 0, the
-    worker must be asked for results. max_drafts: limit on each request's new drafts, in addition to the proposer's; 0:
-    none; no entry: no further limit. If a model drafts, looked-up drafts are not limited.
+    num_scheduled_tokens: in the order of scheduling, not of rows. scheduled_spec_decode_tokens: drafts to verify, the
+    last of a request's scheduled tokens. kv_transfers: to start after `copies`. kv_cancels: cancelled transfers, whose
+    blocks are neither read nor written after this step. num_pending_transfers: transfers and lookups without a result;
+    if above 0, the worker must be asked for results. max_drafts: limit on each request's new drafts; 0: none; no entry:
+    only the proposer's. If a model drafts, looked-up drafts are not limited.
     """
 
     step: int

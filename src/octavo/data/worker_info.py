@@ -20,7 +20,7 @@ class KVGroupInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """The formats and the sizes of one worker.
+    """A worker's formats and sizes.
 
     device: "cpu" or "cuda". machine: name of the GPU, or the processor's instruction sets as torch names them.
     kernel_layout: of packed weights, if any. dtype: of activations. scheduler_config: limited to memory.

@@ -73,12 +73,12 @@ class AsyncEngine:
         on_unread: Callable[[RequestOutput], None] | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of one request until it is finished. Closing the iterator early aborts the request.
+        """Yield the outputs of one request. Closing the iterator early aborts the request.
 
         The arguments are those of `Engine.add_request`. fields: replace those of `options`. on_processed: awaited with
         the tokenized request before it is sent; its error ends the request. on_unread: called with each output that a
-        disconnected or slow reader missed. Raises `RequestError` if the request cannot be served, `EngineDeadError` if
-        the engine stops, and `SlowReaderError` if too many outputs are unread.
+        disconnected or slow reader missed. Raises `RequestError`, `EngineDeadError`, and `SlowReaderError` if too many
+        outputs are unread.
         """
         if self._dead is not None:
             raise self._dead
@@ -131,7 +131,7 @@ class AsyncEngine:
         await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
-        """Run a function on the engine's thread, between two steps; return its result or raise its error."""
+        """Run a function on the engine's thread, between two steps."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -147,7 +147,7 @@ class AsyncEngine:
         return await result
 
     def shutdown(self) -> None:
-        """Stop the thread; open streams end with `EngineDeadError`."""
+        """Stop the thread. Open streams fail with `EngineDeadError`."""
         self._inbox.put(None)
         self.client.wake()
         self._thread.join()
@@ -179,7 +179,6 @@ class AsyncEngine:
         self.engine.shutdown()
 
     def _run_commands(self) -> bool:
-        """Run commands. Returns False to stop."""
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is None:

@@ -16,7 +16,7 @@ UNREADABLE_KEY = "arguments"
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return a complete call's arguments; None if even repairs give no object."""
+    """Return a complete call's arguments, perhaps repaired, or None."""
     if not text.strip():
         return {}
     try:
@@ -28,10 +28,10 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return any call's arguments as an object, as chat templates need, so that clients can send it back.
+    """Return any call's arguments as an object, as chat templates need.
 
-    A call that was cut off has the arguments that arrived, with the beginning of the last string. Other text becomes
-    the value of `UNREADABLE_KEY`: the model sees it.
+    A cut-off call has the arguments that arrived, with the beginning of the last string. Other text becomes the value
+    of `UNREADABLE_KEY`: the model sees it.
     """
     whole = parse_arguments(text)
     if whole is not None:

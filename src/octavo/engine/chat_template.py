@@ -84,7 +84,7 @@ class ChatTemplate:
         chat_template: str | None = None,
         **chat_template_kwargs: Any,
     ) -> str:
-        """Return a prompt, as `apply_chat_template` of transformers does. Raises `RequestError`.
+        """Return a prompt like transformers' `apply_chat_template`. Raises `RequestError`.
 
         continue_final_message: end within the last message, so that the model continues it. chat_template: a name or
         text. Other keywords are its variables.
@@ -162,7 +162,6 @@ class _Compiled:
     def _try(
         self, messages: list[dict[str, Any]], special: Mapping[str, str], *choices: list[Any] | None
     ) -> str | None:
-        """Render with the first choice that the template accepts."""
         for tools in choices:
             with contextlib.suppress(*_TEMPLATE_ERRORS):
                 return self.template.render(
@@ -172,8 +171,6 @@ class _Compiled:
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} marks text for training."""
-
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
@@ -183,7 +180,6 @@ class _GenerationBlock(Extension):
 
 
 def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    """Build transformers' environment."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -1,4 +1,4 @@
-"""The protocol between an engine and its core."""
+"""The protocol of cores."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CoreClient(Protocol):
         ...
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Add all streams of a request or, with an error, none. May answer immediately."""
+        """Add all streams of a request, or none. May answer immediately."""
         ...
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
@@ -78,7 +78,7 @@ class CoreClient(Protocol):
         ...
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return new outputs, after computing a step if the core is here."""
+        """Return new outputs; a core in this process computes a step."""
         ...
 
     def wait(self) -> None:
@@ -98,5 +98,5 @@ class CoreClient(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Refuse unanswered requests, and free all resources. May be called twice."""
+        """Refuse unanswered requests, and free all resources. May be repeated."""
         ...

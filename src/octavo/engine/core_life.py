@@ -31,7 +31,7 @@ _MOST_AT_ONCE = 1000  # messages read in a row; commands wait meanwhile
 
 @dataclass(slots=True)
 class CoreLife:
-    """A process of `run_core_process`, with its own sockets.
+    """A process with its own sockets.
 
     ready_at: monotonic time at which it first took requests. failure: its own report.
     """

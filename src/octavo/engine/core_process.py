@@ -1,4 +1,4 @@
-"""The engine core in its own process, which exits when its parent does."""
+"""The engine core in its own process, which exits with its parent."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run_core_process(build: Build) -> None:
     try:
         core = build(launch.config, lambda done, total: news.send(ipc.encode(ipc.Loading(done, total))))
     except Exception as error:
-        if not isinstance(error, OctavoError):  # the parent reports octavo's own
+        if not isinstance(error, OctavoError):  # the parent reports these
             logger.exception("the engine cannot be built")
         news.send(ipc.encode(ipc.failure(error)))
         context.destroy(linger=1000)
@@ -82,7 +82,7 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Sends `Alive` messages from a thread, also during a long step.
+    """Sends `Alive` messages, also during a long step.
 
     progress: increased by the `CoreServer`.
     """
@@ -111,7 +111,7 @@ class Pulse:
 
 
 class CoreServer:
-    """Turns messages into calls of a `LocalCore`, and outputs into messages."""
+    """Serves a `LocalCore` by messages."""
 
     def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
         self._core = LocalCore(core, prepare_s=PREPARE_S, turn_s=TURN_S)
@@ -197,8 +197,8 @@ class CoreServer:
 def _wake_when_parent_dies() -> None:
     """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
 
-    A running process ignores the signal, so an early one, at the end of the parent's thread, is harmless. After an
-    earlier death of the parent, this process notices the end by itself.
+    A running process ignores the signal, so an early one is harmless. After an earlier death of the parent, this
+    process notices the end by itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The text of tokens and streams, as tokenizer.json's decoder gives it for whole sequences.
+"""The text of tokens and streams, as tokenizer.json's decoder gives it.
 
 A token's text depends on few neighbours: incomplete characters, and for some decoders the space before the first word.
 """
@@ -22,13 +22,13 @@ _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNFINISHED_BYTES = 3  # at most, of an incomplete character
-_BEFORE = "a"  # precedes the decoded token
+_BEFORE = "a"  # before the token
 _NUM_REMEMBERED = 1 << 14  # pieces: some 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
 
 class TokenPieces:
-    """The text or bytes that each token appends to a text that is not empty.
+    """The text or bytes that each token appends to a nonempty text.
 
     has_byte_runs: consecutive byte tokens form a run; if it is not UTF-8, each becomes a replacement character
     (sentencepiece's byte fallback). strips_start: the decoder may change a text's beginning.
@@ -83,7 +83,7 @@ class IncrementalDetokenizer:
 
     Incomplete characters and runs of byte tokens are held back, because later tokens may change them. The text
     continues the prompt: its first word keeps the space that sentencepiece's decoders strip from a text's start. A
-    character that begins in the prompt is part of it; the prompt's other incomplete bytes are not.
+    character that begins in the prompt is part of the text; other incomplete bytes are not.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")
@@ -156,12 +156,11 @@ class IncrementalDetokenizer:
         if num_bytes and self.num_prompt_bytes:
             self.num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]  # the incomplete character is the prompt's
+                text = text[1:]  # the prompt's character
         del self._held[:num_bytes]
         return text
 
     def _continue(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Hold the prompt's incomplete bytes. Returns whether it has text."""
         parts: list[bytes] = []
         has_text, has_runs = False, self._pieces.has_byte_runs
         for token_id in reversed(prompt_token_ids):

@@ -29,7 +29,7 @@ class EmbeddingConfig:
 
 
 def read_embedding_config(directory: Path) -> EmbeddingConfig:
-    """Read the modules after the transformer; the default is "last". Raises `ModelError`."""
+    """Read a checkpoint's modules; the default is "last". Raises `ModelError`."""
     folder, is_named = directory / _USUAL_POOLING, False
     for name, module in _read_modules(directory / _MODULES):
         kind = name.rpartition(".")[2]

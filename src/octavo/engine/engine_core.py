@@ -63,7 +63,6 @@ class EngineCore:
             self.executor.submit(scheduled)
 
     def _fail(self, message: str) -> list[EngineCoreOutput]:
-        """Abandon all steps; fail the oldest and return its outputs."""
         self.executor.abandon()
         scheduled = self.scheduler.in_flight
         return [] if scheduled is None else self.scheduler.fail_step(scheduled, message)
@@ -73,7 +72,7 @@ class EngineCore:
         return bool(self._undelivered) or self.scheduler.has_work()
 
     def finish_transfers(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Step until the KV of ended requests is saved, a step fails, or a request is unfinished.
+        """Step until KV is saved, a step fails, or a request is unfinished.
 
         may_go_on: asked before each step. A hanging save ends by `kv_transfer_timeout_s`.
         """

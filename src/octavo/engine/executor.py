@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Executor(Protocol):
     """Computes steps in order, with all copies and transfers.
 
-    After any exception of `collect` or `submit`, call `abandon` before the next step. A step that
-    `only_waits_for_transfers` ends when one has ended, or after a few milliseconds: it must neither spin nor delay new
-    requests.
+    `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
+    before the next step. A step that `only_waits_for_transfers` ends when one has ended, or after a few milliseconds:
+    it must neither spin nor delay new requests.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:
@@ -25,7 +25,7 @@ class Executor(Protocol):
         ...
 
     def collect(self) -> ModelOutput:
-        """Wait for the oldest step. Raises `ExecutionError` if it failed."""
+        """Wait for the oldest step."""
         ...
 
     def abandon(self) -> None:
@@ -33,7 +33,7 @@ class Executor(Protocol):
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Start a preparation, such as compiling a grammar; None if none is needed.
+        """Start a preparation, such as of a grammar, if needed.
 
         Tenants take turns: the future is `running()` from its turn on. It raises `RequestError` if the request cannot
         be served, and so does this method if the preparation cannot start.

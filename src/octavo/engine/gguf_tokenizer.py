@@ -67,7 +67,7 @@ class GGUFVocabulary:
         self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 
     def check(self) -> None:
-        """Raise `ModelError` unless the tokenizer can be built."""
+        """Check that it can be built."""
         kind = self._get("model", str, None)
         if kind not in {_BYTES, _SCORES, _SPACED}:
             raise self._error("model", "octavo builds the kinds gpt2, llama and gemma4; give another tokenizer")
@@ -222,7 +222,6 @@ class GGUFVocabulary:
         return {key: self._tokens[id_] for key, id_ in ids.items() if id_ is not None}
 
     def _id(self, name: str) -> int | None:
-        """Return a valid id."""
         id_ = self._get(f"{name}_token_id", int, None)
         return id_ if id_ is not None and 0 <= id_ < self.size else None
 

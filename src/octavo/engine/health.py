@@ -15,12 +15,11 @@ _AWAY_S = 1.0  # after a longer gap between looks, the watching thread was stopp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Time limits for an engine process, in seconds.
+    """Time limits, in seconds.
 
-    frozen, stuck: after so long without a message, or progress, it is not ready. dead, endless: after so long it is
-    killed. loading: replaces `dead` before it is ready. restarts: pauses before consecutive restarts; the last one
-    repeats. healthy: after so long a service they begin again. Messages come every half second; packed weights are
-    progress.
+    frozen, stuck: time without a message, or progress, until it is not ready. dead, endless: until it is killed.
+    loading: replaces `dead` before it is ready. restarts: pauses before consecutive restarts; the last one repeats.
+    healthy: after so long a service they begin again. Messages come every half second; packed weights are progress.
     """
 
     frozen: float = 3.0
@@ -42,10 +41,7 @@ class Health:
         self._looked_at = self._reported_at = self._moved_at = now
 
     def look(self, now: float) -> None:
-        """Record the time of a look, several times a second.
-
-        A longer gap means that this thread was stopped, so it does not count as silence.
-        """
+        """Record the time of a look. A long gap means that this thread was stopped, and does not count as silence."""
         away = now - self._looked_at
         if away > _AWAY_S:
             self._reported_at += away

@@ -39,8 +39,6 @@ def with_short_ids(chat: Sequence[Message]) -> list[Message]:
 
 
 class _ShortIds:
-    """Maps old to new ids."""
-
     def __init__(self, chat: Sequence[Message]) -> None:
         given = [call.get("id") for message in chat for call in _calls(message)]
         given += [message.get("tool_call_id") for message in chat]
@@ -73,9 +71,9 @@ def _hashed(text: str) -> str:
 
 
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
-    """Split several calls into rounds of one call and its results.
+    """Split calls into rounds of one call and its results.
 
-    The first round has text and reasoning. Unmatched results follow the last round.
+    The first has text and reasoning; unmatched results come last.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -100,7 +98,7 @@ def with_one_system_message(chat: Sequence[Message], join: Callable[[list[Messag
 
 
 def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list[Message]:
-    """Turn system messages into user messages. keeps_first: except one at the beginning."""
+    """Turn system messages into user messages, with `keeps_first` except an initial one."""
     return [
         {**message, "role": "user"} if message["role"] == "system" and (index or not keeps_first) else message
         for index, message in enumerate(chat)

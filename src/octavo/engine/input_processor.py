@@ -49,7 +49,7 @@ class TextCodec(Protocol):
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token, such as EOS, is not part of texts."""
+        """Return True for a token outside of texts, such as EOS."""
         ...
 
     def token_id(self, text: str) -> int | None:
@@ -86,10 +86,7 @@ class ProcessedInput:
 
 
 class InputProcessor:
-    """Checks requests of users and translates them for the core.
-
-    A request without a seed gets one from the count of arrivals.
-    """
+    """Checks requests and translates them for the core. A missing seed depends on the count of arrivals."""
 
     def __init__(
         self, tokenizer: TextCodec | None, model_info: ModelInfo, seed: int, chat_template: ChatRenderer | None = None
@@ -118,7 +115,7 @@ class InputProcessor:
         return self._tokenizer
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return the checkpoint's parameters, otherwise vLLM's."""
+        """Return the checkpoint's parameters, or vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
     def encode(
@@ -126,7 +123,7 @@ class InputProcessor:
     ) -> list[int]:
         """Return token ids. Raises `RequestError`, and `PromptTooLongError` if the text cannot fit.
 
-        is_prompt: stop tokenizing and refuse a prompt without room for `least_output_tokens`.
+        is_prompt: refuse a prompt without room for `least_output_tokens`.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:
@@ -159,7 +156,7 @@ class InputProcessor:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """Render a conversation for `process`. options: see `ChatTemplate.render`."""
+        """See `ChatTemplate.render`."""
         text = self.chat_text(messages, **options)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
@@ -180,7 +177,7 @@ class InputProcessor:
         options: RequestOptions = NO_OPTIONS,
         arrival_time: float = 0.0,
     ) -> ProcessedInput:
-        """Check a request and split it into its streams. Raises `RequestError`."""
+        """Check a request; split it into streams. Raises `RequestError`."""
         params = replace(params) if params is not None else self.default_sampling_params()
         if params.pooling is None and not self.model_info.has_head:
             raise RequestError("this checkpoint has no lm_head.weight: it gives embeddings, and no tokens")
@@ -215,7 +212,6 @@ class InputProcessor:
         return ProcessedInput(request_id, text, token_ids, params, streams)
 
     def _check_structure(self, params: SamplingParams) -> None:
-        """Refuse structured outputs without a tokenizer."""
         if params.structured_outputs is not None and self._tokenizer is None:
             raise RequestError(
                 "structured_outputs need a tokenizer, and this engine has none", parameter="structured_outputs"

@@ -92,7 +92,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
         return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
 
     def to_requests(self) -> list[Request]:
-        """Rebuild the core requests, which share one `structured_outputs` again."""
+        """Rebuild the core requests, which share `structured_outputs`."""
         requests = []
         wanted = self.streams[0].sampling_params.structured_outputs
         for stream in self.streams:
@@ -186,7 +186,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The process runs. progress: grows with steps that compute tokens or end requests, and while idle."""
+    """A sign of life. progress: grows with useful steps, and while idle."""
 
     progress: int
 
@@ -197,8 +197,6 @@ ToParent = Loading | Ready | Failed | Accepted | Refused | Outputs | Report | Se
 
 
 class _Envelope(msgspec.Struct, tag="Add"):
-    """An invalid `Add`'s id."""
-
     request_id: str
 
 

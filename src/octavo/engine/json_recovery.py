@@ -1,7 +1,6 @@
 """Read JSON objects that models write, with unambiguous repairs.
 
-json_repair returns a value for every text. Here a wrong value would run a tool, so exactly one reading must need the
-fewest repairs.
+A wrong value would run a tool, so exactly one reading must need the fewest repairs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from octavo.engine.python_literals import NotALiteralError, ValueScanner, litera
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MAX_STEPS = 1_000  # of one answer: each reads a string to one possible end
+_MAX_STEPS = 1_000  # of one answer, each to one possible end of a string
 _MAX_DEPTH = 128
 _SPACE = " \t\r\n"
 _BLANKS = re.compile(r"[ \t\r\n]*")
@@ -56,7 +55,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Scan until more text is needed, or the object ends or breaks; return that position."""
+        """Return the position at which more text is needed, or the object ends or breaks."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -258,7 +257,6 @@ class _Search:
         heapq.heappush(self._heap, (cost, next(self._serial), reading, strings))
 
     def _advanced(self, reading: _Reading) -> _Reading | None:
-        """Read up to the next string value or the end, if possible."""
         on: _Reading | None = reading
         while on is not None and on.expects not in {"string", "end"}:
             blanks = _BLANKS.match(self._text, on.position)
@@ -308,7 +306,6 @@ class _Search:
         return on.advanced(found.end(), blanks + found.group(), "colon", keys=on.keys | {key})
 
     def _strings(self, before: _Reading) -> Iterator[_Reading]:
-        """Yield readings up to each possible end of the string, nearest first."""
         text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
@@ -355,12 +352,10 @@ class _Search:
                 position += 1
 
     def _has_break(self, start: int, end: int) -> bool:
-        """Return True if the object may end, or a call begin, in between."""
         first = bisect_left(self._breaks, start)
         return first < len(self._breaks) and self._breaks[first] < end
 
     def _may_end_string(self, position: int, before: _Reading) -> str:
-        """Return the comma or bracket after a quote that may end a string, otherwise ""."""
         top = before.stack[-1]
         blanks = _BLANKS.match(self._text, position)
         position = position if blanks is None else blanks.end()
@@ -375,7 +370,6 @@ class _Search:
         return char
 
     def _is_known(self, key: str, before: _Reading) -> bool:
-        """Return True if this member may follow."""
         if len(before.stack) > 1:
             return True
         return key not in before.keys and (self._known is None or key in self._known)
@@ -405,7 +399,7 @@ class _Escapes:
             self.has_other = self.has_other or written[1:] in {"'", "\n", "\r", ""}
 
     def are_clear(self, *, has_strays: bool) -> bool:
-        """Return True if all have only one reading."""
+        """Return whether all have only one reading."""
         if self.has_end and (self.has_invalid or has_strays):
             return False
         return not (self.has_invalid and self.has_other)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Joins input processor, core and output processor. Not thread-safe."""
+    """A synchronous engine. Not thread-safe."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Engine:
         self.output_processor = output_processor
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}  # not answered yet
-        self._put_by: list[RequestOutput] = []  # outputs outside of a batch, for the next `step`
+        self._put_by: list[RequestOutput] = []  # for the next `step`
         self._given_up: set[str] = set()  # of failed batches: outputs are dropped
         self._new_ids = map(str, itertools.count())
         self._is_shut_down = False
@@ -63,7 +63,7 @@ class Engine:
         return self.client.stats
 
     def on_lost(self, lose: Callable[[str, OctavoError], None]) -> None:
-        """Call lose(request_id, error) for each open request of a core that dies."""
+        """Call lose(request_id, error) for each open request of a dead core."""
 
         def lose_all(error: EngineDeadError) -> None:
             for request_id in self.output_processor.forget_all():
@@ -78,7 +78,7 @@ class Engine:
         params: SamplingParams | None = None,
         **options: Unpack[OptionFields],
     ) -> None:
-        """Add a request. Raises `RequestError` if it cannot be served; then nothing changes.
+        """Add a request. A `RequestError` changes nothing.
 
         prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: see `RequestOptions`.
         """
@@ -162,7 +162,7 @@ class Engine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether another `step` has something to compute or to return."""
+        """Whether another `step` is needed."""
         return bool(self._put_by) or self.client.has_work()
 
     def generate(
@@ -172,7 +172,7 @@ class Engine:
         *,
         params: SamplingParams | None = None,
     ) -> RequestOutput:
-        """Answer one prompt. params: another name of sampling_params. Raises `RequestError`."""
+        """Answer one prompt. params: as sampling_params. Raises `RequestError`."""
         return next(iter(self.generate_batch([prompt], sampling_params, params=params).values()))
 
     def generate_batch(
@@ -184,12 +184,11 @@ class Engine:
         on_output: Callable[[RequestOutput], None] | None = None,
         priorities: Sequence[int] | None = None,
     ) -> dict[str, RequestOutput]:
-        """Answer all prompts together; return each last output by request id, in the order of the prompts.
+        """Answer all prompts together; return last outputs by request id, in the prompts' order.
 
-        sampling_params: for all prompts, or one for each. params: another name of it. on_output: called with every
-        output of these prompts. Earlier requests continue, and the next `step` returns their outputs. Without such
-        requests, it waits until stores have saved the KV. Raises `RequestError` if one prompt cannot be served; then
-        the whole batch is aborted.
+        sampling_params (or params): for all prompts, or one for each. on_output: called with every output. Earlier
+        requests continue, and the next `step` returns their outputs. Without such requests, it waits until stores have
+        saved the KV. A `RequestError` aborts the whole batch.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")

@@ -35,8 +35,6 @@ _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 
 @dataclass(slots=True)
 class _Held:
-    """A request that waits for its preparation."""
-
     request_id: str
     streams: Sequence[Request]
     answer: Answer
@@ -108,7 +106,6 @@ class LocalCore:
             answer(None)
 
     def _take_prepared(self) -> None:
-        """Add prepared requests; refuse failed or late ones."""
         held, self._held = self._held, []
         now = time.monotonic()
         for each in held:
@@ -150,7 +147,7 @@ class LocalCore:
         return bool(self._undelivered) or self.core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Add prepared requests; return the outputs of aborts if there are any, else compute a step."""
+        """Add prepared requests; return aborts' outputs, or else compute a step."""
         self._take_prepared()
         if self._undelivered:  # without the delay of a step
             outputs, self._undelivered = self._undelivered, []

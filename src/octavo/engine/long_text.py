@@ -85,7 +85,6 @@ class LongTextEncoder:
         return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
 
     def _pieces(self, text: str, start: int) -> Iterator[list[int]]:
-        """Yield the ids of text[start:]. start: 0 or a cut."""
         while start < len(text):
             end = self._next_cut(text, start + PIECE_CHARS)
             end = len(text) if end is None else end
@@ -109,7 +108,6 @@ class LongTextEncoder:
         return ids[len(self._encode(text[before:start], add_special_tokens=False)) :]
 
     def _next_cut(self, text: str, start: int) -> int | None:
-        """Return the first cut from `start` on, if any."""
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
             return None  # faster than the search
         for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel between these
@@ -131,7 +129,6 @@ class LongTextEncoder:
         return 0
 
     def _is_as_said(self) -> bool:
-        """Return True if the sample's pieces give the whole sample's ids."""
         assert self._cut is not None
         text = _SAMPLE * 2
         places = [0, *(found.start() for found in self._cut.finditer(text)), len(text)]
@@ -147,7 +144,6 @@ class LongTextEncoder:
 
 
 def _cuts(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Return the cuts' pattern."""
     tokens: Iterable[str] = backend.get_vocab()
     added = backend.get_added_tokens_decoder().values()
     greedy = [token.content[:1] for token in added if token.lstrip]  # absorbs the blanks before it

@@ -29,7 +29,7 @@ class _OutputState:
     """One of a request's n outputs.
 
     num_shown_chars, num_shown_tokens: delivered by DELTA outputs. detokenizer, stops: created with the first token.
-    logprobs: with DELTA outputs only undelivered ones, because they are large.
+    logprobs: with DELTA outputs only undelivered ones.
     """
 
     index: int
@@ -81,7 +81,7 @@ class ProcessedOutputs:
 
 
 class TokenTexts(dict[int, Text], Generic[Text]):
-    """A cache of texts by token id: each token may have twenty alternatives."""
+    """A cache of tokens' texts."""
 
     def __init__(self, decode: Callable[[int], Text]) -> None:
         self._decode = decode
@@ -171,7 +171,7 @@ class OutputProcessor:
         return request_ids
 
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
-        """Process a step's outputs, and drop finished requests. An exception ends only its request."""
+        """Process a step's outputs. An exception ends only its request."""
         changed: dict[str, _RequestState] = {}
         to_stop: list[str] = []
         to_fail: list[str] = []
@@ -196,7 +196,6 @@ class OutputProcessor:
         return ProcessedOutputs(outputs, to_stop, to_fail)
 
     def _give_up(self, state: _RequestState, error: BaseException) -> list[str]:
-        """Fail a request; return its open streams."""
         log_fault(state.request_id, "its answer was made", error)
         state.error_code, state.error = ErrorCode.REQUEST_FAILED, request_failed(state.request_id)
         stream_ids = []
@@ -208,7 +207,6 @@ class OutputProcessor:
         return stream_ids
 
     def _failed_output(self, state: _RequestState) -> RequestOutput:
-        """Drop a failed request; return its last output."""
         self._states.pop(state.request_id, None)
         outputs = [CompletionOutput(each.index, "", [], finish_reason="error") for each in state.streams.values()]
         return RequestOutput(
@@ -253,7 +251,6 @@ class OutputProcessor:
         return False
 
     def _append(self, state: _RequestState, stream: _OutputState, news: EngineCoreOutput) -> bool:
-        """Append tokens. Returns True if one completes a stop string."""
         params, detokenizer = state.params, stream.detokenizer
         if detokenizer is None:
             detokenizer = self._begin(state, stream)

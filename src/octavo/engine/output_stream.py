@@ -15,18 +15,15 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline
+DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline: the stream ends the request this much later
 
 
 class OutputStream:
     """A queue of outputs on the event loop of its one reader.
 
-    deadline: on the loop's clock. on_unread: called with each output that the reader missed.
-
-    Attributes:
-        accepted: done or failed once the core has answered.
-        is_detached: the reader is gone; only for the engine's thread.
-        num_delivered, num_read: outputs from the engine's thread, and to the reader.
+    deadline: on the loop's clock. on_unread: called with each output that the reader missed. accepted: done or failed
+    once the core has answered. is_detached: the reader is gone; only for the engine's thread. num_delivered: by the
+    engine's thread.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
@@ -61,13 +58,13 @@ class OutputStream:
         return self._outputs.popleft()
 
     def end(self, error: OctavoError) -> None:
-        """Replace unread and later outputs by an error."""
+        """Replace unread outputs by an error."""
         self._drop_unread()
         self.put(error)
         self._has_reader = False
 
     def detach(self) -> None:
-        """Drop unread and later outputs: the reader is gone."""
+        """Drop all outputs: the reader is gone."""
         self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()

@@ -37,7 +37,7 @@ class ValueScanner:
         self._start = start
         self._position, self._ends = start, ends
         self._stack: list[str] = []
-        self._quote = ""  # of the string at the position
+        self._quote = ""  # of the current string
         self._whole: tuple[int, str] | None = None  # the last whole member's end, and open brackets' closers
 
     def end(self, text: str, *, is_over: bool) -> int | None:
@@ -76,7 +76,7 @@ class ValueScanner:
         return "".join([*pieces, text[start:end]])
 
     def begun_json(self, text: str) -> str | None:
-        """Return the JSON of a string, list or dict that was cut off; None for any other value.
+        """Return the JSON of a cut-off string, list or dict; None for any other value.
 
         Lists and dicts have complete members, and no closing brackets.
         """
@@ -120,10 +120,10 @@ class ValueScanner:
 
 
 def literal(text: str) -> Any:
-    """Return the value of JSON or a Python literal: strings, numbers, booleans, None, lists and dictionaries.
+    """Return the value of JSON or a Python literal.
 
     Tuples become lists. JSON's `true`, `false` and `null` are allowed. Raises `NotALiteralError` for all else: names,
-    calls, f-strings, bytes, sets, keys that are no strings, lone surrogates.
+    calls, f-strings, bytes, sets, keys other than strings, lone surrogates.
     """
     if len(text) > _MAX_CHARS or not text.strip():
         raise NotALiteralError

@@ -50,10 +50,7 @@ _MAX_PENDING = 4096
 
 
 class RemoteCore:
-    """A `CoreClient` that watches and restarts the core's process while it waits.
-
-    command: starts a process of `run_core_process`.
-    """
+    """A `CoreClient` that watches and restarts the core's process. command: runs `run_core_process`."""
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
@@ -83,10 +80,10 @@ class RemoteCore:
     # --- its life ------------------------------------------------------------------------------------------------
 
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
-        """Start the process, call `meanwhile` while it loads, and return its result when the process is ready.
+        """Start the process; return the result of `meanwhile`, called while it loads.
 
-        progress(done, total): called with bytes of packed weights, after `meanwhile` has returned. Raises errors of
-        `meanwhile`, the process's `ConfigError` or `ModelError`, and `EngineDeadError` if it ends.
+        progress(done, total): in bytes of packed weights, after `meanwhile`. Raises errors of `meanwhile` and of the
+        process, and `EngineDeadError` if it ends.
         """
         self._progress = progress or self._progress
         try:
@@ -100,7 +97,6 @@ class RemoteCore:
         return result
 
     def _begin(self) -> None:
-        """Start a process; a failed start counts as its death."""
         config, number = self._config, self._num_lives
         if number and config.record is not None:  # keep the dead process's journal
             record = config.record.with_name(f"{config.record.stem}-{number}{config.record.suffix}")
@@ -130,11 +126,10 @@ class RemoteCore:
             for data in life.received(_LAST_WORDS_MS):
                 self._receive(life, data)
         if self._news:
-            return  # first deliver its last outputs
+            return  # first deliver its last outputs; the next call detects the end again
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:
-        """Return True once the last process has ended, or after a minute."""
         if self._killed_process is None or self._killed_process.poll() is not None:
             return True
         if now < self._abandon_at:
@@ -298,10 +293,10 @@ class RemoteCore:
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:
-        """Do nothing: the process saves KV when it is idle or stops."""
+        """Do nothing: the process saves KV when idle."""
 
     def shutdown(self) -> None:
-        """Ask the process to end; kill it after some seconds."""
+        """End the process; kill it after some seconds."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

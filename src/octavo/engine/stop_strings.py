@@ -56,7 +56,7 @@ class StopStrings:
             branches[text[length]] = self._first_nodes[index] + length + 1
 
     def next(self, node: int, character: str) -> int:
-        """Return the node after a character, in constant amortized time."""
+        """Return the next node, in constant amortized time."""
         while True:
             if self._characters[node] == character:
                 child = node + 1
@@ -101,7 +101,7 @@ class StopSearch:
         return self._stops.num_held_back_chars[self._node]
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
-        """Add a piece of text; return the stop string that ends first in it, and stop reading there.
+        """Return the stop string that ends first in a piece, and stop reading there.
 
         counts: False to ignore stop strings that end in this piece; one that begins here may still end later. Of two
         that end together the longer one is returned, so cuts do not matter.
@@ -121,7 +121,7 @@ def _shared_length(first: str, second: str) -> int:
 
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
-    """Return how many last characters may begin a stop string."""
+    """Count last characters that may begin a stop string."""
     for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

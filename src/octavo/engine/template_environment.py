@@ -10,7 +10,7 @@ from octavo.runtime.text_work import progress
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Ends a template that takes too long. Lookups check that; every loop has some."""
+    """Ends slow templates at lookups, which every loop has."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Look up `obj.attribute`."""

@@ -44,7 +44,7 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """The forms of messages that one template demands.
+    """One template's demands.
 
     part_roles: roles whose content it reads as parts; other texts are joined by line feeds. only_part_roles: those for
     which it cannot read text. null_content, empty_content: content of a call's message, if the client sent null or "".
@@ -108,7 +108,7 @@ class TemplateTraits:
         )
 
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
-        """Yield messages in the form of the traits, then in stricter forms for a template that refuses these.
+        """Yield messages in the traits' form, then in stricter forms.
 
         chat: content is text, text parts, null or absent; arguments are objects.
         """
@@ -191,7 +191,6 @@ def _wants_short_ids(render: Render, content: EmptyContent, *, as_text: bool) ->
 
 
 def _wants_single_calls(render: Render, content: EmptyContent, *, as_text: bool) -> bool:
-    """Return True if a template shows two calls only in two messages."""
     calling = _calling(content, as_text=as_text)
     other = _calling(content, as_text=as_text, arguments={_SECOND: 2})
     other["tool_calls"][0]["id"] = _OTHER_ID
@@ -216,7 +215,6 @@ def _find_system_places(render: Render) -> SystemPlaces:
 
 
 def _shows(text: str | None, *marks: str) -> bool:
-    """Return True if a text has all marks in order, and no printed list of parts."""
     if text is None or _EXTRA in text:
         return False
     place = 0

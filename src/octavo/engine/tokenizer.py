@@ -101,7 +101,7 @@ class Tokenizer:
         return ids[1:] if doubled else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return text; unknown ids have none."""
+        """Return text, without unknown ids."""
         ids = list(token_ids)
         if len(ids) <= _SHORT_CHARS:
             return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -177,7 +177,6 @@ def _read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
-    """Mark existing tokens as special."""
     added = _added_tokens(backend)
     for text in texts:
         token = added.get(text, tokenizers.AddedToken(text, normalized=False))

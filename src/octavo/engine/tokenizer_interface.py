@@ -13,7 +13,7 @@ class Detokenizer(Protocol):
 
     @property
     def held(self) -> bytes:
-        """Bytes held back for later ones, first the prompt's."""
+        """Held bytes, first the prompt's."""
         ...
 
     @property
@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
         ...
 
     def add(self, token_ids: list[int]) -> str:
-        """Append tokens and return the text that no later token can change."""
+        """Append tokens; return text that no later token changes."""
         ...
 
     def finish(self) -> str:
@@ -39,7 +39,7 @@ class DetokenizerFactory(Protocol):
         ...
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Return a detokenizer for a stream after a prompt."""
+        """Return a stream's detokenizer."""
         ...
 
     def decode_token(self, token_id: int) -> str | None:
@@ -47,11 +47,11 @@ class DetokenizerFactory(Protocol):
         ...
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return the text that a token appends, or its bytes if they are not valid UTF-8 alone."""
+        """Return the text that a token appends, or bytes if they are invalid UTF-8 alone."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token is shown only on request."""
+        """Return whether a token is shown only on request."""
         ...
 
 
@@ -109,7 +109,7 @@ class SomeSpecialTokens:
         return self._tokenizer.has_byte_runs
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """See `DetokenizerFactory`; also hides tokens of the prompt."""
+        """See `DetokenizerFactory`."""
         if not skip_special_tokens:
             return self._tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=False)
         return _SomeHidden(self._tokenizer, prompt_token_ids, self.is_special)

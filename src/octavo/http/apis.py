@@ -24,15 +24,13 @@ class _LastToken(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Api:
-    """One client API.
+    """One API.
 
     name: its tag in the OpenAPI document. below: path prefix of errors in this API's form. error, event: return an
     error's JSON object, and the last event of a failing stream. last_event: matches the start of a complete stream's
     last event; None if that event has a field of `_LastToken`. statuses: HTTP status -> this API's, if it differs.
-    any_type: accepts any Content-Type. lines: events are lines of JSON.
-
-    For the router: prompt: the prompt's fields, in order. limits: fields that limit the answer's tokens; `a.b` is field
-    b of object a. counted: the field that begins the token counts. prompt_counts, answer_counts: names of the counts.
+    any_type: accepts any Content-Type. lines: events are lines of JSON. For the router: limits: fields that limit the
+    answer's tokens; `a.b` is field b of object a. counted: the field that begins the token counts.
     """
 
     name: str
@@ -55,7 +53,7 @@ class Api:
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 
     def is_last(self, event: bytes) -> bool:
-        """Return True if an event ends a stream."""
+        """Return whether an event ends a stream."""
         if self.last_event is not None:
             return self.last_event.match(event) is not None
         try:

@@ -42,7 +42,7 @@ class Spans(Protocol):
 
 
 class AuditMiddleware:
-    """The outermost middleware: counts and logs every request, without its content.
+    """The outermost middleware: logs every request without its content.
 
     Keeps the client's X-Request-Id if it matches `_ID`. Routes add fields to `request.state.audit`. Refusals and
     cut-offs are counted only here.
@@ -72,7 +72,7 @@ class AuditMiddleware:
 
         try:
             await self.app(scope, receive, record_status)
-        except Exception as error:  # a middleware's bug
+        except Exception as error:  # a middleware's bug is counted, too
             if status:
                 raise
             _faults.exception("a request failed")
@@ -102,7 +102,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def audit_bad_input(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
-    """Count and log input that was no HTTP request."""
+    """Count and log input without HTTP."""
     metrics.count_answer("other", "none", error.status)
     metrics.count_refusal(error.reason)
     scope = {"client": client, "method": None, "path": ""}

@@ -75,7 +75,7 @@ def _key(scope: Scope) -> bytes | None:
 
 
 def _is_same_origin(scope: Scope) -> bool:
-    """Return True if the browser's user or one of the server's own pages makes the request.
+    """Return whether the browser's user or one of the server's own pages makes the request.
 
     Over plain HTTP, except on loopback, browsers do not say so. Then another Origin must not be named.
     """

@@ -25,7 +25,7 @@ FREE_BYTES = 64 << 10
 async def received(
     request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
-    """Read a body and yield its pieces, which hold bytes of `pool` until the block ends.
+    """Yield a body's pieces, which hold bytes of `pool` until the block ends.
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """
@@ -39,7 +39,7 @@ async def received(
 
 
 def read_timeout(request: Request, limit_s: float) -> float:
-    """Return the limited seconds of X-Request-Timeout. Raises `RequestError`."""
+    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError`."""
     given = request.headers.get("x-request-timeout")
     if given is None:
         return limit_s

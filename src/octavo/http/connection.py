@@ -43,8 +43,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     header_timeout_s: from the first byte of headers on; for the first request, from connecting on. idle_timeout_s: the
     client must take all waiting bytes, or `MAX_UNSENT_BYTES`, in each such period. Otherwise a finished stream would
-    keep its place. max_connections: more are accepted only for health checks. on_refused: called for each answer to
-    input that was no request.
+    keep its place. max_connections: more are accepted only for health checks, so that a full server does not look dead.
+    on_refused: called for each answer to other input.
 
     Pipelined requests are answered in order. During an answer one more request is read, to notice a disconnect. A
     request to upgrade (h2c from Java's client; WebSocket) is answered in HTTP/1.1 (RFC 9110, section 7.8).
@@ -226,7 +226,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
-        """state: of the request that the error ends."""
+        """Answer with an error. state: of the ended request, which is counted later."""
         if state is None:
             self._on_refused(self.client, error)
         else:
@@ -250,7 +250,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_reader(self) -> None:
-        """Check regularly that the client takes the bytes of an answer."""
+        """Check regularly that the client takes the answer."""
         if self._reader_timer is not None:
             return
         sock = self.transport.get_extra_info("socket")

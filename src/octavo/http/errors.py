@@ -192,8 +192,7 @@ def to_http(error: Exception) -> HttpError:
 def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
-    names: from octavo's to the client's. in_text: also in the message, except other single words, which may be plain
-    text.
+    names: from octavo's to the client's. in_text: also in the message, except single words.
     """
     try:
         yield

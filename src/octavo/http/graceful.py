@@ -63,7 +63,7 @@ class GracefulServer(uvicorn.Server):
         if config.ssl_certfile is None:
             return
         try:
-            check_certificate(config)  # another pair would damage the context in use
+            check_certificate(config)  # a pair that does not match would damage the context in use
         except ConfigError as error:
             logger.error("the certificate was not reloaded: %s", error)  # noqa: TRY400 - the error says all
         else:

@@ -48,7 +48,7 @@ class Bucket:
 
 
 class Pool:
-    """Counts the units of a resource that each tenant holds.
+    """Counts each tenant's units of a resource.
 
     If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units. So one tenant's
     flood keeps room free (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch",
@@ -72,10 +72,7 @@ class Pool:
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
-        """Return how many more units a tenant may take; negative above its share.
-
-        besides: held units of the same request, which do not count.
-        """
+        """Return how many units a tenant may take; negative above its share. besides: held units that do not count."""
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
@@ -120,6 +117,7 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
+        """Return whether it was overtaken enough: room is reserved for it."""
         return self.passed >= self.amount
 
 
@@ -127,18 +125,17 @@ class WaitingLine:
     """Requests that wait for room in a pool, first come, first served within a tenant.
 
     A new request, or the first of another tenant, may overtake until the overtaken one has been passed by as many units
-    as it requested. So small requests do not starve a large one, and a large one does not block small ones for long.
-    Then its own tenant's requests do not overtake it, and other tenants must keep room for it once its tenant holds
-    nothing.
+    as it requested. So small requests do not starve a large one, nor does it block them for long. Then its own tenant's
+    requests do not overtake it, and once its tenant holds nothing, other tenants must keep room for it.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._waiters: dict[str, deque[_Waiter]] = {}
+        self._waiters: dict[str, deque[_Waiter]] = {}  # by the tenant's name
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
-        """Take room without waiting. Returns False if that is not allowed."""
+        """Take room without waiting. Returns False if forbidden."""
         of_tenant = self._waiters.get(tenant.name)
         if (of_tenant and of_tenant[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
@@ -217,8 +214,7 @@ class _Account:
 class Permit:
     """The place of one HTTP request: `num_streams` output streams.
 
-    is_kept: a stream releases it, not the `with` block. is_in: one prompt got room, so further prompts wait and are not
-    refused.
+    is_kept: a stream releases it, not the `with` block. is_in: one prompt got room, so further ones wait.
     """
 
     tenant: Tenant
@@ -284,7 +280,7 @@ class RequestLimiter:
 
     def begin(self, tenant: Tenant) -> None:
         """Count a request's headers."""
-        account = self._account(tenant)  # a new account's times begin here
+        account = self._account(tenant)  # before `now`: a new account's times begin here
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
         self._check(tenant, 1, now)
@@ -292,7 +288,7 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take places for a request that has begun, or raise.
+        """Take places for a begun request, or raise.
 
         at_least: streams that suffice to serve the request in parts. It then takes a multiple, within its tenant's
         limit and share. None: all or none.

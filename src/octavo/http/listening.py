@@ -96,12 +96,12 @@ def _exit_now(*_: object) -> NoReturn:
 
 
 def handles_sighup() -> bool:
-    """Return True if this thread can handle SIGHUP."""
+    """Return whether this thread can handle SIGHUP."""
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     if host in LOOPBACK_NAMES:
         return True
     try:
@@ -114,8 +114,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that refuses connections until `open_door`. Raises `ConfigError`. host: "::" includes IPv4.
 
     Refused connections make a proxy try another server while this one loads. TCP_NOTSENT_LOWAT keeps Linux from
-    buffering megabytes for a slow reader. TCP_USER_TIMEOUT would also end connections of readers that are only slower
-    than the sender.
+    buffering megabytes for a slow reader. TCP_USER_TIMEOUT would also end connections of merely slow readers.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -132,7 +131,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _bind(sock: socket.socket, host: str, port: int) -> None:
-    """Bind so that no second server can bind the address before this one listens.
+    """Bind exclusively, even before this server listens.
 
     Linux lets several sockets with SO_REUSEADDR bind one address while none listens. So the option is set only briefly,
     if an earlier server's lingering connections block the address.
@@ -149,7 +148,7 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 def open_door(sock: socket.socket) -> None:
     """Listen on a socket from `bind`. Raises `ConfigError` if another server was faster."""
-    if sys.platform != "win32":  # lingering connections inherit it
+    if sys.platform != "win32":  # lingering connections inherit it, so that the next server can bind
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -159,7 +158,7 @@ def open_door(sock: socket.socket) -> None:
 
 
 def bytes_taken(sock: socket.socket | None) -> int | None:
-    """Return the number of sent bytes that have arrived, with TLS overhead; None if unknown.
+    """Return how many sent bytes have arrived, with TLS overhead; None if unknown.
 
     Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h). TLS buffers hide the bytes that wait here.
     """
@@ -171,7 +170,7 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
 
 
 def bytes_under_way(sock: socket.socket | None) -> int:
-    """Return the sent bytes that have not arrived (SIOCOUTQ of tcp(7))."""
+    """Return how many sent bytes have not arrived (SIOCOUTQ of tcp(7)); 0 if unknown."""
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
             queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))

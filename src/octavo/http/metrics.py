@@ -42,7 +42,7 @@ class Metrics:
         self._refused.labels(reason).inc()
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """Return the figures in a format that the Accept header prefers, and its content type."""
+        """Return the figures in the Accept header's format, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

@@ -1,6 +1,7 @@
 """Checks of Host and Origin.
 
-Any page can make a browser send a POST to a local server, or make its own name resolve to 127.0.0.1 (DNS rebinding).
+Any page can make a browser send a POST to a local server, or make its own name resolve to 127.0.0.1 (DNS rebinding). So
+a browser's Origin must be known and, on loopback, the Host too.
 """
 
 from __future__ import annotations

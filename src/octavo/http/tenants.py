@@ -53,7 +53,7 @@ class Tenant:
     read_metrics: bool = False
 
     def cache_salt(self, requested: str | None) -> str | None:
-        """Return the salt of a tenant's prompts, from the one that a client asks for. Raises `RequestError`.
+        """Return the salt of a tenant's prompts, from the requested one. Raises `RequestError`.
 
         It begins with the tenant's name, or "shared" if the tenant shares the prefix cache. So no client can ask for
         another tenant's salt.
@@ -75,7 +75,7 @@ _DEFAULTS = Tenant()
 class Keyring:
     """The valid keys. The time of a lookup reveals nothing about them.
 
-    The index of a key is a keyed hash, so clients cannot know which keys are close to each other.
+    A key's index is a keyed hash, which hides similar keys.
     """
 
     def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:
@@ -86,7 +86,7 @@ class Keyring:
 
     @classmethod
     def of(cls, config: AccessConfig) -> Keyring | None:
-        """Return the required keys. Raises `ConfigError`."""
+        """Return the required keys; None if none is required. Raises `ConfigError`."""
         if config.api_keys_file is not None:
             return cls.from_file(config.api_keys_file, config.operator_key)
         return None if config.api_key is None else cls([(_digest(config.api_key.encode()), EVERYBODY)])

@@ -38,7 +38,7 @@ class Interval:
 
 @dataclass(slots=True)
 class Explanation:
-    """A request's phases, which add up to its wall time, and their reasons."""
+    """A request's phases and their reasons."""
 
     request_id: str
     intervals: list[Interval] = field(default_factory=list)
@@ -114,8 +114,6 @@ def _is(event: Event, kind: type[events.RequestEvent], request_id: str) -> bool:
 
 
 class _Explainer:
-    """Follows one request."""
-
     def __init__(self, request_id: str, before: list[Event]) -> None:
         self.request_id = request_id
         self.result = Explanation(request_id)

@@ -56,8 +56,6 @@ class RecordedClock:
 
 @dataclasses.dataclass(slots=True)
 class _Unfinished:
-    """An open request."""
-
     number: int
     request: Request
     pseudonyms: Pseudonyms

@@ -74,7 +74,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return True if a row has the same bits in any batch; on a GPU this was not measured."""
+    """Return whether a row has the same bits in any batch; on a GPU this was not measured."""
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 
@@ -86,8 +86,8 @@ def create_kernels(
 
     backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning without them; on CUDA plain torch
     until the Triton kernels have been tried on a GPU. In "fast-inexact" rows depend on the batch. isa: "auto" is
-    `default_instruction_set()`.
-    Raises ConfigError if the backend or the instruction set is unknown or does not work on this device.
+    `default_instruction_set()`. Raises ConfigError for a backend or instruction set that is unknown or unsupported
+    here.
     """
     if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
         choices = ", ".join(("auto", "reference", "cpu", *_IN_TRITON[:-1]))

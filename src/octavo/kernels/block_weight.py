@@ -150,7 +150,7 @@ class BlockWeight:
         return self.numbers().dequantize()
 
     def has_broken_scale(self) -> bool:
-        """Return True if a scale is infinite or NaN."""
+        """Return whether a scale is infinite or NaN."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
             return bool((blocks[:, 0] == _E8M0_NAN).any())
@@ -210,12 +210,10 @@ _Numbers = tuple["Tensor", "Tensor", "Tensor | None"]
 
 
 def _half(data: Tensor) -> Tensor:
-    """Reinterpret as float16."""
     return data.contiguous().view(torch.float16)
 
 
 def _float16(data: Tensor) -> Tensor:
-    """Widen `_half`."""
     return _half(data).float()
 
 
@@ -254,14 +252,12 @@ def _read_q5_1(blocks: Tensor) -> _Numbers:
 
 
 def _six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return stored (scales, minima)."""
     scales, minima, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     whole_scales = torch.cat([scales & 63, (rest & 15) | ((scales >> 2) & 48)], dim=1)
     return whole_scales, torch.cat([minima & 63, (rest >> 4) | ((minima >> 2) & 48)], dim=1)
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (scales, minima)."""
     scales, minima = _six_bits(blocks)
     return _float16(blocks[:, :2]) * scales.float(), _float16(blocks[:, 2:4]) * (-minima.to(torch.int8)).float()
 

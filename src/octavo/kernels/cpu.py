@@ -74,16 +74,16 @@ class CpuKernels:
 
     @property
     def identity(self) -> str:
-        """Backend, instruction set."""
+        """The backend's name and its instruction set."""
         return f"{self.name}:{self.isa}"
 
     def take_compilations(self) -> list[str]:
-        """Return nothing."""
+        """Return nothing: all kernels are compiled at installation."""
         return []
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """This processor's, best first."""
+        """This processor's instruction sets, the best first."""
         return tuple(self._module.instruction_sets())
 
     @property
@@ -144,10 +144,7 @@ class CpuKernels:
         self.kernel_set.set_num_threads(num_threads)
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation by its compiled kernel, or by its plain version.
-
-        Raises `ValueError` if the kernel does not accept a tensor.
-        """
+        """See `Kernels`. Raises `ValueError` if the kernel does not accept a tensor."""
         call = getattr(self._calls, operation.name, None)
         if call is None:
             operation.reference(*args)
@@ -263,7 +260,7 @@ class CpuKernels:
         return out
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for rows that a matrix product will read.
+        """Return memory for rows that a matrix product will read in place.
 
         The row stride is a cache line longer if a column would evict itself from its few sets.
         """
@@ -285,7 +282,7 @@ class CpuKernels:
         return out
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return False."""
+        """Return False: recorded steps need no graphs."""
         del head_dims, dtype
         return False
 
@@ -472,5 +469,4 @@ class CpuKernels:
 
 
 def _described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """See csrc/arguments.h."""
     return tensor.data_ptr(), _TENSOR_DTYPES[tensor.dtype], tensor.shape, tensor.stride()

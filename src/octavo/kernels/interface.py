@@ -94,7 +94,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """Rows of a step with hidden states that are needed.
+    """Rows of a step with needed hidden states.
 
     rows       int64, ascending; the last rows of each sequence
     attention  the batch of these rows alone
@@ -106,7 +106,7 @@ class OutputRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Decode steps, and steps that verify drafts, to capture as graphs.
+    """Steps to capture as graphs.
 
     sizes: maps the largest mean number of rows per sequence to numbers of sequences; both ascend. table_width: in
     blocks. num_bytes: limit for all graphs.
@@ -197,7 +197,7 @@ class Kernels(Protocol):
         ...
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return parts for `restore_linear`, which alias the weight; none if it cannot be kept."""
+        """Return parts for `restore_linear`, which alias the weight; none if impossible."""
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
@@ -258,7 +258,7 @@ class Kernels(Protocol):
         ...
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return True if `record_forward` makes graphs; otherwise log the reason."""
+        """Return whether `record_forward` makes graphs; otherwise log the reason."""
         ...
 
     def record_forward(
@@ -269,7 +269,7 @@ class Kernels(Protocol):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass; return its result, and a faster function for any batch of up to `max_tokens` tokens.
+        """Run a forward pass; return its result, and a faster function for up to `max_tokens` tokens.
 
         The pass must take its output rows by `take_rows`; here all rows may be outputs. The function, if any, returns
         the same bits; its next call overwrites them.
@@ -307,12 +307,11 @@ class Kernels(Protocol):
 
         q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
         cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. Dimension i of a head is paired with i +
-        rotary_dim / 2 (GPT-NeoX); if interleaved, 2 i with 2 i + 1 (GPT-J).
-        query_scale float32 [max_positions]: multiplies queries after they are rotated and rounded.
-        k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], the last two dimensions contiguous: in q's
-        dtype, or int8 or float8_e4m3fn, for which rows are rounded to q's dtype, then by `round_kv_rows`.
-        If a head's row of v is not finite, its v becomes zeros and its k NaN. So attention yields NaN for rows that see
-        the position, and other rows may multiply it by weights of zero.
+        rotary_dim / 2 (GPT-NeoX); if interleaved, 2 i with 2 i + 1 (GPT-J). query_scale float32 [max_positions]:
+        multiplies rotated and rounded queries. k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], the
+        last two dimensions contiguous: in q's dtype, or int8 or float8_e4m3fn, for which rows are rounded to q's dtype,
+        then by `round_kv_rows`. If a head's row of v is not finite, its v becomes zeros and its k NaN. So attention
+        yields NaN for rows that see the position, and other rows may multiply it by weights of zero.
         """
         ...
 

@@ -54,7 +54,6 @@ def processor_identity() -> list[str]:
 
 
 def _describe_processor() -> dict[str, str]:
-    """Read /proc/cpuinfo."""
     described: dict[str, str] = {}
     for line in read_lines(_CPU_INFO):
         name, colon, value = line.partition(":")
@@ -65,7 +64,7 @@ def _describe_processor() -> dict[str, str]:
 
 
 def cold_bytes() -> int:
-    """Return how many bytes a benchmark must cycle through so that caches are cold.
+    """Return how many bytes keep caches cold in a benchmark.
 
     Twice the third-level cache, 192 to 512 MiB: other processes share a larger one.
     """
@@ -73,7 +72,7 @@ def cold_bytes() -> int:
 
 
 def third_level_cache_bytes() -> int:
-    """Return the third-level caches' bytes, or 0."""
+    """Return the third-level caches' bytes; 0 if unknown."""
     sizes: dict[str, int] = {}
     for cpu in usable_cores():
         cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"
@@ -120,7 +119,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Back memory with pages in advance, on idle processor time. The content stays, even if it is written meanwhile.
+    """Back memory with pages in advance, on idle processor time. Keeps content, even if written meanwhile.
 
     stop: address of a byte that ends the call if not zero.
     """

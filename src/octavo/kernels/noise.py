@@ -7,8 +7,8 @@ Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
     word w of t = word number (t >> 4) & 3          (16 lanes serve 64 consecutive ids)
 
 Gumbel noise has stream 0 and lies in (-3.14, 22.88). For a word w, x = (w + 0.5) / 2^32 and G = -ln(E), E = -ln(1 - x).
-The code below defines each operation, in float32, rounded once. It uses the distance to the nearer end of the words, so
-that both tails keep full precision.
+The code below defines each operation, in float32, rounded once. It uses the distance to the words' nearer end: both
+tails keep full precision.
 
 A uniform number takes words 0 and 1 of c = 0: (word 0 * 2^20 + (word 1 >> 12) + 0.5) / 2^52, exact in float64.
 """
@@ -65,7 +65,6 @@ def philox_words(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
 def _philox(
     counter: Tensor, seed: Tensor, position: Tensor, sample_index: Tensor, stream: RandomStream
 ) -> tuple[Tensor, ...]:
-    """Return four words."""
     seed, position, sample_index = (column.to(torch.int64).reshape(-1, 1) for column in (seed, position, sample_index))
     keys = [seed & _LOW_32, (seed >> 32) & _LOW_32]
     words = [counter, position & _LOW_32, sample_index & _LOW_32, torch.full_like(seed, stream)]

@@ -168,7 +168,6 @@ def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4For
 
 
 def _check_numbers(numbers: Mapping[str, int | str]) -> tuple[tuple[int, int], int, Int4Format]:
-    """Return (shape, number of the type, format), or raise."""
     found: list[int] = []
     for name in ("out_features", "in_features", "group_size", "has_zeros", "has_order"):
         value = numbers[name]

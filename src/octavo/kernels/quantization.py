@@ -111,8 +111,8 @@ class Int4Weight:
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return the scales of products: int16 multiples [out_features, groups] of float32 units [out_features].
 
-        The largest scale is 4,079 units, or 2,039 with zero points: weights are 16-bit integers. A scale that is not
-        finite makes its row NaN. Raises `ValueError` for a zero point above 16.
+        The largest scale is 4,079 units, or 2,039 with zero points: weights are 16-bit integers. An infinite or NaN
+        scale makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -192,7 +192,7 @@ QuantizedWeight = Int8Weight | Int4Weight | Fp8Weight
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:
-    """Rotate and round."""
+    """Rotate a weight and round it to int8."""
     return Int8Weight(*round_to_int8(weight, rotated=True))
 
 
@@ -208,7 +208,7 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """Round with one scale per row."""
+    """Round a weight to fp8, with one scale per row."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for part in _parts(weight.shape):
@@ -246,7 +246,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
-    """Return True if minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
+    """Return whether minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
 
     Minima cost half a bit per weight in groups of 32; half a bit in finer values would halve the error at best.
     """
@@ -256,7 +256,6 @@ def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight])
 
 
 def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Round padded groups."""
     extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
     low, high = groups.amin(2, keepdim=True).clamp(max=0.0), groups.amax(2, keepdim=True).clamp(min=0.0)
     found: list[Tensor] = []
@@ -318,7 +317,7 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
-    """Return True if int4 weights have one order."""
+    """Return whether int4 weights have one order, as fusing needs."""
     orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
     first = orders[0] if orders else None
     return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
@@ -334,7 +333,6 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
-    """Scale rows to the largest magnitude `most`; return their scales, too."""
     wide = x.float()
     magnitude = wide.abs().amax(dim=1) if x.shape[1] else wide.new_zeros(x.shape[0])
     is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # torch may multiply by 1 / number
@@ -375,7 +373,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
-        # Exact below 2^53; 0.0 turns -0.0 into the integers' 0.
+        # Exact below 2^53; adding 0.0 turns -0.0 into the integers' 0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)

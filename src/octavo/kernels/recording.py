@@ -71,7 +71,7 @@ class Rehearsal:
 
 
 class Recorder:
-    """Makes and records the kernel calls of a pass, in place of the `KernelSet`.
+    """Makes and records a pass's kernel calls, as the `KernelSet`.
 
     offsets: of the same pass's results in `memory`.
     """
@@ -183,7 +183,6 @@ def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tupl
 
 
 def _arrays_of_groups(batch: AttentionBatch) -> list[tuple[int, ...]]:
-    """Return all `_arrays`."""
     return [_arrays(batch), *map(_arrays, batch.more_groups)]
 
 
@@ -211,6 +210,5 @@ class _ViewsOnly(TorchFunctionMode):
 
 
 def _is_plain(index: Any) -> bool:
-    """Return True if an index makes a view."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(isinstance(part, int | slice) for part in parts)

@@ -99,7 +99,7 @@ class ReferenceKernels:
         return ()
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Refuse."""
+        """Refuse: nothing was kept."""
         raise NotImplementedError
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -296,7 +296,6 @@ class ReferenceKernels:
 
 
 def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Return tokens or -1."""
     temperature, seed, position, sample_index = (
         column.to(logits.device) for column in (rows.temperature, rows.seed, rows.position, rows.sample_index)
     )
@@ -323,7 +322,6 @@ def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Expand to float32."""
     if cache.dtype not in ROUNDED_KV_DTYPES:
         return cache[blocks].float()
     values = cache.view(torch.int8)[blocks].view(cache.dtype)  # torch does not index fp8 on every device

@@ -1,8 +1,8 @@
 """Rejection sampling of drafts: an answer has the same distribution as without drafts, but not the same tokens.
 
 Leviathan et al. (arXiv 2211.17192), algorithm 1; Chen et al. (arXiv 2302.01318), algorithm 2; see docs/speculation.md.
-p is the target's distribution, q the draft's. Each token has distribution p for any q, provided that the decision to
-verify a draft does not depend on its token.
+p is the target's distribution, q the draft's. Each token has distribution p for any q, if the decision to verify a
+draft is independent of its token.
 """
 
 from __future__ import annotations

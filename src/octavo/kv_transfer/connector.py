@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
 
 _LOOKUP_THREADS = 2
-_EXPECTED_S = 1.0  # then the request uses the blocks found
+_EXPECTED_S = 1.0  # without a further block for this long, the request uses those found
 _RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # between repetitions; doubles
 
 
@@ -84,7 +84,7 @@ class StoreConnector:
         self._on_answer = on_answer
         self._direct = direct or NoConnector()
         self._lookups: dict[str, _Lookup] = {}
-        self._missing: dict[str, bytes] = {}  # by request
+        self._missing: dict[str, bytes] = {}  # by request: the first key that a load lacked
         self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup", HANGS_AFTER_S)
         self._threads.submit(store.open)
 

@@ -23,8 +23,8 @@ _ANYBODY = "192.0.2.1:9"  # for documentation (RFC 5737), on no real network
 class TransferClient:
     """Runs a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
 
-    Advertises a default address until `get` learns the one that peers use. object_bytes: of a header and a block.
-    num_areas: maximum number of concurrent transfers.
+    Advertises a default address until `get` learns a better one. object_bytes: of a header and a block. num_areas:
+    limit on transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
@@ -34,7 +34,7 @@ class TransferClient:
         self._changed = threading.Condition()
         self._client: MooncakeClient | None = None
         self._host = _usual_address()
-        self._is_guess = True
+        self._is_guess = True  # no peer has confirmed _host
         self._is_opening = self._is_closed = False
         self._error = ""
         self._again_at = 0.0
@@ -50,8 +50,8 @@ class TransferClient:
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
         """Return a living client; None if none is ready within timeout_s.
 
-        host: this machine's address on the route to the peer. The first one that is not loopback replaces the default,
-        and may restart the process. Raises `StoreError` after `close`, and for a pause after a failed start.
+        host: this machine's address on the route to the peer. The first one except loopback replaces the default, and
+        may restart the process. Raises `StoreError` after `close`, and for a pause after a failed start.
         """
         with self._changed:
             if self._is_guess and not ip_address(host).is_loopback:  # local peers reach any address
@@ -74,7 +74,7 @@ class TransferClient:
         threading.Thread(target=self._start, name="octavo-kv-direct-open", daemon=True).start()
 
     def _drop(self) -> None:
-        """Needs the lock."""
+        """End the current process. Needs the lock."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -97,7 +97,7 @@ class TransferClient:
             client.close()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process for good."""
         with self._changed:
             self._is_closed = True
             self._drop()
@@ -105,7 +105,6 @@ class TransferClient:
 
 
 def _usual_address() -> str:
-    """Guess this machine's address."""
     try:
         return local_address(_ANYBODY)
     except StoreError:

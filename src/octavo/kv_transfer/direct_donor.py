@@ -55,7 +55,7 @@ class _Pace:
 
 
 class DirectDonor:
-    """A `KVStore` of blocks that it writes into the memory of decode engines; see `MooncakeConnector`.
+    """A `KVStore` that writes blocks into decode engines' memory; see `MooncakeConnector`.
 
     It waits for a requested block while the block's transfer is open or the block is being saved, so KV is sent before
     the prompt is complete.
@@ -74,11 +74,11 @@ class DirectDonor:
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # of all below
         self._open: Counter[str] = Counter()  # requests by transfer
-        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers
+        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers without further blocks
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
-        self._written_at = 0.0
+        self._written_at = 0.0  # to any decode engine
         self._logged: set[tuple[str, str]] = set()  # (refused decode engine, reason)
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
@@ -125,7 +125,7 @@ class DirectDonor:
                 self._changed.notify_all()
 
     def expect(self, request: Request) -> bool:
-        """Return False."""
+        """Return False: nothing is received."""
         del request
         return False
 
@@ -292,7 +292,7 @@ class DirectDonor:
             with client.area(messages.BEAT_S) as area:
                 write_began = time.monotonic()
                 num_written = self._write(area, ready, first, min(count, pace.num_blocks))
-        except BusyError:
+        except BusyError:  # raised immediately if no area will be free soon
             time.sleep(max(began + messages.BEAT_S - time.monotonic(), 0.0))
             return 0
         self._written_at = time.monotonic()
@@ -300,7 +300,7 @@ class DirectDonor:
         return num_written
 
     def _wait(self, ready: ReadyToReceive, first: int, requested_at: float) -> int | None:
-        """Count the blocks that are ready within `BEAT_S`; None if none will be."""
+        """Count the blocks ready within `BEAT_S`; None if none will be."""
         keys = ready.keys[first:]
         beat_at = time.monotonic() + messages.BEAT_S
         with self._changed:
@@ -314,12 +314,11 @@ class DirectDonor:
                 self._changed.wait(beat_at - now)
 
     def _is_coming(self, transfer_id: str, key: bytes, waited_s: float) -> bool:
-        """Return True if a block may still be saved. Needs the lock."""
+        """Return whether a block may still be saved. Needs the lock."""
         may_be_on_its_way = transfer_id not in self._ended and waited_s < _GRACE_S
         return key in self._saving or transfer_id in self._open or may_be_on_its_way
 
     def _write(self, area: Area, ready: ReadyToReceive, first: int, count: int) -> int:
-        """Write with headers."""
 
         def copy(target: memoryview, key: bytes, block: memoryview, checksum_of_it: bytes) -> None:
             head = messages.header(ready.generation, key, checksum_of_it)

@@ -59,7 +59,7 @@ class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Notice(msgspec.Struct, frozen=True, tag=True):
-    """An authenticated `ReadyToReceive`."""
+    """An encoded `ReadyToReceive` with a proof."""
 
     ready: bytes
     proof: bytes
@@ -72,7 +72,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Alive; nothing written."""
+    """The prefill engine is alive, but has written nothing more."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -173,7 +173,7 @@ def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
 
 
 def is_proof(given: bytes, secret: str, role: str, *parts: bytes) -> bool:
-    """Return True if `given` equals `proof_of` the other arguments."""
+    """Return whether `given` equals `proof_of` the other arguments."""
     return hmac.compare_digest(given, proof_of(secret, role, *parts))
 
 

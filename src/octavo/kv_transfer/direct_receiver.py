@@ -1,7 +1,6 @@
 """The decode engine's side of direct transfers.
 
-Received bytes are not trusted: header and checksum are compared after a block was copied out of memory that other
-engines can write.
+Received bytes are not trusted: header and checksum are compared after a block was copied out of shared memory.
 """
 
 from __future__ import annotations
@@ -185,7 +184,7 @@ class DirectReceiver:
         return best, keys[:most]
 
     def _has_failed(self, expected: _Expected) -> bool:
-        """Return True if the source failed since the request was added. Needs the lock."""
+        """Return whether the source failed since the request was added. Needs the lock."""
         return self._failed_at.get(expected.source, 0.0) >= expected.since
 
     def _is_wanted(self, expected: _Expected) -> bool:
@@ -193,7 +192,7 @@ class DirectReceiver:
             return not self._is_closed and any(each is expected for each in self._expected.values())
 
     def _may_wait(self, expected: _Expected) -> bool:
-        """Return True if the request may wait for blocks that are not being received yet."""
+        """Return whether the request may wait for blocks not being received yet."""
         with self._lock:
             has_failed = self._has_failed(expected)
         return not has_failed and self._is_wanted(expected)
@@ -232,7 +231,6 @@ class DirectReceiver:
     def _receive_part(
         self, expected: _Expected, area: Area, session: str, keys: Sequence[bytes], blocks: Sequence[memoryview]
     ) -> int:
-        """Receive as many blocks as fit an area; count the leading valid ones."""
         count, is_over = 0, False
         generation = secrets.token_bytes(messages.GENERATION_BYTES)
         try:
@@ -286,7 +284,6 @@ class DirectReceiver:
         channel.send(messages.Notice(encoded, proof))
 
     def _take(self, written: memoryview, generation: bytes, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return whether it is valid."""
         head = messages.header_in(written)
         block[:] = written[HEADER_BYTES:]
         return head == messages.header(generation, key, checksum(key, block))
@@ -312,7 +309,6 @@ class DirectReceiver:
 
 
 def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
-    """Connect. Raises `_ConnectTimeoutError` and `OSError`."""
     host, port = source.rsplit(":", 1)
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout_s)
@@ -321,10 +317,9 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 
 
 def _answers(source: str) -> bool:
-    """Return True if a source accepts a new connection and answers on it or closes it, twice.
+    """Return whether a source accepts a new connection and answers on it or closes it, twice.
 
-    At its maximum number of connections, a source closes each new one; a process that is ending does so once, then
-    refuses.
+    At its limit of connections, a source closes each new one; an ending process does so once, then refuses.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 HEADER_BYTES = 128  # aligns the block to a cache line
-DONOR_AREAS = 8
+DONOR_AREAS = 8  # concurrent writes
 RECEIVER_AREAS = 16  # loads, which mostly wait for prompts
 
 
@@ -29,7 +29,7 @@ class _Slot:
 
 
 class Segment:
-    """Blocks by key. Evicts the least recently used block that has no readers. Thread-safe.
+    """Blocks by key. Evicts the least recently used block without readers. Thread-safe.
 
     The system allocates memory on first use. Raises `ConfigError` if max_bytes is below one block.
     """

@@ -27,10 +27,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class DiskStore:
     """A `KVStore` in a directory, which other processes may use with other models and versions of octavo.
 
-    Each save writes one file. If writing fails, blocks are still served, and saving is retried after a growing pause.
+    Each save writes one file. The least recently used file is evicted first, also after a restart. If writing fails (no
+    space, no permission), blocks are still served, and saving is retried after a growing pause.
 
     max_bytes: limit for all files in the directory; each process applies its own. None: `default_bound`. part_bytes: of
-    blocks with the first KV group only, if any.
+    blocks with the first KV group only, if any; they have their own files.
     """
 
     name = "disk"
@@ -95,7 +96,6 @@ class DiskStore:
         return done
 
     def _load(self, name: str, first: int, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Read one file."""
         loaded, fault = 0, ""
         try:
             with self._directory.open(name) as (descriptor, found):
@@ -182,7 +182,6 @@ class DiskStore:
 
     @contextmanager
     def _reading(self, directory: Path) -> Iterator[None]:
-        """Turn `OSError` into `StoreError`."""
         try:
             yield
         except OSError as error:
@@ -192,7 +191,7 @@ class DiskStore:
 
 
 def default_bound(directory: Path) -> int:
-    """Return 16 GiB, or half of (free space + existing files) if that is less.
+    """Return 16 GiB, at most half of (free space + existing files).
 
     Creates the directory. Raises `OSError`.
     """

@@ -109,7 +109,7 @@ class DiskDirectory:
             self._take_in(name, locked=locked)
         self._writing = {name: self._writing.get(name) or self._size(name) for name in temporary}
         if not is_as_known and not locked:
-            self._generation = b""  # another process's change may be half done
+            self._generation = b""  # without the lock, another process's change may be half done
         self._seen_ns = changed_ns if is_settled else None
         ended = time.monotonic()
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
@@ -140,7 +140,6 @@ class DiskDirectory:
         return found.st_size if is_ours(found) else 0
 
     def _take_in(self, name: str, *, locked: bool) -> None:
-        """Index a file."""
         is_bad = name.endswith(".bad")
         try:
             with self.open(name) as (descriptor, found):
@@ -155,7 +154,7 @@ class DiskDirectory:
         except OSError as error:
             if error.errno == errno.EIO:
                 self._set_aside(name, str(error), locked=locked)
-            else:  # not corrupt
+            else:  # no permission, too many open files: not corrupt
                 self._skip_undeletable(name)
         else:
             self.index.add(BlockFile(name, found.st_size, keys), 0 if is_bad else found.st_mtime_ns)
@@ -264,7 +263,6 @@ class DiskDirectory:
         sync_directory(self._root)
 
     def _begin(self, temporary: str, num_bytes: int) -> int:
-        """Create a locked temporary file."""
         with self._mutex, self._locked():
             self._make_room(num_bytes)
             self._new_generation()
@@ -295,7 +293,7 @@ class DiskDirectory:
                 raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are used by files that are being written")
             try:
                 self._evict(*oldest)
-            except PermissionError:
+            except PermissionError:  # other files may still be deletable
                 num_stuck += 1
                 if num_stuck > _MAX_STUCK:
                     raise
@@ -334,7 +332,7 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a temporary file has no writer.
+        """Return whether a temporary file has no writer.
 
         Writers of this user can open their files, so an unreadable one has none.
         """
@@ -390,7 +388,7 @@ class DiskDirectory:
             time.sleep(_LOCK_POLL_S)
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Return True if other processes still open this lock file."""
+        """Return whether other processes still open this lock file."""
         try:
             return os.path.samestat(os.fstat(descriptor), (self.path / "lock").lstat())
         except FileNotFoundError:

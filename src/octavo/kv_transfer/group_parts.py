@@ -28,8 +28,8 @@ def key_of_first_group(key: bytes) -> bytes:
 def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: int, kinds: Sequence[KVGroupKind]) -> int:
     """Return the number of leading blocks after which a request can resume.
 
-    is_whole: whether each block has all groups. first: index of the first one; the request has those before it.
-    num_tokens: of the sequence. kinds: of all groups except the first.
+    is_whole: whether each block has all groups. first: index of the first one; the request has those before it. kinds:
+    of all groups except the first.
     """
     count, before = len(is_whole), -1
     while count != before:
@@ -101,7 +101,7 @@ def save(
 ) -> int:
     """Save blocks; count the leading ones stored now.
 
-    Blocks after a failed one are still saved. has_all: whether each block has all groups. part_bytes: as in `load`.
+    Blocks after a failed one are still saved. has_all: whether each block has all groups.
     """
     first = num_kept = 0
     while first < len(keys):

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 HANGS_AFTER_S = 5.0  # a longer call blocks further ones
-CHECK_S = 5.0
+CHECK_S = 5.0  # interval of checks of an idle store
 ResultT = TypeVar("ResultT")
 
 
 class GuardedStore:
     """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
-    After a failure the store gets no call for a pause, which doubles while failures continue; then a single call tries
-    it. It gets no call while another one hangs.
+    After a failure the store gets no call for a pause, which doubles; then a single call tries it. It gets no call
+    while another one hangs.
 
     open_store: called until it succeeds. may_wait: calls wait for other engines, so none counts as hanging.
     keeps_parts: the store also keeps blocks with the first KV group only.
@@ -108,7 +108,7 @@ class GuardedStore:
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys; none while unusable, so that nothing is saved."""
+        """Return the missing keys; none while unusable: nothing is saved."""
         store = self._store
         if store is None or not self.is_usable:
             return set()
@@ -137,7 +137,6 @@ class GuardedStore:
         return count
 
     def _note_stats(self) -> None:
-        """Update the figures."""
         stats, figures = self.stats(), self.figures
         with self._lock:
             figures.num_blocks, figures.num_bytes = stats.num_blocks, stats.num_bytes
@@ -184,7 +183,7 @@ class GuardedStore:
                 self._failed(error)
 
     def _ask(self, ask: Callable[[KVStore], ResultT], otherwise: ResultT) -> ResultT:
-        """Call the store; return `otherwise` if that is not allowed or fails."""
+        """Call the store; return `otherwise` if forbidden or failed."""
         if not self._may_ask():
             return otherwise
         try:
@@ -197,7 +196,7 @@ class GuardedStore:
         return result
 
     def _may_ask(self) -> bool:
-        """Return True if a call may be made: after a pause, one until its outcome is known."""
+        """Return whether a call may be made: after a pause, one until its outcome is known."""
         now = self._clock()
         with self._lock:
             if self._is_closed or now < self._resumes_at or self._hangs(now):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StoreError(OctavoError):
-    """Counts as a miss."""
+    """A store operation failed; it counts as a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class StoreStats:
 
 
 class KVStore(Protocol):
-    """Store of KV blocks. A key covers everything that a block's content depends on, so blocks are never overwritten.
+    """A key covers everything that a block's content depends on, so blocks are never overwritten.
 
     Loads verify a checksum over key and content; a corrupt or incomplete block is a miss. Thread-safe. `lacks` and
     `stats` never block; other methods may wait for I/O, and raise `StoreError`.
@@ -50,7 +50,7 @@ class KVStore(Protocol):
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that are missing, by local knowledge."""
+        """Return missing keys, by local knowledge."""
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:

@@ -102,10 +102,7 @@ class GlobalKVPool:
         *,
         num_tokens: int | None = None,
     ) -> bool:
-        """Store a node's copy of a block and return True, if no node has the hash.
-
-        Otherwise marks the stored block as used.
-        """
+        """Store a copy and return True, if no node has the hash. Otherwise mark the stored block as used."""
         with self._lock:
             if self._touch(block_hash) is not None:
                 return False
@@ -212,7 +209,6 @@ class GlobalKVPool:
                     del self._nodes[node_id][block_hash]
 
     def _insert(self, block: KVBlock) -> None:
-        """Add, then evict."""
         node = self._nodes.setdefault(block.node_id, OrderedDict())
         node[block.block_hash] = block
         self._holders.setdefault(block.block_hash, {})[block.node_id] = None
@@ -242,7 +238,7 @@ class GlobalKVPool:
 class MemoryStore:
     """A `KVStore` over a pool, as one node of it. The node's limit covers saved blocks and loaded copies.
 
-    timeout_s: of a transfer. block_size: in tokens, for `GlobalKVPool.query`.
+    timeout_s: of a transfer.
     """
 
     name = "memory"

@@ -40,7 +40,8 @@ class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
     All objects have one size: a block with the first KV group only is padded with zeros. A restarted master has an
-    empty pool, so each query also asks for a mark of this store; without it, all known keys are forgotten.
+    empty pool, so each query also asks for a mark of this store; without it, all known keys are forgotten. Blocks go
+    into other engines' memory only if this engine's own is full.
     """
 
     name = "mooncake"
@@ -130,7 +131,6 @@ class MooncakeStore:
         return count
 
     def _take(self, area: Area, index: int, code: int, key: bytes, block: memoryview) -> bool:
-        """Copy a block out of the area; return whether it is valid."""
         stored = area.objects[index]
         is_whole = code == len(stored)
         if is_whole:
@@ -224,7 +224,7 @@ class MooncakeStore:
         return codes
 
     def _begin_anew(self, area: Area, mark: str) -> None:
-        """Forget all known keys and put a new mark into the pool, which lost the last one."""
+        """Forget all known keys and put a new mark into the pool."""
         with self._lock:
             if self._mark != mark:
                 return
@@ -248,7 +248,7 @@ class MooncakeStore:
 
 
 def _is_wrong(code: int, is_whole: bool) -> bool:
-    """Return True if wrong bytes arrived. If none arrived, the block may still be in the pool."""
+    """Return whether wrong bytes arrived. If none arrived, the block may still be in the pool."""
     return not is_whole and (code >= 0 or code == _WRONG_SIZE)
 
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MODULE = "octavo.kv_transfer.mooncake_process"
-OPEN_S = 15.0
+OPEN_S = 15.0  # to open a client, with its process
 CALL_S = 4.0
 REST_S = 6.0  # twice Mooncake's limit for a stalled transfer, which may still write into its area
 GONE_S = 30.0  # then a silent process is killed
-PING_S = 0.5
+PING_S = 0.5  # a healthy process answers immediately
 CLOSE_S = 5.0  # Mooncake withdraws lent memory in 2 s
 PROCESS_BYTES = 64 << 20  # without lent and shared memory
 NUM_AREAS = 4
@@ -120,7 +120,7 @@ class Area:
         return codes
 
     def ping(self) -> bool:
-        """Return True if the process answers within `PING_S`. Until it does, the area is not free."""
+        """Return whether the process answers within `PING_S`. Until it does, the area is not free."""
         self.is_pending, self.requested_at = True, time.monotonic()
         try:
             self.channel.send_bytes(json.dumps(["ping", []]).encode())
@@ -141,7 +141,7 @@ class Area:
         return codes
 
     def is_free(self, now: float) -> bool:
-        """Return True if nothing can write into the area any more."""
+        """Return whether nothing can write into the area any more."""
         try:
             if self.is_pending and self.channel.poll():
                 self.answer()
@@ -155,7 +155,7 @@ class MooncakeClient:
     """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
     master: "" without a pool. host: the address by which other engines reach this process. segment_bytes: lent to the
-    pool. gone_s: a process that does not answer a call for this long is killed; None: `GONE_S`.
+    pool. gone_s: a process silent for this long is killed; None: `GONE_S`.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class MooncakeClient:
 
     @property
     def is_alive(self) -> bool:
-        """True if the process may be called. Kills one that has been silent for too long."""
+        """True if the process may be called. Kills a silent one."""
         now, gone_s = time.monotonic(), GONE_S if self._gone_s is None else self._gone_s
         if any(area.is_pending and now - area.requested_at > gone_s for area in self._areas):
             self.kill()

@@ -23,7 +23,7 @@ _DEBIAN_PACKAGES = {
 
 
 def check_mooncake(config: KVTransferConfig) -> None:
-    """Load the libraries that a configuration needs, in a child process.
+    """Load needed libraries in a child process.
 
     Raises `ConfigError`, which names the system package to install.
     """
@@ -53,7 +53,6 @@ def _check_module(module: str, field: str) -> None:
 
 
 def _remedy(error: str) -> str:
-    """Explain an import error."""
     if _MISSING_PACKAGE.search(error):
         return "pip install 'octavo[mooncake]'"
     missing = _MISSING_LIBRARY.search(error)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _OPEN_S = 12  # then a signal ends the process, even if Python's lock is held
 _CLOSE_S = 4
-_ADDRESSES = "P2PHANDSHAKE"
+_ADDRESSES = "P2PHANDSHAKE"  # clients find each other through the master alone
 _CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, unused
 # Mooncake's defaults (30 s, 20 tries) exceed the callers' deadlines.
 _LIMITS = {
@@ -41,7 +41,7 @@ _LIMITS = {
 def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
     """Connect to the pool; return calls by name. Each takes keys and the address of the first key's object.
 
-    Raises `ImportError` if Mooncake cannot be loaded, and `OSError` if it does not connect.
+    Raises `ImportError`, and `OSError` if it does not connect.
     """
     from mooncake.store import (  # noqa: PLC0415 - an optional extra; its import may fail
         MooncakeDistributedStore,
@@ -117,7 +117,7 @@ def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
 
 
 def main() -> None:
-    """Connect, and answer calls until the other side closes the control pipe or exits.
+    """Connect, and answer calls until the control pipe is closed.
 
     Ends with `os._exit`: Mooncake's threads may keep a process alive after it has released its client.
     """

@@ -165,7 +165,6 @@ class TieredStore:
 
 
 def _names(keys: Sequence[bytes], *, only_first_group: bool) -> Sequence[bytes]:
-    """Return stored keys."""
     return [key_of_first_group(key) for key in keys] if only_first_group else keys
 
 
@@ -181,7 +180,6 @@ def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: boo
 def _load_next(
     tiers: Sequence[GuardedStore], names: Sequence[bytes], blocks: Sequence[memoryview], tally: TierTally
 ) -> int:
-    """Fill leading blocks."""
     for index, tier in enumerate(tiers):
         start = time.perf_counter()
         is_last = index == len(tiers) - 1  # a lookup found the block

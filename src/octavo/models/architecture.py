@@ -43,7 +43,7 @@ class Architecture:
     embedding_scale    rounded to the activations' dtype
     norm_offset        added to each stored norm; the sum is kept in float32
     logit_softcap      see `octavo.kernels.operations.soft_cap`
-    text_part_of       the class of the whole model
+    text_part_of       the class of the whole model, if this is its text part
     logits_scaling     divisor of the logits
     num_position_dims  see `AttentionBatch.rotary_positions`
     """
@@ -139,12 +139,12 @@ class Architecture:
 
 
 def is_vocabulary(tensor_name: str) -> bool:
-    """Return True if a tensor has a row for each token."""
+    """Return whether a tensor has a row for each token."""
     return tensor_name.removesuffix(".weight") in {_EMBEDDING, _HEAD}
 
 
 def is_norm(tensor_name: str) -> bool:
-    """Return True if a tensor is a norm's weight."""
+    """Return whether a tensor is a norm's weight."""
     return tensor_name.endswith("norm.weight")
 
 

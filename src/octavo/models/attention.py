@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.models.layers import ModelContext
     from octavo.models.rope_config import RopeConfig
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 256  # limit of the compiled kernels' buffers
 
 
 class AttentionTensors(NamedTuple):

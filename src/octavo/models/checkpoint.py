@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from octavo.models.stored_quantization import StoredTensor
 
-_RESIDENT_BYTES = 32 << 20
+_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Not read: computed here.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
@@ -94,7 +94,7 @@ class CheckpointFiles:
             path, file = self._file_of[name]
             stored = file.get_slice(self._stored_name[name])
             found = self._shape(name)
-            if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):
+            if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):  # a number may have any rank
                 raise ModelError(
                     f"{path}: {name} has shape {found}, but config.json requires {list(shape)}; the two belong to "
                     "different models"

@@ -41,7 +41,7 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
 
 
 class ConfigFile:
-    """Values of one JSON object, and the keys that were read. Raises `ModelError`."""
+    """Values of one JSON object, and its read keys. Raises `ModelError`."""
 
     __slots__ = ("_read_keys", "path", "prefix", "values")
 

@@ -94,7 +94,7 @@ class MLPConfig(Protocol):
 class LayerNorms:
     """A layer's norms by their names in the checkpoint.
 
-    Pre-norms are applied to a sublayer's input, post-norms to its output before it is added to the residual stream.
+    Pre-norms are applied to a sublayer's input, post-norms to its output.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -159,7 +159,7 @@ class DecoderLayer:
 
 
 class ResidualNorm:
-    """Adds a sublayer's output to the residual stream, and normalizes the stream for the next sublayer.
+    """Adds a sublayer's output to the residual stream, and normalizes it.
 
     added: the output's norm. stream: the next sublayer's norm.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCheckpoint:
-    """A checkpoint for drafting. shares_kv: it is the target with quantized weights, and reads its KV."""
+    """A checkpoint for drafting. shares_kv: it is the quantized target, and reads its KV."""
 
     name: str
     weights: WeightSource

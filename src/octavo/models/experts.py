@@ -21,7 +21,7 @@ _MOST_CHOSEN = 64  # csrc/experts.h
 class Router:
     """How experts are chosen and weighted; see `octavo.kernels.operations.choose_experts`.
 
-    least_sum: negative if the weights of a token's experts are not normalized.
+    least_sum: negative if weights are not normalized.
     """
 
     num_experts: int
@@ -111,7 +111,7 @@ class ExpertsConfig:
 
 
 def is_router(tensor_name: str) -> bool:
-    """Return True for a router or the shared expert's gate."""
+    """Return True for routers and shared experts' gates."""
     return tensor_name.endswith((".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight"))
 
 

@@ -52,7 +52,7 @@ class ExpandedFloats:
         return self.files.find(name) if expanded is None else expanded
 
     def weight(self, name: str) -> StoredWeight:
-        """Return a matrix as it is stored: MXFP4 in GGUF's blocks, FP8, or floats.
+        """Return a stored matrix: MXFP4 in GGUF's blocks, FP8, or floats.
 
         FP8 is expanded if its scales have too few columns for the kernels.
         """

@@ -39,7 +39,7 @@ _NOT_READ = (
     *(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),
 )
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
-_GEMMA_LOCAL_THETA = 10_000.0
+_GEMMA_LOCAL_THETA = 10_000.0  # of files without the key
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _GELU = "gelu_pytorch_tanh"
@@ -76,7 +76,7 @@ class GGUFFields:
         }
         for key, value in values.items():
             if isinstance(value, list) and value and all(each == value[0] for each in value):
-                values[key] = value[0]
+                values[key] = value[0]  # equal in all layers
         self.values = ConfigFile(file.path, values, prefix)
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -91,7 +91,7 @@ class GGUFFields:
         return float(str(np.float32(found)))
 
     def optional(self, key: str) -> float | None:
-        """Return a number, or None if it is missing or zero."""
+        """Return a number, or None for zero."""
         return self.number(key) if self.values.values.get(key) else None
 
     def warn(self, message: str) -> None:
@@ -101,7 +101,7 @@ class GGUFFields:
             logger.warning("%s: %s.%s", self.file.path, self.architecture, message)
 
     def has(self, tensor: str) -> bool:
-        """Return True if the file has the tensor."""
+        """Return whether the file has the tensor."""
         return tensor in self.file.tensors
 
     @property
@@ -304,7 +304,7 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
 def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
     """Only Ministral 3's files scale queries."""
     beta = fields.optional("attention.temperature_scale")
-    fields.values.mark("rope.scaling.yarn_log_multiplier")
+    fields.values.mark("rope.scaling.yarn_log_multiplier")  # a factor of 1 has no effect
     if beta is None:
         return {"sliding_window": None}
     return {
@@ -342,15 +342,18 @@ def _read_experts(fields: GGUFFields, **more: Any) -> dict[str, Any]:
 
 
 def _read_qwen2_moe(fields: GGUFFields) -> dict[str, Any]:
+    """llama.cpp never normalizes these experts' weights."""
     shared = fields.count("expert_shared_feed_forward_length")
     return _read_experts(fields, norm_topk_prob=False, shared_expert_intermediate_size=shared)
 
 
 def _read_qwen3_moe(fields: GGUFFields) -> dict[str, Any]:
+    """llama.cpp always normalizes these experts' weights."""
     return _read_experts(fields, norm_topk_prob=True)
 
 
 def _read_olmoe(fields: GGUFFields) -> dict[str, Any]:
+    """llama.cpp never normalizes these experts' weights."""
     return _read_experts(fields, norm_topk_prob=False)
 
 

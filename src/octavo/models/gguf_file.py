@@ -28,7 +28,7 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")
 _MAX_KEYS, _MAX_TENSORS, _MAX_NAME_CHARS, _MAX_DIMENSIONS = 1 << 16, 1 << 20, 1 << 16, 4
-_MAX_ITEMS = 1 << 22
+_MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
@@ -86,7 +86,7 @@ _TYPES = {each.value[0]: each for each in TensorType}
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """A tensor in a file. shape: rows first, as in torch. offset: from the beginning of the file."""
+    """A tensor in a file. shape: rows first, as in torch. offset: in the file."""
 
     path: Path
     type: TensorType
@@ -163,6 +163,7 @@ class _Reader:
         raise ModelError(f"{self.path}: {problem}")
 
     def read_metadata(self) -> tuple[dict[str, Value], int]:
+        """Return the values by key, and the number of tensors."""
         if self.data[:4] != MAGIC:
             self.fail(f"this is not a GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
         version = self.number("I", "the version")
@@ -207,6 +208,7 @@ class _Reader:
         return tensors
 
     def describe(self, index: int) -> tuple[str, TensorType, tuple[int, ...], int]:
+        """Return a tensor's name, type, shape and offset."""
         name = self.text(f"the name of tensor {index}", most=_MAX_NAME_CHARS)
         num_dimensions = self.number("I", name)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -236,6 +238,7 @@ class _Reader:
         return self.texts(key, count)
 
     def numbers(self, code: int, count: int, key: str) -> list[int] | list[float] | list[bool]:
+        """Read `count` values, after checking that the file has their bytes."""
         if code not in _FORMATS:
             self.fail(f"{key} is {'an array in an array' if code == _ARRAY else f'of the unknown type {code}'}")
         kind = _FORMATS[code]
@@ -266,7 +269,7 @@ class _Reader:
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
-        """Replace bytes that are not UTF-8 in keys that only describe the file."""
+        """Replace invalid UTF-8 in keys that only describe the file."""
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
         data, size, unpack = self.data, self.size, _LENGTH.unpack_from
@@ -287,7 +290,7 @@ class _Reader:
 
 
 def check_piece(path: Path) -> None:
-    """Raise `ModelError`, with the way to join them, if a path is a piece of a GGUF file that was cut by bytes.
+    """Raise `ModelError`, with the way to join them, for a piece of a GGUF file cut by bytes.
 
     Also for a folder of pieces, and for a missing file whose pieces exist.
     """

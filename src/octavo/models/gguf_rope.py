@@ -28,7 +28,7 @@ def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
     """Return `rope_parameters`."""
     theta = fields.number("rope.freq_base", 10_000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = fields.values.text("rope.scaling.type", "linear")
+    kind = fields.values.text("rope.scaling.type", "linear")  # llama.cpp's default
     factor = fields.optional("rope.scaling.factor") or fields.optional("rope.scale_linear") or 1.0
     original = fields.optional("rope.scaling.original_context_length")
     if fields.has(ROPE_FREQUENCIES):
@@ -52,7 +52,10 @@ def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
-    """Return the numbers of yarn that llama.cpp computes with (`llama_context`)."""
+    """Return the numbers of yarn that llama.cpp computes with (`llama_context`).
+
+    It ignores `yarn_attn_factor` and `yarn_ext_factor`, so other values than its own are logged.
+    """
     is_read = fields.architecture == _READS_BETAS
     multiplier = fields.optional(f"{_YARN}log_multiplier") if is_read else None
     attention_factor = _yarn_mscale(factor, 1.0) / (1.0 if multiplier is None else _yarn_mscale(factor, multiplier))
@@ -78,6 +81,7 @@ def _yarn_mscale(factor: float, multiplier: float) -> float:
 
 
 def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
+    """A file stores only the result of Llama 3's parameters: the divisor of each frequency."""
     stored = fields.factors(ROPE_FREQUENCIES)
     low, high, original = _LLAMA3
     factor = max(stored)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RESIDENT_BYTES = 32 << 20
+_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 _BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
 _EXPANDED_AT_ONCE = 1 << 22
@@ -95,7 +95,7 @@ class GGUFTensors:
         return self.tensor(name) if name in self._names else None
 
     def weight(self, name: str) -> Tensor | BlockWeight:
-        """Return a matrix as it is stored, with rows in Hugging Face's order."""
+        """Return a stored matrix with rows in Hugging Face's order."""
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]
         if stored.type not in _BLOCKS or len(stored.shape) != 2:
@@ -114,9 +114,9 @@ class GGUFTensors:
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
-        """Return float32 if it is stored in blocks, otherwise its own type.
+        """Return float32 for blocks, otherwise the stored type.
 
-        Refuses norms, biases and expanded blocks that are not finite. Does not read matrices of floats.
+        Refuses infinite or NaN norms, biases and expanded blocks. Does not read matrices of floats.
         """
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]

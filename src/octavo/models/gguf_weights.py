@@ -91,7 +91,7 @@ class GGUFWeights:
 
     @property
     def quantization_level(self) -> str:
-        """llama.cpp's name of the mix of types, like Q4_K_M, or the most frequent type."""
+        """Name of the mix, like Q4_K_M, or the most frequent type."""
         return self.types[0] if self.file_type is None else _FILE_TYPES[self.file_type]
 
     def weight_files(self) -> list[Path]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
-_SCALE_BYTES = 4
+_SCALE_BYTES = 4  # of each row
 
 
 class CacheSpec(Protocol):
@@ -41,7 +41,7 @@ class CacheSpec(Protocol):
         ...
 
     def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
-        """Return views of `part` that the layer reads and writes; their first dimension is num_blocks.
+        """Return the layer's views of `part`; their first dimension is num_blocks.
 
         part: [num_blocks, block_bytes / the bytes of a number].
         """
@@ -138,7 +138,7 @@ class KVLayout:
 
     @property
     def window(self) -> int | None:
-        """The largest window, or None."""
+        """The largest window; None if a layer reads all positions."""
         read = (each.kind.most_positions for each in self.layers)
         return max((most for most in read if most is not None), default=None)
 

@@ -71,10 +71,9 @@ def load_model(
 ) -> CausalLM:
     """Read and pack all weights of a checkpoint.
 
-    load_format: "dummy" makes random weights from `seed`. quantization, group_size: for weights that are not integers.
-    progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels do not support fp8.
-    Peak memory is that of the packed weights, of the pages last read and of the largest weights that are converted or
-    rounded together.
+    load_format: "dummy" makes random weights from `seed`. quantization, group_size: for weights other than integers.
+    progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels do not support fp8. Peak memory is
+    that of the packed weights, of the pages last read and of the largest weights converted or rounded together.
     """
     if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(
@@ -336,6 +335,7 @@ class _Packer:
         self.report_progress()
 
     def report_progress(self) -> None:
+        """Report the bytes so far. A call without new bytes shows that loading continues."""
         self.progress(self.done_bytes, self.total_bytes)
 
 

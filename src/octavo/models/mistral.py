@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"MistralForCausalLM": "Mistral 7B, Mistral NeMo, Mistral Small"}
-_DEFAULT_WINDOW = 4096
+_DEFAULT_WINDOW = 4096  # without the key; null: no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:

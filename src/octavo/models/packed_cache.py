@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_BYTES = 64 << 20
+LEAST_BYTES = 64 << 20  # less is packed fast enough
 FORMAT_VERSION = 3  # increase it when storage changes
 _READERS, _WEIGHTS_AHEAD = 2, 4
 _TASK_BYTES = 8 << 20
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20  # checked in the processor's cache
 _LINE_BYTES = 64
 _MAX_HEADER_BYTES = 64 << 20
 HASHES_FILE = "hashes.json"
@@ -67,7 +67,7 @@ class Identity:
         return _digest_text(json.dumps([self._formats, files]))
 
     def is_current(self) -> bool:
-        """Return True if no file has changed. Raises `OSError`."""
+        """Return whether no file has changed. Raises `OSError`."""
         return all(FileState.of(path) == state for path, state in self._states.items())
 
     def keep(self) -> None:
@@ -76,7 +76,7 @@ class Identity:
 
 
 class PackedCache:
-    """At most `max_bytes` of packed weights; the least recently used are removed first."""
+    """At most `max_bytes` of packed weights, least recently used removed first."""
 
     def __init__(self, max_bytes: int, directory: Path | None = None) -> None:
         self.max_bytes = max_bytes
@@ -93,7 +93,7 @@ class PackedCache:
         return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
 
     def make_room(self, num_bytes: int, for_path: Path) -> bool:
-        """Remove files until `num_bytes` fit; return False, and remove nothing, if that is impossible.
+        """Remove files until `num_bytes` fit; return False, and remove nothing, if impossible.
 
         Keeps files of the last day: otherwise models used in turn would evict each other.
         """
@@ -104,7 +104,7 @@ class PackedCache:
             with suppress(FileNotFoundError):
                 ages[path] = (now - path.stat().st_mtime, path.stat().st_size)
         for path, (age, _) in ages.items():
-            if path.suffix == ".tmp" and age > _ABANDONED_S:
+            if path.suffix == ".tmp" and age > _ABANDONED_S:  # of a killed process
                 path.unlink(missing_ok=True)
         kept = {path: each for path, each in ages.items() if path.name.endswith(_SUFFIX) and path != for_path}
         too_much = num_bytes + sum(size for _, size in kept.values()) - self.max_bytes
@@ -155,7 +155,7 @@ class KeptWeights:
             except Exception as error:  # noqa: BLE001 - packs again
                 logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
                 self.close()
-                self._is_complete = False
+                self._is_complete = False  # the next start writes the file
                 with suppress(OSError):
                     self._path.unlink(missing_ok=True)
         packed = self._source.linear(declared)
@@ -221,16 +221,18 @@ class _TensorBeingRead(NamedTuple):
     tasks: list[Future[list[int]]]
 
     def result(self) -> Tensor:
+        """Wait for the data. Raises `ValueError` if damaged."""
         if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
             raise ValueError(f"{self.name} is damaged")
         return self.data
 
 
 class _Reader:
-    """Reads and checks a kept file, a few weights ahead, into one piece of memory."""
+    """Reads and checks a kept file, a few weights ahead, into one piece of memory, so that most pages are huge."""
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
+        """Return None if no readable file has this identity."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -264,6 +266,7 @@ class _Reader:
         self._num_begun = 0
 
     def take(self, name: str) -> list[KeptLinear]:
+        """Return a weight, and begin to read the next ones. Raises an exception for damage."""
         index = self._names.index(name)
         for ahead in self._names[self._num_begun : index + 1 + _WEIGHTS_AHEAD]:
             self._begun[ahead] = [self._begin_part(ahead, *each) for each in enumerate(self._linears[ahead])]

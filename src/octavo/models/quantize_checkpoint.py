@@ -1,4 +1,4 @@
-"""Writes a quantized copy of a checkpoint, which vLLM and transformers also read.
+"""Writes quantized copies, also for vLLM and transformers.
 
 Embeddings, lm_head and norms are not quantized.
 """
@@ -72,7 +72,7 @@ def quantize_checkpoint(
     files = open_tensors(FolderWeights(source), architecture, getattr(torch, architecture.dtype))
     refuse_broken_scales(files, architecture.scale_names())
     config = text_part(ConfigFile.read(source / "config.json")).values
-    config.pop("compression_config", None)
+    config.pop("compression_config", None)  # its older name
     has_experts = any(is_router(name) for name in architecture.tensor_shapes())
     config["quantization_config"] = describe_stored(
         precision, group_size, ["lm_head", *(_ROUTERS if has_experts else ())]
@@ -161,6 +161,7 @@ class _ShardWriter:
         self._num_bytes += size
 
     def finish(self) -> int:
+        """Write the remaining tensors and the index; return all bytes."""
         self._write()
         names = [f"model-{number + 1:05}-of-{self._num_shards:05}.safetensors" for number in range(self._num_shards)]
         if self._num_shards == 1:

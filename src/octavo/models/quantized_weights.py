@@ -35,7 +35,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredIntegers:
-    """The `StoredTensors` of a checkpoint of integers, which read(name) returns."""
+    """The `StoredTensors` of integers, which read(name) returns."""
 
     def __init__(
         self, files: StoredTensors, stored: StoredQuantization, read: Callable[[str], QuantizedWeight]
@@ -134,7 +134,7 @@ def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
 def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> Tensor | None:
     name = {StoredLayout.PACKED: "weight_g_idx", StoredLayout.GPTQ: "g_idx"}.get(stored.layout)
     group_of = None if name is None else tensor(f"{module}.{name}")
-    if group_of is None or bool((group_of == -1).all()):
+    if group_of is None or bool((group_of == -1).all()):  # no order
         return None
     ordered, order = group_of.long().sort(stable=True)
     expected = torch.arange(len(group_of)) // (stored.group_size or len(group_of))

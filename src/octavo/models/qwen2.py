@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen2ForCausalLM": "Qwen2, Qwen2.5, QwQ"}
-_DEFAULT_WINDOW = 4096
+_DEFAULT_WINDOW = 4096  # without the key; null: no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:

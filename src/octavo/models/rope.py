@@ -44,7 +44,7 @@ def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int
 
 
 def first_rows(rope: RopeConfig | None, head_dim: int, num_positions: int, num_rows: int) -> Tensor:
-    """Return num_rows of a table for num_positions, which may be fewer."""
+    """Return the first rows of a table for num_positions, perhaps fewer."""
     return make_cos_sin(None if rope is None else rope.within(num_positions), head_dim, num_rows)
 
 
@@ -105,6 +105,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
     """Keep fast pairs, interpolate slow ones, ramp between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
 
     def pair_with(rotations: float) -> float:
+        """Return the pair that rotates so often in the original context."""
         original = rope.original_max_position_embeddings
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -113,7 +114,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
-        last += 0.001
+        last += 0.001  # no division by zero
     ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

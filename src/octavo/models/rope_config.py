@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 SUPPORTED_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "longrope")
-_DEFAULT_THETA = 10_000.0
+_DEFAULT_THETA = 10_000.0  # as in transformers
 _PARTIAL, _QUERY_SCALE = "partial_rotary_factor", "llama_4_scaling_beta"
 _UNSUPPORTED_KEYS = ("mrope_section", "full_attention", "sliding_attention", "short_mscale", "long_mscale")
 
@@ -59,7 +59,7 @@ class RopeConfig:
             raise config.error("rope_scaling", f"must have {rotary_dim // 2} factors, one for each pair, not {factors}")
 
     def within(self, max_model_len: int) -> RopeConfig:
-        """Return the parameters for sequences of up to `max_model_len` tokens.
+        """Return the parameters for shorter sequences.
 
         As in vLLM, `max_model_len` chooses between longrope's factors: a choice by a sequence's length would change
         earlier keys when it grows.
@@ -162,7 +162,7 @@ def _read_yarn(section: ConfigFile, theta: float, original: int, max_position_em
     attention_factor = section.optional_number("attention_factor")
     if attention_factor is None:
         mscale, mscale_all_dim = section.values.get("mscale"), section.values.get("mscale_all_dim")
-        if mscale and mscale_all_dim:
+        if mscale and mscale_all_dim:  # zero: not given, as in transformers
             over, under = section.number("mscale"), section.number("mscale_all_dim")
             attention_factor = _yarn_mscale(factor, over) / _yarn_mscale(factor, under)
         else:

@@ -1,4 +1,4 @@
-"""How a checkpoint stores weights that are floats of 8 or 4 bits with scales. Does not import torch.
+"""How a checkpoint stores floats of 8 or 4 bits with scales. Does not import torch.
 
 MXFP4 is multiplied as it is. FP8 is expanded at load, or by Triton kernels in every product. Quantization rounds both.
 """

@@ -1,4 +1,4 @@
-"""How a checkpoint stores weights that are integers.
+"""How a checkpoint stores integers.
 
 Supports compressed-tensors with int8 weights and activations (W8A8) or packed int4 weights (W4A16), GPTQ and AWQ.
 Products round activations to int8.
@@ -59,7 +59,7 @@ class StoredQuantization:
         return f"int{self.bits} ({self.layout}) with a scale per {of}{', act-order' if self.may_reorder else ''}"
 
     def covers(self, module: str) -> bool:
-        """Return True if the layer is stored as integers. module: without ".weight"."""
+        """True for integers. module: without ".weight"."""
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def num_groups(self, in_features: int) -> int:

@@ -29,7 +29,7 @@ _TIED, _ROPES = "tie_word_embeddings", ("rope_scaling", "rope_parameters")
 
 
 def text_part(config: ConfigFile) -> ConfigFile:
-    """Return the configuration of the text part of a model of `TEXT_PARTS`; return any other unchanged.
+    """Return a text part's configuration, any other one unchanged.
 
     Token ids, dtype and quantization of the whole model win.
     """

@@ -23,8 +23,9 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights in `dtype`, with scales. FP8 of a checkpoint counts as expanded.
 
-    norm_dtype: that of activations; norms with an offset are in float32. quantization: of matrices that are not stored
-    as integers.
+    norm_dtype: that of activations; norms with an offset are in float32. quantization: of matrices not stored as
+    integers. A row of int8 or fp8 has a scale of four bytes; int4 has two for each scale and zero point, four for each
+    row's unit, and four for each input feature if these may be reordered.
     """
     norm_dtype = "float32" if architecture.norm_offset else norm_dtype or dtype
     in_blocks = _kept_blocks(architecture) if quantization is None else {}
@@ -72,6 +73,7 @@ def _kept_blocks(architecture: Architecture) -> dict[str, int]:
 def _rounding(
     architecture: Architecture, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
 ) -> tuple[int | None, int, bool]:
+    """Return (bits, scales of a row, whether it has zero points)."""
     if len(shape) != 2:
         return None, 0, False
     stored = architecture.stored

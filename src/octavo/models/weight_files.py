@@ -12,7 +12,7 @@ from octavo.models.config_file import ConfigFile
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BARE_EMBEDDING = "embed_tokens.weight"
+BARE_EMBEDDING = "embed_tokens.weight"  # of names without "model."
 # The text part of models with images: transformers writes either order.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")

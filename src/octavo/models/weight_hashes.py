@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 1024
+MAX_ENTRIES = 1024  # a checkpoint has up to a few hundred
 _PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
 _READERS = 4
 # Only older files' hashes are stored: a change within a clock tick does not alter the times.
@@ -46,7 +46,10 @@ class FileState:
 
 
 class FileHashes:
-    """Hashes by resolved path, in a JSON file of at most `MAX_ENTRIES`; the oldest are dropped first."""
+    """Hashes by resolved path, in a JSON file of at most `MAX_ENTRIES`; the oldest are dropped first.
+
+    Of two simultaneous writers, the later one wins.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,7 +118,7 @@ def hash_file(path: Path, on_progress: Callable[[], None] = lambda: None) -> str
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces `path` when it is complete."""
+    """Open a file that replaces `path` when complete."""
     number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:

@@ -43,8 +43,8 @@ class SilentEngineError(TimeoutError):
 class AnswerLimits:
     """Limits of an answer.
 
-    first_byte_s: from the end of the request to the end of the headers. idle_s: between pieces of the body. max_bytes:
-    of a body read as a whole.
+    first_byte_s: from the request's end to the headers' end. idle_s: between pieces of the body. max_bytes: of a body
+    read as a whole.
     """
 
     first_byte_s: float
@@ -162,7 +162,7 @@ class Answer:
     async def relay(self, take: Callable[[bytes], bool], wait_for_space: Callable[[], Awaitable[None]]) -> None:
         """Pass the rest of the body to `take` as it arrives. Raises `OSError`, and errors of `take`.
 
-        take: returns False if it is full; `wait_for_space` is then awaited before more is read.
+        take: returns False when full; then `wait_for_space` is awaited.
         """
         self._take = take
         try:

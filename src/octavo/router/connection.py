@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class EngineConnection(asyncio.Protocol):
     """Passes arriving bytes to the current `Answer`.
 
-    on_idle: called when another request may be sent. on_lost: called when closed.
+    on_idle: called when another request may be sent.
     """
 
     def __init__(

@@ -28,10 +28,10 @@ class EngineHandle:
     """One engine. None: not known yet.
 
     is_member: the sources still name it. models: empty if its answer was no list. role: "prefill", "decode" or "both".
-    incarnation: identifies a run of its process. kv_format: properties that its KV depends on in addition to tokens.
-    prefills_from: when it may be asked for prefills again, on the event loop's clock. open_tokens: sent or expected by
-    this router, and not back yet. other_tokens, num_sent_prompt_tokens: estimated. num_paired: requests that it answers
-    with KV from another engine. num_paired_in_vain: without KV.
+    incarnation: identifies a run of its process. kv_format: all that its KV depends on, except tokens. prefills_from:
+    when it may be asked for prefills again, on the event loop's clock. open_tokens: sent or expected by this router,
+    and not back yet. other_tokens, num_sent_prompt_tokens: estimated. num_paired: requests that it answers with KV from
+    another engine. num_paired_in_vain: without KV.
     """
 
     url: str
@@ -74,7 +74,7 @@ class EngineHandle:
         return limit_s + REQUEST_TIMEOUT_MARGIN_S
 
     def serves(self, model: str | None) -> bool:
-        """Return True if it may have a model."""
+        """Return whether it may have a model."""
         return model is None or not self.models or not self.models.isdisjoint((model, model.removesuffix(OLLAMA_TAG)))
 
 
@@ -129,10 +129,7 @@ class EnginePool:
         return able if able or is_known else self.ready()
 
     def choose_prefill(self, summary: RequestSummary, decode: EngineHandle, now: float) -> EngineHandle | None:
-        """Choose the least loaded engine that can compute a prompt for `decode`, if any.
-
-        now: on the event loop's clock.
-        """
+        """Choose the least loaded engine that can compute a prompt for `decode`, if any."""
         able = [
             engine
             for engine in self.ready()

@@ -19,8 +19,7 @@ _LONGEST_END = 3
 class EventStream:
     """Splits an engine's stream into complete events, counted in `share`.
 
-    is_of_lines: a line ends an event, else a blank line. max_bytes: of an event. first: the beginning. The time is
-    linear in the number of bytes.
+    is_of_lines: a line ends an event, else a blank line. max_bytes: of an event. first: the beginning. Linear time.
     """
 
     def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:

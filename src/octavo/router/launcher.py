@@ -34,7 +34,7 @@ class Launcher:
         """Reload API keys."""
 
     def silent(self, url: str, num_times: int) -> None:
-        """Report an engine that accepts connections but does not answer."""
+        """Report a silent engine."""
 
     def __enter__(self) -> Self:
         return self
@@ -83,8 +83,6 @@ class LocalReplicas(Launcher):
 
 
 class _Replica:
-    """A child process."""
-
     def __init__(self, index: int, command: list[str], environment: dict[str, str]) -> None:
         self._index, self._command, self._environment = index, command, environment
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,7 +93,7 @@ class _Replica:
 
     @property
     def has_failed(self) -> bool:
-        """True if it does not run, and failed too often or because of a wrong option."""
+        """True if it is down, and failed too often or because of an option."""
         return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:

@@ -36,9 +36,9 @@ _FULL, _SERVERS = 429, 500  # from the second on, the engine's fault
 def pair(
     service: RouterService, routed: RoutedRequest, engine: EngineHandle, scope: Scope, body: bytes, known: float
 ) -> Pair | None:
-    """Let another engine compute the prompt if it is worth it.
+    """Let another engine compute the prompt if worthwhile.
 
-    known: share of the prompt that is expected in the cache of `engine`.
+    known: share of the prompt expected in the cache of `engine`.
     """
     summary = routed.summary
     num_new = summary.num_tokens * (1 - known)

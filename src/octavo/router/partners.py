@@ -66,7 +66,7 @@ class Partners:
     _unknown: dict[EngineHandle, list[_Unknown]] = field(default_factory=dict)
 
     def may_pair(self, prefill: EngineHandle, decode: EngineHandle, now: float) -> bool:
-        """Return True if `prefill` may compute a prompt for `decode`."""
+        """Return whether `prefill` may compute a prompt for `decode`."""
         pair = self._pairs[prefill, decode]
         differences = _differences(prefill.kv_format, decode.kv_format)
         if differences and differences != pair.differences:
@@ -141,7 +141,7 @@ class Partners:
 
 
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
-    """Return True if the new tokens were computed, even if those of all other prompts were."""
+    """Return whether the new tokens were computed, even if those of all other prompts were."""
     before = request.before
     if before.num_computed is None or after.num_computed is None:
         return False

@@ -104,8 +104,6 @@ class Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """An engine refuses."""
-
     answer: Answer
     body: bytes
 
@@ -117,8 +115,6 @@ class _Refusal:
 
 
 class _Exchange:
-    """All attempts to serve a request."""
-
     def __init__(
         self, service: RouterService, routed: RoutedRequest, request: Request, body: bytes, send: Send, api: Api
     ) -> None:
@@ -163,7 +159,7 @@ class _Exchange:
             raise failure or NoEngineError(self._service.config.health_interval_s)
 
     async def _try(self, engine: EngineHandle) -> _Refusal | None:
-        """Ask one engine. Return its refusal, or None if the client got an answer, even an error.
+        """Return an engine's refusal, or None if the client got an answer, even an error.
 
         Raises `EngineLostError` if the engine fails before the client has received anything.
         """
@@ -202,7 +198,7 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> ReportedUsage:
-        """Hold JSON until it is complete, unless it is too large: until then another engine can answer.
+        """Hold JSON until it is complete or too large: until then another engine can answer.
 
         Raises `AnswerError` if the connection's end cut the JSON.
         """
@@ -253,7 +249,6 @@ class _Exchange:
         return read_usage(events.first, events.last)
 
     def _check_end(self, answer: Answer, events: EventStream) -> None:
-        """Raise `AnswerError` if the connection ended before the last event."""
         if not answer.ends_with_connection or not self._routed.summary.is_answered:
             return
         if not self._api.is_last(events.rest or events.last_event):

@@ -47,7 +47,7 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 
 @dataclass(frozen=True)
 class RequestSummary:
-    """The content of a request for the router.
+    """A request.
 
     prompt: parts of the body, not copied. A prompt that continues another one begins with the same bytes. owner: JSON
     of model, salt and tenant, which share a cache. num_tokens: estimated, of all prompts. max_tokens: estimated, of

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RoutedRequest:
-    """A client's request, which other tasks can abort.
+    """A request that other tasks can abort.
 
     is_begun: the client has received something.
     """

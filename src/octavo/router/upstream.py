@@ -33,7 +33,7 @@ _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if no server listens there."""
+    """Return whether no server listens there."""
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 
@@ -93,7 +93,7 @@ class Upstream:
             connection = idle or await self._connect(url)
             try:
                 return await connection.ask(head, body, limits, is_head=method == "HEAD")
-            except NoAnswerError:  # an engine may close idle connections
+            except NoAnswerError:  # an engine may close an idle connection meanwhile
                 if idle is None or method not in _MAY_BE_REPEATED:
                     raise
 

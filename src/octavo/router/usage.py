@@ -29,7 +29,7 @@ class ReportedUsage(NamedTuple):
 
 
 def read_usage(first: bytes, last: bytes) -> ReportedUsage:
-    """Read an answer's token counts without parsing it.
+    """Read an answer's token counts.
 
     first: a stream's first events, in which Anthropic's API counts the prompt. last: the answer's end.
     """

@@ -115,7 +115,7 @@ class EngineWatch:
                     self._lost(engine, error)
                     self._launcher.silent(engine.url, num_silent)
                 elif isinstance(error, TimeoutError):
-                    continue  # its requests wait
+                    continue  # without a pause, because its requests wait
             except Exception:  # the task must not end
                 logger.exception("%s could not be checked", engine.url)
             await self._pause(engine)
@@ -190,7 +190,6 @@ class EngineWatch:
             engine.request_timeout_s = info.request_timeout
 
     async def _get(self, engine: EngineHandle, path: str) -> bytes | None:
-        """Return the body of a status 200. Raises `TimeoutError`."""
         try:
             status, text = await self._upstream.get(
                 engine, path, self._config.engine_api_key, self._config.health_timeout_s

@@ -30,7 +30,7 @@ class DaemonThreads:
         self._is_closed = False
         self._name = name
         self._hangs_after_s = hangs_after_s
-        self._begun: dict[int, float] = {}
+        self._begun: dict[int, float] = {}  # start of each running task, by thread
         self._threads: list[threading.Thread] = []
         for _ in range(num_threads):
             self._add_thread()
@@ -78,4 +78,4 @@ def _work(tasks: Tasks, begun: dict[int, float], number: int) -> None:
         except BaseException:  # also a library's panic: the thread must survive
             logger.exception("a task of %s failed", threading.current_thread().name)
         del begun[number]
-        del task
+        del task  # release its objects before the next task

@@ -37,7 +37,7 @@ def log_fault(request_id: str, doing: str, error: BaseException) -> None:
 
 
 def error_for(request_id: str, doing: str, error: BaseException) -> OctavoError:
-    """Return an `OctavoError` as it is; log any other fault and return a `RequestFailedError`."""
+    """Return an `OctavoError`; log any other fault and return a `RequestFailedError`."""
     if isinstance(error, OctavoError):
         return error
     log_fault(request_id, doing, error)

@@ -69,7 +69,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _AuditHandler(logging.handlers.WatchedFileHandler):
-    """Writes to a file that may be rotated. Lines that cannot be written go to the log."""
+    """Writes to a file that may be rotated. Lines that cannot be written go to the log; no request fails."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 RETURN_PERIOD_S = 60.0
-_M_ARENA_MAX, _ARENAS = -8, 2
+_M_ARENA_MAX, _ARENAS = -8, 2  # of mallopt
 _MAPS = Path("/proc/self/maps")
 
 
 def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
-    """Drop the resident pages within parts (address, bytes) of a mapped file; the page cache keeps them. Linux only."""
+    """Drop the resident pages within parts (address, bytes) of a mapped file; the page cache keeps them.
+
+    Other mappings would lose their content, so they are not touched. Linux only.
+    """
     libc = _libc()
     if libc is None or not _MAPS.exists():
         return

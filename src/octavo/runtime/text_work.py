@@ -1,4 +1,4 @@
-"""Threads for work on texts."""
+"""Threads for work on texts. A request waits only for texts of its size class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LARGE = 256  # entries; serializing one takes microseconds
-_BYTES_PER_ENTRY = 128
+_BYTES_PER_ENTRY = 128  # of JSON input
 _KINDS = "text", "count"  # for requests with an answer, and for token counts
 _LONGEST_S = 30.0  # 8 MB of text take a third of it
 
@@ -40,17 +40,19 @@ class _Work:
         self._end = math.inf
 
     def begin(self) -> None:
+        """Start the time limit."""
         self._end = time.monotonic() + _LONGEST_S
         self.check()
 
     def check(self) -> None:
+        """Raise `AbandonedError` if the caller is gone, `RequestError` after the time limit."""
         if self.is_abandoned:
             raise AbandonedError
         if time.monotonic() > self._end:
             raise RequestError(f"reading this request took longer than {_LONGEST_S:g} s; send a shorter request")
 
 
-_local = threading.local()
+_local = threading.local()  # `work`: the `_Work` of this thread
 
 
 def progress(num_tokens: int = 0) -> None:
@@ -94,8 +96,7 @@ class TextWork:
         """Run `work` and return its result. Raises `DeadlineError`, and its exceptions.
 
         deadline: on the event loop's clock. on_read: always called at the end with the number of tokens read. is_count:
-        no generation waits for it. If the caller is cancelled, the work does not start, or stops at its next
-        `progress`.
+        no generation waits for it. If the caller is cancelled, the work stops at its next `progress`, or never starts.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:

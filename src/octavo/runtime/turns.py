@@ -37,7 +37,7 @@ class Turns:
     ) -> None:
         self._executor = executor
         self._max_waiting, self._refusal, self._parameter = max_waiting, refusal, parameter
-        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # the next tenant comes first
         self._lock = threading.Lock()
 
     def submit(self, tenant: str, run: Callable[[], T]) -> Future[T]:

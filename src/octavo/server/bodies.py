@@ -34,9 +34,8 @@ async def read_body(
 ) -> Schema:
     """Read a request's body and check it against `schema`.
 
-    is_count: the route only counts tokens. any_type: accept any Content-Type, except from browsers. Sets `deadline` (on
-    the event loop's clock), `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`. Raises `RequestError`
-    and the errors of `received`.
+    any_type: accept any Content-Type, except from browsers. Sets `deadline` (on the event loop's clock), `is_count`,
+    `num_body_bytes` and `kv_transfer` in `request.state`. Raises `RequestError` and the errors of `received`.
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state

@@ -20,7 +20,7 @@ _ROOM = "octavo.server.api"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route's handler and its description in the OpenAPI document.
+    """A route's handler.
 
     handler: called with the service, the HTTP request and, unless `body` is None, the checked body. answer: type of the
     answer's body; None if the document shows none.

@@ -1,4 +1,4 @@
-"""Limits the number of values in a JSON text before it is parsed, because a parser blocks all other threads.
+"""Limits the number of values in JSON, because a parser blocks all other threads.
 
 A text of a few megabytes can hold millions of empty lists, and parsing them takes seconds. Long strings are parsed
 almost for free.

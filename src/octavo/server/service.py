@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_FAILED_STARTS = 5  # in a row
+MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # sent by TGI's clients, because TGI has only one model
 _ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
 _BODIES = 16  # of the largest size, simultaneously
@@ -66,7 +66,7 @@ class _Open:
 
 
 class Service(HttpService):
-    """One engine with its served names, keys, limits and open requests. Used on one event loop only.
+    """One engine, with keys and limits. Used on one event loop only.
 
     settings: for GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be used, or if
     packages for a requested feature are missing.
@@ -107,7 +107,7 @@ class Service(HttpService):
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
         """Return the model name to write in the answer. Raises `ModelNotFoundError`.
 
-        None selects the first served name, and so does a name in `aliases` that is not served.
+        None, and unserved names in `aliases`, select the first served name.
         """
         if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]
@@ -143,9 +143,9 @@ class Service(HttpService):
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Run `work` on a request's texts; see `TextWork.do`. The request's deadline or a disconnect stops it.
+        """Run `work` on a request's texts; see `TextWork.do`.
 
-        The tokens that the work reads are charged to the tenant, even if the request fails.
+        A deadline or a disconnect stops it. Read tokens are charged even if the request fails.
         """
         state = http_request.state
         reading = self.engine.text.do(
@@ -240,7 +240,6 @@ class Service(HttpService):
 
     @staticmethod
     def _options(job: Job) -> RequestOptions:
-        """Set the remaining time. Raises `DeadlineError` if none remains."""
         tenant, timeout_s = job.place.tenant, job.deadline - asyncio.get_running_loop().time()
         if timeout_s <= 0:
             raise DeadlineError(ErrorCode.DEADLINE_PASSED.text)

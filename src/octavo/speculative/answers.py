@@ -23,8 +23,8 @@ class Answers:
     def __init__(self, max_bytes: int, max_answers: int) -> None:
         self._index = SuffixIndex(max_bytes // BYTES_PER_TOKEN)
         self._max_answers = max_answers
-        self._ends: deque[tuple[int, bytes]] = deque()
-        self._owners: dict[bytes, list[int]] = {}
+        self._ends: deque[tuple[int, bytes]] = deque()  # end position and salt's digest
+        self._owners: dict[bytes, list[int]] = {}  # by salt digest: owner number, number of answers
         self._free: list[int] = []
 
     @staticmethod
@@ -36,7 +36,7 @@ class Answers:
         return len(self._ends)
 
     def add(self, token_ids: list[int], cache_salt: str | None) -> None:
-        """Keep an answer. token_ids: with the end of the prompt, to match later requests."""
+        """Keep an answer. token_ids: with the prompt's end."""
         while len(self._ends) >= self._max_answers:
             self._index.drop(self._ends[0][0])
             self._release_oldest()

@@ -44,8 +44,8 @@ class EndedRequest:
 class Proposer(Protocol):
     """Source of draft tokens, called once after each step.
 
-    num_bytes: maximum memory use. num_passes: forward passes of a model in the latest call. computes: it may run a
-    model.
+    A rejected draft costs one row of a step and never changes the output. num_bytes: maximum memory use. num_passes:
+    forward passes of a model in the latest call. computes: it may run a model.
     """
 
     num_speculative_tokens: int

@@ -1,4 +1,4 @@
-"""Drafts from a smaller model with the same vocabulary, or from the target with quantized weights.
+"""Drafts from a smaller model with the same vocabulary, or from the quantized target.
 
 After speculative decoding (Leviathan et al., arXiv 2211.17192). For exact verification the drafting model samples with
 the target's noise: then sampled drafts are often accepted.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask
 
 _TOKEN_BITS = 32
-_MOST_TOKENS = 1 << 17
+_MOST_TOKENS = 1 << 17  # of all requests
 _ENTRY_BYTES = 120  # measured, just after growth, without the key's tokens
 
 

@@ -19,7 +19,7 @@ DRAFTS_PER_TOKEN = 2
 
 
 class PredictionProposer:
-    """Prefers the prediction to a proposer's drafts if it yields at least as many."""
+    """Prefers the prediction to a proposer's drafts if it yields at least as many: each adds at most one token."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 

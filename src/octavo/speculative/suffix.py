@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.speculative.interface import DraftTask, EndedRequest
 
-_MOST_TOKENS = 1 << 17
-_MIN_CAPACITY = 256
+_MOST_TOKENS = 1 << 17  # of all running requests
+_MIN_CAPACITY = 256  # spare capacity of a new index, in tokens
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):

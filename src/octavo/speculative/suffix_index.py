@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    Hit = tuple[int, int]
+    Hit = tuple[int, int]  # end position and length of a match
 
 NGRAM = 3  # shortest match, in tokens
 MAX_MATCH = 32  # longest match, in tokens
@@ -20,8 +20,8 @@ MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
-_MAX_HITS = 6
-_MAX_STEPS = 64
+_MAX_HITS = 6  # the newest, among which continuations are counted
+_MAX_STEPS = 64  # limit on chain entries, collisions included
 _MAX_LENGTHS = 2
 
 

@@ -58,7 +58,7 @@ def find_draft_checkpoint(
 
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
-    """Return the target in fewer bits, if that saves bytes."""
+    """Return the target in fewer bits. Raises `ConfigError` if that hardly saves bytes."""
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(
@@ -128,7 +128,7 @@ def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
         return
     draft_vocab, target_vocab = (each.read_tokenizer().backend.get_vocab() for each in (draft, target))
     for token, number in target_vocab.items():
-        # Conversions to GGUF name unused rows [PADn].
+        # Conversions to GGUF name unused rows [PADn]; no text produces them.
         if draft_vocab.get(token) != number and (token in draft_vocab or token != f"[PAD{number}]"):
             there = f"number {draft_vocab[token]}" if token in draft_vocab else "no token"
             raise ConfigError(

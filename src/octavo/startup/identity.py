@@ -43,8 +43,8 @@ def check_fingerprint(
 ) -> EngineFingerprint:
     """Return the engine's fingerprint. Refuse a start that computes other numbers than an earlier one.
 
-    identity: hashes the weights, so that starts with a copy of them are compared, too. Compares nothing if
-    packed_cache_bytes is 0 or there are no checksums. Raises `FingerprintError`, and `ModelError` for changed weights.
+    identity: hashes the weights, so starts with a copy are compared, too. Compares nothing if packed_cache_bytes is 0
+    or there are no checksums. Raises `FingerprintError`, and `ModelError` for changed weights.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
@@ -64,6 +64,7 @@ def check_fingerprint(
 def _describe_engine(
     config: EngineConfig, served: ServedModel, info: WorkerInfo, draft: DraftCheckpoint | None, dtype: str
 ) -> dict[str, Any]:
+    """Return all that a start's numbers may depend on. Raises `OSError`."""
     model = config.model
     seed = model.seed if model.load_format == "dummy" else None
     hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)
@@ -81,7 +82,10 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return all that a token's KV depends on, except tokens. identity: None if KV stays in this engine."""
+    """Return all that a token's KV depends on, except tokens.
+
+    Engines share KV only if their fingerprints agree. identity: of the weights; None if KV stays in this engine.
+    """
     model, cache = config.model, config.cache
     keys = [
         f"kv:{info.kv_dtype} in blocks of {cache.block_size}, layout {info.kv_layout_version}",
@@ -97,7 +101,7 @@ def cache_keys(
 
 
 def kv_format(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return the cache keys by name, for a router, without the secret."""
+    """Return the cache keys by name, for a router, without the secret. Long ones are hashed."""
     values = dict(key.split(":", 1) for key in keys)
     values.pop("secret", None)
     return {

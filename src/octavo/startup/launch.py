@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model to serve. text: the checkpoint of tokenizer and chat template."""
+    """A model to serve. text: the checkpoint of tokenizer and chat template. max_model_len: in tokens."""
 
     checkpoint: Checkpoint
     text: Checkpoint
@@ -61,7 +61,7 @@ def launch_engine(
     progress: Callable[[int, int], None] | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> Engine:
-    """Start a process for the core, load the tokenizer meanwhile, and return the engine when it is ready.
+    """Start a process for the core, load the tokenizer meanwhile, and return the engine.
 
     progress(done, total): in bytes of packed weights. meanwhile: called while the process loads; its errors end the
     start. Raises `ConfigError` and `ModelError`.

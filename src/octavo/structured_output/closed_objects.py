@@ -1,6 +1,6 @@
-"""Closes objects if the schema names properties but does not say if further ones are allowed.
+"""Closes objects with properties if the schema does not decide about further ones.
 
-In JSON Schema they are open, and a small model invents properties without end.
+In JSON Schema they are open, and a small model invents properties without end. llama.cpp and xgrammar close them, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OBJECT_KEYWORDS = frozenset(
 _DECIDING = frozenset(("additionalProperties", "const", "enum", "patternProperties", "propertyNames"))
 
 
-MAX_MERGED = 50_000
+MAX_MERGED = 50_000  # about 20 ms
 
 
 class MergeBudget:
@@ -76,7 +76,7 @@ class Merged:
                 continue
             self._add_properties(part)
             reference = part.get("$ref")
-            if isinstance(reference, str) and reference not in self._referred:  # references may be cyclic
+            if isinstance(reference, str) and reference not in self._referred:  # only once: references may be cyclic
                 self._referred.add(reference)
                 left.append(resolve(reference, root))
             for key in ("allOf", "anyOf", "oneOf"):

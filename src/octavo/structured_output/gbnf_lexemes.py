@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 # Beyond these limits, an automaton could exceed the lexer's.
-_MAX_CHARS = 1000
+_MAX_CHARS = 1000  # with repetitions counted
 _MAX_DEPTH = 64
 _MAX_STATES = 1000
 _MAX_ROUNDS = 100
-_MAX_WORK = 100_000  # about 5 us each
+_MAX_WORK = 100_000  # about 5 us each; other threads wait
 
 
 class TooLargeError(Exception):
@@ -138,12 +138,14 @@ def _nodes(root: Node) -> Iterator[tuple[Node, int]]:
 
 
 class _Automaton:
+    """Matches several parts of a grammar in parallel."""
+
     def __init__(self, rules: Rules, parts: Iterable[Node], work: _Work) -> None:
         self._rules, self._work = rules, work
         self._edges: list[list[tuple[Ranges, int]]] = [[]]
         self._empty: list[list[int]] = [[]]
-        self._ends: set[int] = set()
-        self._owners: list[int] = [-1]
+        self._ends: set[int] = set()  # states in which a part is complete
+        self._owners: list[int] = [-1]  # by state: the index of its part
         for index, part in enumerate(parts):
             self._ends.add(self._add(part, self._branch(0)))
             self._owners += [index] * (len(self._edges) - len(self._owners))
@@ -253,7 +255,7 @@ class _Parts:
 
     def __init__(self, rules: Rules, sizes: _Sizes, work: _Work) -> None:
         self._rules, self._sizes, self._work = rules, sizes, work
-        self._refused: set[tuple[int, int]] = set()
+        self._refused: set[tuple[int, int]] = set()  # (id of items, index at which no run may begin)
         self._ends_itself: dict[Sequence, bool] = {}
         self._runs: dict[Sequence, list[_Run]] = {}
         self._chars: set[Ranges] = set()
@@ -309,6 +311,7 @@ class _Parts:
                 place = run.stop
 
     def _find_run(self, items: tuple[Node, ...], start: int) -> _Run | None:
+        """Return the shortest run of several characters that marks its own end."""
         if (id(items), start) in self._refused:
             return None
         for stop in range(start + (2 if isinstance(items[start], Chars) else 1), len(items) + 1):

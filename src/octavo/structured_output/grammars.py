@@ -1,4 +1,7 @@
-"""Compiles and matches grammars with llguidance (https://github.com/guidance-ai/llguidance)."""
+"""Compiles and matches grammars with llguidance (https://github.com/guidance-ai/llguidance).
+
+The allowed tokens depend only on the tokens so far, so a schedule cannot change them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ logger = logging.getLogger(__name__)
 _MAX_KEPT = 128  # a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20
 _STACK_BYTES = 512 << 20  # address space; a text may have 16,000 rules in a chain, and 4,000 take 8 MB
-_MAX_WAITING = 1024
+_MAX_WAITING = 1024  # grammars of one tenant
 _LARGE_CHARS = 1 << 12  # shorter ones process a token within 1 ms
 _PARAMETER = "structured_outputs"
 # About 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
@@ -119,10 +122,10 @@ class _LargeSteps:
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
-        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)
+        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # refuses any token immediately
 
     def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
-        other = self._other.deep_copy()
+        other = self._other.deep_copy()  # each thread needs its own
         return all(self._executor.consume_token_par([(matcher, each), (other, each)])[0] for each in token_ids)
 
 
@@ -172,7 +175,7 @@ class GrammarCompiler:
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
-        """Compile a grammar in the background. The future raises `GrammarError` if it is invalid.
+        """Compile a grammar in the background. The future raises `GrammarError`.
 
         The grammar lives as long as the object `wanted`: no step waits for it. Tenants take turns; the future is
         `running()` once it is the tenant's turn. Raises `GrammarError` if no thread can be started, and
@@ -225,7 +228,7 @@ class GrammarCompiler:
             limits = llguidance.LLParserLimits(**_LIMITS)
             matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             if not matcher.is_error():
-                matcher.compute_bitmask()
+                matcher.compute_bitmask()  # copies share these states
             if matcher.is_error():
                 raise _refusal(llguidance, wanted.kind, structure, matcher.get_error())
             compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
@@ -299,7 +302,7 @@ def _executor() -> ThreadPoolExecutor:
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:
-        executor.submit(int).result()
+        executor.submit(int).result()  # creates the thread with that stack
     finally:
         threading.stack_size(before)
     return executor

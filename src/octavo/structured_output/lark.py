@@ -24,7 +24,7 @@ JSON_OPTIONS = {
 # Otherwise llguidance would force text with one continuation as the tokenizer's tokens, and refuse an added token such
 # as "<think>".
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Chat templates put up to two line feeds around reasoning.
+# Blanks at a beginning are limited, but some are needed: chat templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
@@ -66,8 +66,8 @@ def text_up_to(
 ) -> str:
     """Return two rules: `head`, any text up to and including a marker, and `text`, any text.
 
-    token: the name of the marker if it is one token; then `text` excludes the marker in any tokenization. between: ids
-    of added tokens that the head may contain.
+    token: the marker's name if it is one token; then `text` excludes it in any tokenization. between: ids of added
+    tokens that the head may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"
@@ -95,7 +95,7 @@ def pattern(text: str) -> str:
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
     """Return the grammar for llguidance: `rules` around the structure. free_from: as `opens` of `free_start`."""
-    if free_from is not None:
+    if free_from is not None:  # text that begins so would be ambiguous
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)
     inner = json.loads(structure)["grammars"] if structure.startswith("{") else [{"lark_grammar": structure}]

@@ -9,8 +9,8 @@ from typing import Any
 
 from octavo.structured_output.references import resolve
 
-MAX_OPTIONS = 16
-MAX_EXPANDED = 512
+MAX_OPTIONS = 16  # of one object
+MAX_EXPANDED = 512  # nested schemas
 _OPTIONS = ("anyOf", "oneOf")
 _NAMING = frozenset(("patternProperties", "propertyNames"))
 _MERGED = ("$ref", "allOf", *_OPTIONS)
@@ -44,7 +44,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
         if not left and not found and is_merged(part):
             return part
         reference = part.get("$ref")
-        if isinstance(reference, str) and reference not in referred:  # references may be cyclic
+        if isinstance(reference, str) and reference not in referred:  # only once: references may be cyclic
             referred.add(reference)
             left.insert(0, resolve(reference, root))
         left += _list(part, "allOf")
@@ -77,7 +77,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_small(schema: Any, root: dict[str, Any]) -> bool:
-    """Return True if a schema, fully expanded, has at most MAX_EXPANDED schemas."""
+    """Return whether a schema, fully expanded, has at most MAX_EXPANDED schemas."""
     left, num_seen = [schema], 0
     while left and num_seen <= MAX_EXPANDED:
         part = left.pop()
@@ -125,7 +125,7 @@ def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_open(schema: dict[str, Any]) -> bool:
-    """Return True if an object may have properties that its merged schema does not name.
+    """Return whether an object may have properties that its merged schema does not name.
 
     With `properties` and without `additionalProperties` it is closed, as models write such calls.
     """

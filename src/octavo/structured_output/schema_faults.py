@@ -1,4 +1,4 @@
-"""Finds the part of a JSON schema that llguidance refuses: its errors do not name it."""
+"""Finds the refused part of a JSON schema: llguidance's errors do not name it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from octavo.structured_output.references import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# The request's field with the schema.
+# Keyword, ignored by llguidance: the request's field with the schema.
 FIELD = "x-octavo-field"
-# Ignore unsupported keywords instead of refusing them.
+# Keyword: ignore unsupported keywords instead of refusing them.
 LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
-_MAX_TRIED_CHARS = 1 << 19
+_MAX_TRIED_CHARS = 1 << 19  # of all compiled schemas
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _MAX_PATTERN_CHARS = 200
 _MAX_FIELD_CHARS = 100

@@ -48,7 +48,7 @@ class _Rewriter:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._names: dict[tuple[int, bool], str] = {}
+        self._names: dict[tuple[int, bool], str] = {}  # by id() of the target and `is_open`
         self._left: list[tuple[str, Any, bool]] = []
         self._budget = MergeBudget()
 
@@ -144,7 +144,7 @@ def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
     if isinstance(found.get("format"), str) and found["format"] not in FORMATS:
         _note_format(found.pop("format"))
     if _KNOWN_DIALECTS not in str(found.get("$schema", _KNOWN_DIALECTS)):
-        del found["$schema"]  # such as OpenAPI's
+        del found["$schema"]  # llguidance refuses unknown dialects, such as OpenAPI's
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(is_exclusive := found.get(exclusive), bool):  # OpenAPI 3.0
             del found[exclusive]

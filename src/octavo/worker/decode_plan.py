@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
 
 MOST_ROWS = 512  # a larger step takes longer to compute than to launch
-# estimated
+# an estimate: drivers do not report a launch's memory
 BYTES_PER_LAYER = 512 << 10
 _SPARE_BYTES = 32 << 20  # torch makes allocations of up to 20 MiB
 
@@ -33,7 +33,10 @@ def make_decode_plan(
     max_model_len: int,
     block_size: int,
 ) -> DecodePlan | None:
-    """Return the plan of a model's graphs, or None. num_rows: average rows per request, ascending."""
+    """Return the plan of a model's graphs, or None.
+
+    num_rows: average rows per request, ascending. Smaller graphs share the memory of the largest, except for launches.
+    """
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
     head_dims = {each.head_dim for each in architecture.attentions}

@@ -1,4 +1,4 @@
-"""Devices."""
+"""Chooses a worker's device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a numbered GPU current: Triton launches there."""
+    """Make a numbered GPU current: Triton launches there, wherever its tensors are."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

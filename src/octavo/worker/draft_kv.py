@@ -44,7 +44,7 @@ class DraftKV(Protocol):
 class SharedDraftKV:
     """The target's own KV cache, which has all but the newest token before drafting begins.
 
-    The target overwrites the drafting model's KV before it reads these slots.
+    The drafting model writes later KV into slots that the target overwrites before it reads them.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -97,7 +97,7 @@ class OwnDraftKV:
             for _, host, block in copies.swap_in:
                 filled[block] = self._filled_on_host[host]
         for transfer in scheduled.kv_transfers:
-            if transfer.direction is TransferDirection.LOAD:
+            if transfer.direction is TransferDirection.LOAD:  # of the target's KV only
                 filled[transfer.block_ids[0]] = 0
         for new in scheduled.scheduled_new_reqs:
             self._start(new)
@@ -130,6 +130,7 @@ class OwnDraftKV:
         return ends
 
     def _find(self, row: int, end: int, most: int) -> int:
+        """Return up to which position, at most `most`, the row has KV, if it has it up to `end`."""
         size = self.cache.block_size
         first = end // size
         filled = self._filled[self._batch.block_tables[0][row, first : -(-most // size)]]

@@ -85,7 +85,7 @@ class DraftModel:
 
 
 class DraftRunner:
-    """Runs the drafting model. draft_probs: receives drafts' distributions."""
+    """Runs the drafting model. draft_probs: receives drafts' distributions, if verification needs them."""
 
     def __init__(
         self,
@@ -115,14 +115,14 @@ class DraftRunner:
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
-        self._has_noted = False
+        self._has_noted = False  # since `begin`
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Call after `InputBatch.update`."""
         self.kv.update(scheduled)
 
     def warm_up(self, request_id: str) -> None:
-        """Make the first pass, which captures graphs, unless the request is too long."""
+        """Capture graphs, unless the request is too long."""
         num_tokens = self._batch.num_tokens[self._batch.requests[request_id].row]
         if self.forward_pass.has_run or num_tokens > self.max_model_len:
             return
@@ -139,7 +139,7 @@ class DraftRunner:
         self._drawn_from = [[] for _ in requests]
         self._rows = rows = np.array([request.row for request in requests])
         self._num_known = self._batch.num_tokens[rows]
-        self._num_tokens = self._num_known.copy()
+        self._num_tokens = self._num_known.copy()  # with guesses
         self._num_computed = self.kv.begin(rows, self._num_known)
         self._batch.write_scratch_blocks(rows, [scratch[rows] for scratch in self._scratch_blocks])
 

@@ -74,12 +74,12 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts of a step's requests.
 
-        max_drafts: how many drafts are worthwhile, of the drafting model if there is one; no entry means no bound.
+        max_drafts: how many drafts (of the drafting model, if any) are worthwhile; no entry: no bound.
         """
         if not self.proposer.num_speculative_tokens:
             return {}
         self.num_passes, self.computed = 0, frozenset()
-        is_bounded = max_drafts and not self.proposer.computes
+        is_bounded = max_drafts and not self.proposer.computes  # with a drafting model, lookups are not bounded
         if is_bounded and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
             self.seconds = 0.0
             self._drop_probs(sampled_token_ids)
@@ -112,7 +112,7 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            logger.exception("no tokens are drafted in this step")
+            logger.exception("no tokens are drafted in this step")  # this costs time, but no token
             self.forget(task.request_id for task in tasks)
             return {}
         found = {task.request_id: self._cut(task, drafts) for task, drafts in zip(tasks, proposed, strict=True)}

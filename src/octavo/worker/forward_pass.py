@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: rows of the recording. recorded: None until the first step, or if the kernels cannot record.
+    max_tokens: rows of the recording; larger steps run without it. recorded: None until the first step, or if the
+    kernels cannot record.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ForwardPass:
     def compute_logits(self, hidden: torch.Tensor, most_rows: int) -> torch.Tensor:
         """Return float32 [rows, vocab_size], valid until the next call. most_rows: of any call.
 
-        Zeroing new memory would take a tenth of a step of 64 rows.
+        The memory is kept: zeroing new pages would take a tenth of a step of 64 rows.
         """
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():

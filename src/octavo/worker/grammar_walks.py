@@ -1,4 +1,8 @@
-"""Walks of grammars on a thread of their own. The token of a late walk follows in a later step."""
+"""Walks of grammars on a thread of their own.
+
+A step waits for them for a share of its own time, because a mask may take 20 ms. The token of a late walk follows in a
+later step.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,9 @@ if TYPE_CHECKING:
     Masks = list["NDArray[np.bool_]"]
     import numpy as np
 
-_SHARE = 0.25
+_SHARE = 0.25  # of the step's time so far
 _LEAST_S = 0.001
-_ALONE_S = 0.005
+_ALONE_S = 0.005  # if no request of the step could get a token
 _PATIENCE = 10.0  # walks added within this multiple of a walk's last duration precede it
 
 
@@ -58,7 +62,7 @@ class GrammarWalks:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar-walk")
         self._waiting: PriorityQueue[tuple[float, int, Walk, Callable[[], Walked]]] = PriorityQueue()
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # breaks ties
 
     def add(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
         """Queue a walk. last_s: the last one's duration."""

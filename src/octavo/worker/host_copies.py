@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-NUM_SETS = 2
-_FIRST_BYTES = 1 << 16
+NUM_SETS = 2  # as many steps are in flight
+_FIRST_BYTES = 1 << 16  # of a set, which grows
 _ALIGNMENT = 64  # bytes: kernels read 16 at a time
 
 
@@ -75,7 +75,7 @@ class HostCopies(Protocol):
         ...
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Return a tensor on the device, for work that is enqueued later.
+        """Return a tensor on the device, for later work.
 
         On a CPU it may share the array's memory; otherwise the array may be changed afterwards.
         """
@@ -134,17 +134,19 @@ class _PinnedSet:
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._memory = queue.host_memory(_FIRST_BYTES)
-        self._full: list[Tensor] = []
+        self._full: list[Tensor] = []  # still read by copies
         self._num_used = 0
         self.last_copy: Mark | None = None
 
     def rewind(self) -> None:
+        """Wait until no copy reads the set, and reuse it."""
         if self.last_copy is not None:
             self.last_copy.synchronize()
         self._full.clear()
         self._num_used = 0
 
     def write(self, arrays: Sequence[NDArray[np.generic]], sizes: Sequence[int]) -> Tensor:
+        """Return a copy of the arrays, valid until `rewind`. sizes: bytes with padding."""
         num_bytes = sum(sizes)
         if self._num_used + num_bytes > len(self._memory):
             self._full.append(self._memory)

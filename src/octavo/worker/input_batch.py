@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestRow:
-    """The data of a request that is not in arrays. has_failed: later results are discarded."""
+    """The data of a request that is not in arrays.
+
+    has_failed: a step could not choose a token; later results are discarded.
+    """
 
     row: int
     request_id: str
@@ -81,8 +84,8 @@ class InputBatch:
     """The requests that the worker knows, one row each.
 
     Only `append_sampled` makes tokens known; awaited tokens or drafts may follow them. block_tables: for each KV group
-    [max_num_seqs, blocks], undefined for released blocks. num_position_dims: after a prompt, all dimensions count on
-    from its largest position.
+    [max_num_seqs, blocks], undefined for released blocks. num_changes: how often a request ended or failed.
+    num_position_dims: after a prompt, all dimensions count on from its largest position.
     """
 
     def __init__(
@@ -107,8 +110,8 @@ class InputBatch:
         self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # by row: a prompt's [num_position_dims, num_tokens]
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known ones
+        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # that follow the known ones
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=copies.device)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -202,7 +205,7 @@ class InputBatch:
         token_ids = list(chain.from_iterable(sampled_token_ids.values()))
         first = self.num_tokens[rows]
         if len(token_ids) == len(rows):
-            self.token_ids[rows, first] = token_ids
+            self.token_ids[rows, first] = token_ids  # the usual case: one token for each request
         else:
             self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = token_ids
         self.num_tokens[rows] = first + counts
@@ -229,8 +232,7 @@ class InputBatch:
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step.
 
-        Requests with more tokens come first; equal ones with the same first block are adjacent: attention reads it
-        once.
+        Longer ones come first; equal ones with the same first block are adjacent: attention reads it once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
@@ -293,7 +295,7 @@ class InputBatch:
         device.
         """
         query_start = _starts(counts)
-        row_of_token, positions = rows, first
+        row_of_token, positions = rows, first  # if each has one token
         if query_start[-1] > len(rows):
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
         seq_lens = first + counts
@@ -306,7 +308,7 @@ class InputBatch:
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:
             num_outputs = np.diff(output_start)
-            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)
+            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # a request's last rows
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
             tokens = row_of_token[of_step], positions[of_step]

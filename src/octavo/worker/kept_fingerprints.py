@@ -1,4 +1,4 @@
-"""Keeps fingerprints of earlier starts."""
+"""Keeps fingerprints of earlier starts: a start that differs is refused once."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class KeptFingerprints:
     def check(self, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
         """Compare a start with earlier ones of the same engine; keep the first one's fingerprint.
 
-        engine: all that the numbers depend on. Raises `FingerprintError` if a checksum differs. If two starts in a row
-        agree with each other only, their fingerprint replaces the kept one.
+        engine: all that the numbers depend on, as plain data. Raises `FingerprintError` if a checksum differs. A
+        directory that cannot be used costs one warning. If two starts in a row agree with each other only, their
+        fingerprint replaces the kept one.
         """
         path = self.path(engine)
         try:
@@ -108,7 +109,7 @@ class _Kept:
 
 def describe_installation() -> dict[str, str]:
     """Return what all numbers depend on: processor, libraries, code."""
-    from octavo import _kernels  # noqa: PLC0415
+    from octavo import _kernels  # noqa: PLC0415  only compiled kernels have fingerprints
 
     root = Path(octavo.__file__).parent
     files = [Path(_kernels.__file__), *(path for room in _ROOMS for path in sorted((root / room).rglob("*.py")))]
@@ -124,7 +125,7 @@ def describe_installation() -> dict[str, str]:
 def describe_model(
     weights: WeightSource, architecture: Architecture, hashes: FileHashes, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return what a model's numbers depend on. seed: of random weights. Raises `OSError`.
+    """Return what a model's numbers depend on, without reading weights. seed: of random weights. Raises `OSError`.
 
     A file is described by its hash if `hashes` knows it, else by path and state.
     """
@@ -144,6 +145,7 @@ def _content(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> _Kept | None:
+    """Return None if the file is missing or damaged."""
     try:
         values = json.loads(path.read_bytes())
         if values["digest"] == _digest(json.dumps(values["fingerprint"])):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import BlockCopies
     from octavo.models.kv_layout import KVLayout
 
-# Version of a stored block's bytes; each KV group after the first adds 1.
+# Version of a stored block's bytes; each KV group after the first adds 1. Stores do not find blocks of another version.
 LAYOUT_VERSION = 1
 
 
@@ -53,6 +53,7 @@ class _Now:
     seconds: float
 
     def elapsed_time(self, end: _Now) -> float:
+        """Return milliseconds."""
         return 1000 * (end.seconds - self.seconds)
 
 
@@ -60,8 +61,8 @@ class PagedKVCache:
     """Keys and values of all layers, see `KVLayout`: a row of memory for each block of each KV group.
 
     dtype: that of the activations, or int8 or float8_e4m3fn: then rows of each block, layer and head are followed by
-    their float32 scales. num_host_blocks: each has room for a block of every group. num_scratch_blocks: unknown to the
-    scheduler.
+    their float32 scales. num_host_blocks: each has room for a block of every group. num_scratch_blocks: further blocks
+    of each group, unknown to the scheduler.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class PagedKVCache:
     def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
         """Copy whole blocks, in the order of `BlockCopies`. A GPU copies later, in its order of work.
 
-        After that, call the returned function for the moves to and from host memory.
+        When the copies are done, call the returned function: it returns the moves to and from host memory.
         """
         if not copies:
             return _no_moves

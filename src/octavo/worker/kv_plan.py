@@ -30,9 +30,9 @@ class KVSize:
 class KVPlan:
     """The bytes of a block of each KV group, and how many blocks each bounded group needs.
 
-    A short sequence has as many blocks of every group; a long one needs few of the bounded groups. Lengths are not
-    known, so a bounded group has blocks for all sequences that may run or, if that is more, one for each `bytes_of_all
-    / block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
+    A short sequence has as many blocks of every group; a long one needs few of the bounded groups. Lengths are unknown,
+    so a bounded group has blocks for all sequences that may run or, if that is more, one for each `bytes_of_all /
+    block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
     block_bytes: the first includes the drafting model's. blocks_of_sequence: held after a step, for each bounded group.
     """
 
@@ -76,6 +76,7 @@ class KVPlan:
 
     @property
     def _blocks_that_run(self) -> list[int]:
+        """Blocks of each bounded group for all sequences, a step, and as many tokens being saved."""
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
@@ -93,7 +94,7 @@ class KVPlan:
         """Return how many blocks of the first group sequences can use if the bounded groups have `num_bytes`.
 
         Blocks without bytes still cost time and memory. So there are enough for the sequences that fit the bounded
-        groups in addition to a step, or for one sequence and all that the groups keep.
+        groups in addition to a step, or for one sequence and all kept blocks.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:

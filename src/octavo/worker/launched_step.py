@@ -30,6 +30,7 @@ class LaunchedStep:
     chosen      None if no request is sampled
     due_rows    of requests that get one token; None if none is sampled or drafts are verified
     is_awaited  a later step is fed the tokens sampled here
+    num_changes that of the batch at the launch
     troubles    rows of logits that give no token
     """
 

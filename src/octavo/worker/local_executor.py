@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.worker.transfer_threads import KVMover
     from octavo.worker.worker import Worker
 
-TRANSFER_WAIT_S = 0.01  # new requests wait meanwhile
+TRANSFER_WAIT_S = 0.01  # longest wait for a KV transfer: new requests wait meanwhile
 
 
 class LocalExecutor:
@@ -56,7 +56,7 @@ class LocalExecutor:
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
         """Compile a request's grammar in the background, if any."""
         wanted, grammars = params.structured_outputs, self.worker.grammars
-        if wanted is None or grammars is None:
+        if wanted is None or grammars is None:  # no tokenizer, no grammar
             return None
         return grammars.prepare(wanted, tenant)
 

@@ -80,7 +80,8 @@ class Product(Timing):
 class Check:
     """Whether a product's rows have the same bits alone and in a batch, on one thread and on all.
 
-    error: relative norm of the difference from the float64 product.
+    error: relative norm of the difference from the float64 product of the same weights. For int8 and int4 activations
+    are rounded, for int4 also scales.
     """
 
     name: str
@@ -97,7 +98,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of an examination. limits: the better ones of `limits_each`, before and after the products."""
+    """The results of an examination.
+
+    limits: the better ones of `limits_each`, before and after the products: the load of a shared machine varies.
+    best_limits: of the best instruction set.
+    """
 
     processor: str
     num_cores: int
@@ -207,7 +212,7 @@ def _refuse_impossible(shapes: dict[str, tuple[int, int]], precisions: tuple[str
 def _is_possible(name: str, depth: int, precision: str) -> bool:
     if precision in BlockKind.__members__:
         return depth % BlockKind[precision].block_values == 0
-    return precision != "int4" or name != "lm_head"
+    return precision != "int4" or name != "lm_head"  # int8 then
 
 
 def _stored(weight: Tensor, precision: str) -> Tensor | QuantizedWeight | list[BlockWeight]:
@@ -230,7 +235,7 @@ def checked_rows(precision: str, depth: int) -> int:
 
 
 def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernels, one_thread: CpuKernels) -> Check:
-    width = min(width, 8192)
+    width = min(width, 8192)  # columns are independent
     weight = torch.randn(width, depth, generator=torch.Generator().manual_seed(0))
     x, wide = _rows(precision, checked_rows(precision, depth), depth), name == "lm_head"
     stored = _stored(weight, precision)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
-PROMPT_LOGPROBS_SLICE_ROWS = 32
+PROMPT_LOGPROBS_SLICE_ROWS = 32  # computed together
 _UNLIMITED = 1 << 60
 
 
@@ -49,7 +49,7 @@ def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_se
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
-    """Return an upper bound of a step's bytes in addition to weights and KV.
+    """Return an upper bound of a step's bytes, without weights and KV.
 
     The peak is in the MLP: residual, hidden, gate and up, their product and a float32 copy. The sampler has three
     float32 copies of the logits.
@@ -69,7 +69,7 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 def free_bytes(device: torch.device) -> int:
     """Return the free bytes of the GPU, or of the machine within this cgroup."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # memory that loading no longer uses
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_machine_free_bytes(), _cgroup_free_bytes())
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs steps on one device. The next step may be launched before this one is collected.
+    """Runs steps on one device. The next step may be launched before this one is collected, so that a GPU never waits.
 
     draft: for requests for which `proposer` finds nothing. draft_cache: its own KV cache, with the block ids of
     `kv_cache`.
@@ -78,7 +78,7 @@ class ModelRunner:
         self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
-        self._newest: LaunchedStep | None = None
+        self._newest: LaunchedStep | None = None  # until it is collected
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -119,7 +119,7 @@ class ModelRunner:
             return self._collect(self._launch(scheduled))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
-        """Return True if all earlier steps must be collected before this one is launched.
+        """Return whether all earlier steps must be collected before this one is launched.
 
         Drafts, penalties and grammars need tokens on the host; copies, transfers and preemptions are rare.
         """
@@ -170,7 +170,7 @@ class ModelRunner:
 
     def _follow(self, scheduled: SchedulerOutput) -> None:
         if scheduled.kv_transfers or scheduled.kv_cancels:
-            self.kv_mover.begin(scheduled)  # a load may write blocks that the copies read
+            self.kv_mover.begin(scheduled)  # after the copies: a load may write blocks that they read
         if scheduled.finished_req_ids:
             self.drafting.finish(scheduled.finished_req_ids)  # before the batch forgets their tokens
         if scheduled.preempted_req_ids:
@@ -330,6 +330,7 @@ class ModelRunner:
 
 
 def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:
+    """Return how many tokens precede the first failure; the next step meets it, too."""
     if not troubles and min(token_ids) >= 0:
         return len(token_ids)
     return next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), len(token_ids))

@@ -1,4 +1,4 @@
-"""Pinned host memory."""
+"""Pinned host memory, which a GPU reads and writes itself."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from octavo.errors import ConfigError
 from octavo.worker.memory import free_bytes
 
 logger = logging.getLogger(__name__)
-_PORTABLE = 1
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device
 
 
 def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
     """Return uint8 [num_bytes] of pinned memory.
 
     is_brief: from torch's allocator, for copies of a step. It keeps freed memory until the device's copies are done,
-    and rounds sizes up to powers of two.
-    Otherwise the memory takes whole pages, and must not be freed during a copy. If the driver refuses it, it comes from
-    torch's allocator. Raises `ConfigError` if the rounded size is not free.
+    and rounds sizes up to powers of two. Otherwise the memory takes whole pages, and must not be freed during a copy.
+    If the driver refuses it, it comes from torch's allocator, with a warning. Raises `ConfigError` if the rounded size
+    is not free.
     """
     if is_brief or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     area = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(mmap.MADV_DONTFORK)  # after a fork, a write could move a page
+    area.madvise(mmap.MADV_DONTFORK)  # after a fork, a write could move a page away from the device
     memory = np.frombuffer(area, np.uint8)
     cudart = torch.cuda.cudart()
     result = cudart.cudaHostRegister(memory.ctypes.data, num_bytes, _PORTABLE)

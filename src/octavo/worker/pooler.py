@@ -40,7 +40,7 @@ class Pooler:
     """Takes the last hidden state of a prompt, or the mean of all, after the final norm.
 
     Positions are added one by one: bits do not depend on how the prompt is cut. A sum survives a preemption that keeps
-    KV.
+    KV; a recomputed prompt starts again.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ class SampleTasks:
         self._grammars = grammars
         self._walks = GrammarWalks()
         self._start_s = 0.0
-        self._asking: list[tuple[RequestRow, range]] = []
+        self._asking: list[tuple[RequestRow, range]] = []  # of the step that has begun
 
     def begin(self, inputs: ModelInputs) -> None:
         """Start walking grammars."""
@@ -66,8 +66,8 @@ class SampleTasks:
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
         """Return the tasks of the step, by row of logits. Each row counts the drafts before it as known tokens.
 
-        Rows after a forbidden draft and rows of postponed requests get no task. troubles: receives the first row of
-        each failed grammar. postponed: receives requests with a late walk.
+        Rows after a forbidden draft and rows of postponed requests get no task: their choice has no effect. troubles:
+        receives the first row of each failed grammar. postponed: receives requests with a late walk.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:
@@ -94,7 +94,8 @@ class SampleTasks:
     ) -> dict[int, SampleTask]:
         """Return the tasks for one pass of a drafting model, by index into `requests`.
 
-        num_known: includes drafts. Grammars are not applied: walks would delay the step.
+        num_known: includes drafts. Grammars are not applied: walks would delay the step, and forbidden drafts are cut
+        off later.
         """
         is_plain = self._batch.sampling.is_plain[rows]
         return {

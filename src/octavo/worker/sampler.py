@@ -49,7 +49,7 @@ class SamplingColumns:
         self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seed = np.zeros(num_rows, dtype=np.int64)
         self._sample_index = np.zeros(num_rows, dtype=np.int32)
-        self._gathered: list[Tensor] | None = None
+        self._gathered: list[Tensor] | None = None  # until a row changes
         self._gathered_key = b""
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
@@ -77,7 +77,7 @@ class SamplingColumns:
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """The work on a row of logits in addition to the kernel.
+    """The work on a row of logits outside of the kernel.
 
     known_tokens: only their number matters unless `SamplingColumns.reads_tokens`. allowed: bool [vocab], by a grammar.
     """
@@ -142,7 +142,7 @@ class Sampled:
 class LogprobRows:
     """Log probabilities of each row's token and of its best ones, being copied to the host.
 
-    ranks: int64 [n]. values, ids: [n, most], or None.
+    ranks: int64 [n]. values, ids: [n, most]; None if no row asks for any.
     """
 
     sampled: Tensor

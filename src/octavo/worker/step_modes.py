@@ -28,7 +28,7 @@ class StepMode(ABC):
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._failed: int | None = None
+        self._failed: int | None = None  # number of the first failed step
 
     @abstractmethod
     def submit(self, scheduled: SchedulerOutput) -> None:

@@ -1,7 +1,7 @@
 """Copies of blocks between the KV cache and the buffers of transfers.
 
 A CPU copies in one thread, with numpy: torch would use all cores. On a GPU each buffer has a stream, so that transfers
-do not wait for later steps.
+do not wait for later steps. Blocks are gathered on the device, and cross the bus in one copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from octavo.worker.host_copies import Mark
     from octavo.worker.kv_cache import PagedKVCache
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # a device copies bytes one by one
 
 
@@ -70,7 +70,7 @@ class CudaStream:
         return pinned_memory(num_bytes)
 
     def wait(self, mark: Mark) -> None:
-        """Let the device wait."""
+        """Let the stream wait; the host does not."""
         self._stream.wait_event(cast("torch.cuda.Event", mark))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -118,6 +118,8 @@ class PieceBuffer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
+    """A KV group's blocks as rows of bytes, and their columns in a buffer's rows."""
+
     blocks: Tensor
     columns: slice
 
@@ -149,7 +151,7 @@ class StoredBlocks:
         return mark_steps(self._device)
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return which loaded blocks need more than the first group's content."""
+        """Return which loaded blocks need more than the first group's content; all if there is one group."""
         return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
 
@@ -184,7 +186,7 @@ class HostBuffer:
 class StagedBuffer:
     """`PieceBuffer` of a device: equal memory on both sides, first the ids, then a row for each block.
 
-    Only this stream uses the device's memory, which is freed with the buffer.
+    Only this stream uses the device's memory.
     """
 
     def __init__(
@@ -256,6 +258,7 @@ class _Copied:
     rows: Tensor
 
     def runs(self, block_ids: list[int]) -> list[slice]:
+        """Return the stretches of rows without `NO_BLOCK`; none if blocks have no bytes."""
         runs, start = [], 0
         for is_there, run in groupby(block_ids, NO_BLOCK.__ne__):
             end = start + len(list(run))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.worker.stored_blocks import PieceBuffer
 
 logger = logging.getLogger(__name__)
-_PIECE_BYTES = 8 << 20  # a cancel waits for one
+_PIECE_BYTES = 8 << 20  # a cancel waits for one; a larger save becomes several files
 _SHUTDOWN_S = 2.0
 
 
@@ -75,8 +75,8 @@ class _Moving:
 class KVTransferThreads:
     """Carries out the transfers of steps, and closes the store at shutdown.
 
-    report: called once for each uncancelled transfer that ends, from any thread. num_threads: for loads; saves have
-    one.
+    report: called once for each uncancelled transfer that ends, from any thread. num_threads: for loads. Saves have one
+    more, so that loads do not wait for them.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class KVTransferThreads:
                 self._report(EndedTransfer(order.transfer_id, moving.num_moved, moves, evicted))
 
     def _take(self, buffers: queue.SimpleQueue[PieceBuffer]) -> PieceBuffer:
+        """Return a buffer; a new one if stores that hang keep all of them."""
         try:
             return buffers.get_nowait()
         except queue.Empty:
@@ -198,5 +199,5 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return the buffers' bytes if no store hangs. A GPU has as many."""
+    """Return the buffers' bytes if no store hangs. A GPU has as many in its own memory."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels
     from octavo.sampling_params import SamplingParams
 
-_FIRST_LOOK = 1024
+_FIRST_LOOK = 1024  # tokens: sorting a whole vocabulary is slow
 
 
 def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
@@ -26,7 +26,7 @@ def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
     if params.is_greedy:
         return
     scaled = row / params.temperature
-    if not bool(scaled.max() > -math.inf):
+    if not bool(scaled.max() > -math.inf):  # this excludes NaN, too
         return
     ids, weights = _left(scaled, params, kernels)
     probabilities = weights / weights.sum()
@@ -45,11 +45,11 @@ def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
         reached = probabilities[order].cumsum(0) >= mass
         if bool(reached.any()):
             return nearest[reached.int().argmax()]
-    return nearest[-1]
+    return nearest[-1]  # the sum is too small by a rounding error
 
 
 def _left(scaled: Tensor, params: SamplingParams, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Return the ids and weights that `Kernels.sample` would keep."""
+    """Return the ids and weights that min_p, then top_k, then top_p keep, as in `Kernels.sample`."""
     largest = scaled.max()
     weights = torch.where(scaled == largest, 1.0, (scaled.double() - largest.double()).exp())
     likely = weights >= params.min_p if params.min_p else scaled > -math.inf

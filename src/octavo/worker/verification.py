@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.kernels.interface import Kernels, SamplingRows
 
-_SLICE_LOGITS = 1 << 18  # in memory at a time
+_SLICE_LOGITS = 1 << 18  # in memory at a time, or those of one request if it has more
 _BYTES_PER_LOGIT = 128  # p, q and their difference in float64; the filters' values, ids and sums
 
 
@@ -91,7 +91,7 @@ class ExactVerification:
 class RejectionVerification:
     """Rejection sampling, see `octavo.kernels.rejection_sampling`.
 
-    The sampling kernel chooses for greedy requests, with the same result, and after the last draft.
+    The sampling kernel chooses for greedy requests, and after the last draft.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -166,7 +166,7 @@ def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
 
 
 def _draft_probs(drafted: DraftedRows, part: Sequence[int], num_rows: NDArray[np.int32]) -> Tensor | None:
-    """Return distributions by row. Each request's last row is arbitrary."""
+    """Return distributions by row; None if drafts were not drawn. Each request's last row is arbitrary."""
     probs: list[Tensor] = []
     for index, count in zip(part, num_rows.tolist(), strict=True):
         of_request = drafted.draft_probs[index]

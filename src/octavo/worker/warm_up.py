@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _ID = "octavo-warm-up"
-_PRIME = 7919
+_PRIME = 7919  # steps of the fixed prompt through the vocabulary
 _PLAIN = SamplingParams()
 _SCORED = SamplingParams(prompt_logprobs=1)
 _FILTERED = SamplingParams(top_k=4, top_p=0.9, min_p=0.01, logprobs=2)
@@ -28,10 +28,10 @@ _PENALIZED = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1)
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Run a prompt of `num_tokens` tokens, which the cache must hold, through everything once.
+    """Run a prompt of `num_tokens` tokens, which the cache must hold.
 
-    Then launch all kernels that are compiled at their first launch. Blocks belong to no request: their next owner
-    writes them before it reads them.
+    Then launch all kernels compiled at their first launch. Blocks belong to no request: their next owner writes them
+    before it reads them.
     """
     start = time.monotonic()
     runner.execute(_first_step(runner, num_tokens))

@@ -218,7 +218,8 @@ class Worker:
     def take_fingerprint(self) -> EngineFingerprint:
         """Check the tables; return checksums of weights, tables and logits.
 
-        Only compiled kernels have them: elsewhere the last bits vary. Raises `FingerprintError` for a wrong table.
+        Only compiled kernels have them: elsewhere the last bits depend on threads and memory addresses. Raises
+        `FingerprintError` for a wrong table.
         """
         kernels = self.kernels
         draft = self.runner.draft_runner
@@ -269,7 +270,7 @@ class Worker:
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,
-            # After accepted drafts, KV of the last one is missing.
+            # After accepted drafts, KV of the last one is missing: that pass has two rows.
             decodes=self._plan_decodes(
                 model, num_rows=[1] if checkpoint.shares_kv else [1, 2], max_model_len=checkpoint.max_model_len
             ),
@@ -386,7 +387,7 @@ class Worker:
 
         A context manager would cost microseconds: weights have pushed Python out of the caches.
         """
-        if self.device.index is not None:
+        if self.device.index is not None:  # a CPU has none
             use_device(self.device)
         if not self.kernels.has_own_threads:
             return run()

@@ -1,4 +1,4 @@
-"""Hashes that name the content of a KV block by all inputs that the KV was computed from.
+"""Hashes that name a KV block by all that it was computed from.
 
 Tenants and machines share blocks by hash, so it is SHA-256 (CVE-2025-25183 describes an attack on a weaker one).
 """

@@ -26,8 +26,8 @@ class Block:
 
     generation: grows with each new content. token_ids, extra_keys, parent: a lookup by hash is a hit only if these are
     equal, too. parent: name of the previous content. name: identifies findable content: the `link` of the first block
-    registered with it, while the device or host memory has it. canonical: the `link` of another block that was
-    registered with this content earlier.
+    registered with it, while the device or host memory has it. canonical: the `link` of another block registered with
+    this content earlier.
     """
 
     block_id: int
@@ -123,8 +123,8 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Release blocks. Pass the last block first: the first released is the first evicted.
 
-        After a private block's release, the indexed block with the same content is renewed, because it is the parent of
-        the request's next block. Raises AssertionError for an unheld block.
+        A private block's release renews the indexed block with its content, the parent of the request's next block.
+        Raises AssertionError for an unheld block.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -172,7 +172,7 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Return whether no lookup can reach the block: the previous content is missing."""
+        """Return whether no lookup can reach the block, because the previous content is missing."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:

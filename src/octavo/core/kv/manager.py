@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A preempted request's KV."""
-
     host_blocks: list[int]
     num_tokens: int
 
@@ -37,7 +35,7 @@ class KVCacheManager:
     """Allocates blocks of `block_size` tokens: all or nothing over all KV groups.
 
     Only its methods change block tables. num_blocks: of the first KV group. max_step_tokens: per request. extra_keys:
-    see `BlockChains`. grown: requests with blocks that the worker does not know yet.
+    see `BlockChains`. grown: requests with blocks unknown to the worker.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class KVCacheManager:
         )
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
-        self._pins: dict[int, list[list[int]]] = {}
+        self._pins: dict[int, list[list[int]]] = {}  # by transfer, then by group
         self.grown: set[str] = set()
         self._copies = BlockCopies()
 
@@ -114,7 +112,7 @@ class KVCacheManager:
         """Look up the cached blocks from a request's start. Changes nothing.
 
         KV saved at preemption, or another request's partly filled block, is used if it gives more tokens. The last
-        token is always computed.
+        token is always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
@@ -281,7 +279,7 @@ class KVCacheManager:
     def swap_out(self, request: Request) -> bool:
         """Save computed KV in host memory. Returns False with nothing changed if it does not fit.
 
-        The next step begins with the copies, so the blocks can be released immediately.
+        The blocks can be released immediately: the next step begins with the copies.
         """
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None

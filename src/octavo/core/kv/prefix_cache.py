@@ -26,7 +26,7 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """The first `num_tokens` tokens of a request, which need not be computed. Valid until the next allocation.
+    """A request's first `num_tokens` tokens, already computed. Valid until the next allocation.
 
     blocks: shared full blocks on the device. After them, `host_blocks` or `source` (never both) may be copied into the
     request's own blocks. host_blocks: cached ones; if `is_saved`, from the request's preemption. source: a block with
@@ -132,10 +132,6 @@ class PrefixCache:
     def _find_from(
         self, request: Request, first: int, name: BlockLink | None, find: Callable[..., _Found | None]
     ) -> list[_Found]:
-        """Look up a request's blocks with `find`, from block `first` to the first miss.
-
-        name: of the previous block.
-        """
         if not self.reads_cache(request):
             return []
         chain, token_ids, size = self.chains.extended(request), request.sequence.token_ids, self._block_size
@@ -235,7 +231,7 @@ class PrefixCache:
         chain.num_committed, chain.name = len(blocks), blocks[-1].name
 
     def announce(self, request: Request, num_found: int) -> None:
-        """Record the blocks that a request will share, after the first `num_found`."""
+        """Record blocks to share, after the first `num_found`."""
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens

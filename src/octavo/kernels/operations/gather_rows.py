@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 @Operation
 def gather_rows(x: Tensor, sources: Tensor, out: Tensor) -> None:
-    """Write x[sources] into contiguous `out`."""
+    """Write x[sources] into contiguous `out`. A row of x may occur several times."""
     out.copy_(x[sources])

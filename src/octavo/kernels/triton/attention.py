@@ -2,8 +2,8 @@
 
 A row's result depends only on its own position and KV: tiles of rows are padded to one shape, and tiles and partitions
 (states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions. Only a device can
-show that a row of a product does not depend on the rest of the tile, and that products with weights of zero do not
-change a sum.
+show that a product's row is independent of the rest of the tile, and that products with zero weights do not change a
+sum.
 
 The launch depends on shapes alone, so a captured one serves sequences of any length. In a sequence of length 0, a row
 at position -1 gets zeros: divisions round towards zero, so it visits its first tile, with masked loads.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-MAX_ROW_BYTES = 512  # of a padded head
+MAX_ROW_BYTES = 512  # of a padded head: tiles of q, k and v share shared memory
 BLOCK_M = 64  # rows that a warp group of Hopper multiplies
 TILE = 64
 TILES = 4
@@ -94,7 +94,7 @@ def paged_attention(
 
 
 def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return True if the kernel supports such heads."""
+    """Return whether the kernel supports such heads."""
     return bool(triton.next_power_of_2(head_dim) * dtype.itemsize <= MAX_ROW_BYTES)
 
 
@@ -128,7 +128,6 @@ def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_l
 def _split_tokens(
     num_tokens: int, num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, max_partitions: int
 ) -> int:
-    """Return the most tokens of a split sequence."""
     if max_partitions == 1 or num_seqs * num_kv_heads >= _SPLIT_PROGRAMS:
         return 0
     split_tokens = 1 if num_tokens == num_seqs else _SPLIT_TOKENS
@@ -198,7 +197,7 @@ def _attend_tile(
 
 @triton.jit
 def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a tile's sequence, and its number there, which may be past the last.
+    """Return a tile's sequence, and its number there, perhaps past the last.
 
     Tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, so all fit.
     """
@@ -255,7 +254,6 @@ def _items_of_program(
 
 @triton.jit
 def _sequence_of_item(ends, item):
-    """Locate an item."""
     is_before = ends <= item
     return tl.sum(is_before.to(tl.int32)), item - tl.max(tl.where(is_before, ends, 0))
 
@@ -359,7 +357,6 @@ def _merge_partitions(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge one head's partitions for one token of a split sequence."""
     sequence, token = tl.program_id(0) // split_tokens, tl.program_id(0) % split_tokens
     first_token = tl.load(query_start_ptr + sequence)
     num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token

@@ -62,7 +62,7 @@ WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTI
 class TritonKernels(ReferenceKernels):
     """Triton kernels for a GPU or for Triton's interpreter; plain torch computes the rest.
 
-    graph_pool: makes a device's `GraphPool`; tests replace it, because the interpreter cannot capture graphs.
+    graph_pool: makes a device's `GraphPool`; tests replace it.
     """
 
     name = "triton"
@@ -269,7 +269,6 @@ class TritonKernels(ReferenceKernels):
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap, sinks)
 
     def _leave_to_torch(self, what: str) -> None:
-        """Warn once per `what`."""
         if what not in self._warned_of:
             self._warned_of.add(what)
             warnings.warn(
@@ -291,7 +290,6 @@ def kernel_of(name: str) -> Callable[..., None] | None:
 
 
 def _linear_blocks(x: Tensor, weight: BlockParts, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Multiply all parts."""
     rows = quantize_groups(x)
     for part, columns in weight.columns():
         matmul_blocks(rows, part, None if bias is None else bias[columns], out[:, columns])
@@ -304,12 +302,11 @@ def _attention_in_torch(dtype: torch.dtype) -> str:
 
 
 def is_interpreted() -> bool:
-    """Return True if Triton was imported with TRITON_INTERPRET=1."""
+    """Return whether Triton was imported with TRITON_INTERPRET=1."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def _target() -> str:
-    """Name the target."""
     if is_interpreted():
         return "interpreter"
     target = driver.active.get_current_target()

@@ -9,7 +9,7 @@ import triton
 
 
 class Compilations:
-    """This process's compilations."""
+    """Reports kernels that this process has compiled, by any engine."""
 
     def __init__(self) -> None:
         self._compiled = compiled_kernels()

@@ -1,7 +1,7 @@
 """Decode steps as graphs, each for a number of sequences and a mean number of rows per sequence.
 
-A step takes the next larger graph. Each unused sequence gets one padding row while rows last. Launches depend on the
-graph's shape only, so graphs do not change a token.
+A step takes the next larger graph, and copies its inputs to memory that is never freed. Each unused sequence gets one
+padding row while rows last. Launches depend on the graph's shape only: graphs do not change a token.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DecodeGraphs:
         return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
 
     def _capture(self, plan: DecodePlan) -> None:
-        """Capture the largest first, so that smaller graphs reuse its memory.
+        """Capture the largest first: smaller graphs reuse its memory.
 
         A graph over the planned memory is dropped, with all smaller ones.
         """
@@ -178,7 +178,6 @@ class DecodeInputs:
 
 
 def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int, *, has_padding_rows: bool = False) -> AttentionBatch:
-    """Return the first sequences and rows."""
     return AttentionBatch(
         query_start=batch.query_start[: num_seqs + 1],
         seq_lens=batch.seq_lens[:num_seqs],

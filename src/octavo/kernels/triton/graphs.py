@@ -44,7 +44,7 @@ class CudaGraphPool:
         self._stream = torch.cuda.Stream(device)  # captures on one stream share memory
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture, launch once so that the driver allocates, and measure."""
+        """Capture, launch once for the driver's allocations, and measure."""
         before = self._memory()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -59,7 +59,6 @@ class CudaGraphPool:
         return graph.replay
 
     def _memory(self) -> tuple[int, int]:
-        """Return (reserved, free) bytes."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device), torch.cuda.mem_get_info(self._device)[0]

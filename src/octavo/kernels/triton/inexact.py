@@ -1,6 +1,6 @@
 """Triton kernels with the matrix products of cuBLAS or hipBLAS: NOT exact, for users who prefer speed.
 
-The library chooses tiles by the number of rows, so a token may depend on other requests.
+The library chooses tiles by the number of rows, so a row's last bits, and sometimes a token, depend on other requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Products with weights, x @ weight.T: see docs/gpu.md.
 
 A row's bits depend on its own values alone, because the two ways to multiply do the same operations on the same tiles.
-Only a device can show that a row of a tile's product (wgmma, mma, mfma) does not depend on the rest of the tile: see
+Only a device can show that a row of a tile's product (wgmma, mma, mfma) is independent of the rest: see
 tools/gpu_check.py.
 """
 
@@ -85,7 +85,7 @@ def partial_bytes_per_row(weight: Tensor) -> int:
 
 
 def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return tile shapes and compile options, which never depend on the number of rows."""
+    """Return tile shapes and compile options, independent of the number of rows."""
     is_wide = x_dtype != weight_dtype or x_dtype == torch.float32
     return {
         "IS_WIDE": is_wide,
@@ -100,7 +100,7 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 
 def num_processors(device: torch.device) -> int:
-    """Return how many programs run at the same time; in the interpreter few, so that they loop."""
+    """Return how many programs run simultaneously; in the interpreter few, so they loop."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -156,7 +156,6 @@ def _finished(
     total, row, column, bias_ptr, row_scales_ptr, column_scales_ptr, num_rows, num_columns,
     HAS_BIAS: tl.constexpr, IS_INTEGER: tl.constexpr,
 ):  # fmt: skip
-    """Apply scales, bias."""
     if IS_INTEGER:
         row_scale = tl.load(row_scales_ptr + row, mask=row < num_rows, other=0.0)
         column_scale = tl.load(column_scales_ptr + column, mask=column < num_columns, other=0.0)

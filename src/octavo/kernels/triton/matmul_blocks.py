@@ -1,6 +1,6 @@
 """Products of int8 rows with weights in GGUF's blocks, exact: `octavo.kernels.quantization.linear_blocks`.
 
-Sums of 32 integers are exact, so tiles may have any shape: narrow ones for few rows, so that more processors read the
+Sums of 32 integers are exact, so tiles may have any shape: narrow ones for few rows let more processors read the
 weight.
 """
 
@@ -85,7 +85,6 @@ def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, 
 
 @triton.jit
 def _unpack(bits, half, HIGH_BITS: tl.constexpr, CENTER: tl.constexpr, IS_MXFP4: tl.constexpr):
-    """Return one half."""
     code = (bits >> (4 * half)) & 15
     if HIGH_BITS:
         code |= ((bits >> (8 + half * HIGH_BITS)) & ((1 << HIGH_BITS) - 1)) << 4
@@ -98,7 +97,6 @@ def _unpack(bits, half, HIGH_BITS: tl.constexpr, CENTER: tl.constexpr, IS_MXFP4:
 
 @triton.jit
 def _scale(place, block_place, is_given, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALES: tl.constexpr):
-    """Load float32 scales."""
     stored = tl.load(place, mask=is_given, other=0)
     if IS_MXFP4:
         exponent = stored.to(tl.int32)
@@ -113,7 +111,6 @@ def _scale(place, block_place, is_given, IS_MXFP4: tl.constexpr, HAS_BLOCK_SCALE
 
 @triton.jit
 def _minimum(place, block_place, is_given, HAS_BLOCK_SCALES: tl.constexpr):
-    """Load float32 minima."""
     minimum = tl.load(place, mask=is_given, other=0).to(tl.float32)
     if HAS_BLOCK_SCALES:
         minimum = (0.0 - minimum) * tl.load(block_place, mask=is_given, other=0.0).to(tl.float32)

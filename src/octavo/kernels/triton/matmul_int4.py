@@ -69,7 +69,7 @@ def pack_int4(weight: Int4Weight) -> PackedInt4:
 def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor | None, out: Tensor) -> Tensor:
     """Write float(values @ weight.T) * (row's scale * column's unit) + bias into contiguous `out`, and return it."""
     num_rows, num_columns = out.shape
-    block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64
+    block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64  # sums are exact in any tile
     _matmul_int4[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, _BLOCK_N)](
         values,
         scales,
@@ -96,7 +96,6 @@ def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor
 
 @triton.jit
 def _add_products(high_acc, low_acc, x, value, group_ptr, offset_ptr, is_column, HAS_OFFSETS: tl.constexpr):
-    """Multiply both bytes."""
     multiple = tl.load(group_ptr, mask=is_column, other=0).to(tl.int32)[:, None]
     whole = (value.to(tl.int32) - 8) * multiple
     if HAS_OFFSETS:

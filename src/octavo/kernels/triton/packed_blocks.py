@@ -165,7 +165,6 @@ class BlockParts:
 
 
 def _parts(weight: BlockWeight) -> tuple[Tensor | None, ...]:
-    """Return planes, scales."""
     low_bits, high_bits, center, _ = LAYOUTS[weight.kind]
     if weight.kind is BlockKind.MXFP4:
         values = mxfp4_codes(weight).int()
@@ -180,7 +179,6 @@ def _parts(weight: BlockWeight) -> tuple[Tensor | None, ...]:
 
 
 def _high_plane(values: Tensor, bits: int) -> Tensor | None:
-    """Pack high bits."""
     if bits == 0:
         return None
     groups = 8 // bits
@@ -191,6 +189,5 @@ def _high_plane(values: Tensor, bits: int) -> Tensor | None:
 
 
 def _times_blocks(of_blocks: Tensor, whole: Tensor) -> Tensor:
-    """Multiply by block scales."""
     per_block = whole.shape[1] // of_blocks.shape[1]
     return of_blocks.float().repeat_interleave(per_block, dim=1) * whole

@@ -1,9 +1,9 @@
 """Order asynchronous copies before the tensor-core products that read them.
 
 On sm_90 and later, products read shared memory through the async proxy; `cp.async` writes it through the generic proxy.
-Waiting for a copy does not order the two: each thread also has to issue `fence.proxy.async` (PTX ISA, "Async proxy").
-Triton before 3.7.1 omits this fence in loops that load ahead, so a product may read old values. Missing fences are
-therefore added to Triton's PTX.
+Waiting for a copy does not order them: each thread must also issue `fence.proxy.async` (PTX ISA, "Async proxy"). Triton
+before 3.7.1 omits this fence in loops that load ahead, so a product may read old values. Missing fences are therefore
+added to Triton's PTX.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma)\b")
 
 
 def add_fences(ptx: str) -> str:
-    """Return PTX with a fence after each wait for copies, unless it is fenced already."""
+    """Return PTX with a fence after each wait for copies, unless `is_fenced` is True."""
     if is_fenced(ptx):
         return ptx
     lines = ptx.split("\n")

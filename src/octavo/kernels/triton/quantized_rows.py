@@ -22,7 +22,7 @@ _LEAST_MAGNITUDE = tl.constexpr(1e-30)
 
 
 def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (int8 [num_tokens, padded], float32 scales [num_tokens]) of x, padded with zeros.
+    """Return (int8 [num_tokens, padded with zeros], float32 scales [num_tokens]).
 
     order int32: the feature of each column.
     """

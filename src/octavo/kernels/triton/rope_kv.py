@@ -1,6 +1,6 @@
 """Rotary embedding (Su et al. 2021), and the write of KV into its slots.
 
-Nothing is fused, so that the numbers rounded to int8 or fp8 are those of plain torch.
+Nothing is fused, so int8 and fp8 are rounded from plain torch's numbers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ def _rotate_queries(
     place, is_head, cos_sin_ptr, query_scale_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_QUERY_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and scale."""
     x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     if HAS_QUERY_SCALE:
         factor, dtype = tl.load(query_scale_ptr), place.dtype.element_ty

@@ -125,7 +125,7 @@ def top_k_cut(logits_ptr, vocab, temperature, packed_ptr, num_layers, k, BLOCK: 
 
 @triton.jit
 def tie_id(logits_ptr, vocab, temperature, packed_ptr, num_layers, cut_key, count, BLOCK: tl.constexpr):
-    """Return the `count`-th id with key `cut_key`, from 1; -1 if they are fewer."""
+    """Return the `count`-th id with key `cut_key`, from 1, or -1."""
     num_ties = tl.full([], 0, tl.int32)
     last = tl.full([], -1, tl.int32)
     for first in range(0, loop_bound(num_layers * BLOCK), BLOCK):

@@ -73,7 +73,6 @@ def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.con
 
 @triton.jit
 def _chosen(row_ptr, chosen_ptr, index, k):
-    """Load chosen tokens."""
     ids = tl.load(chosen_ptr + index, mask=index < k, other=0)
     value = tl.load(row_ptr + ids, mask=index < k, other=float("-inf"))
     return ids, tl.where(value == value, value, float("-inf"))  # noqa: PLR0124

@@ -26,7 +26,7 @@ class CacheAware(RoutingPolicy):
     """Predicts caches from the prompts that each engine got, corrected by the hits that it reports.
 
     A prompt goes to the engine with its longest prefix. Without such a prefix, or if other prompts share it, the prompt
-    is new work, which is spread so that caches hold different prompts.
+    is new work, which is spread so that caches differ.
 
     balance_tokens, balance_ratio: an engine is overloaded if its load exceeds the smallest one by more than
     balance_tokens, and is more than balance_ratio times as large. For a shared beginning this also holds for its new

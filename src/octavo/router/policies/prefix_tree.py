@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The prefix of a prompt that is expected in an engine's cache.
+    """A prompt's prefix expected in an engine's cache.
 
     num_bytes: 0 if only open requests sent it: it may not be computed yet. since: when all of it had been sent. now:
     the request's time.
@@ -30,8 +30,7 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: of each engine. is_branch: other prompts continue the longest one differently: it is shared, like a
-    system prompt.
+    num_bytes: of each engine. is_branch: other prompts continue the longest one differently, like a system prompt.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -49,8 +48,8 @@ class _Node:
 class PrefixTree:
     """A node for each piece of a prompt, keyed by a hash of all bytes up to its end.
 
-    Times count requests. Engines are assumed to evict the least recently used content first, as octavo's do, so one
-    number for each records its evictions.
+    Engines are assumed to evict the least recently used content first, as octavo's do, so one number for each records
+    its evictions.
     """
 
     def __init__(self, max_entries: int) -> None:

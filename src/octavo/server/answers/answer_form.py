@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark for the log if the chat template shows no tools or no calls, else ""."""
+    """Return a remark if the chat template shows no tools or no calls, else ""."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -40,7 +40,7 @@ class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
     tools: None if the call format is not known. reasoning_end_id: None if the end of reasoning is not one token.
-    special_ids: the marks that are special tokens.
+    special_ids: of marks that are special tokens.
     """
 
     tools: ToolFormat | None = None
@@ -63,7 +63,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Find the forms that the options name; "auto" reads the chat templates."""
+        """Find the named forms; "auto" reads the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
@@ -142,7 +142,6 @@ class AnswerForm:
         return replace(params, structured_outputs=structure, shown_special_token_ids=list(self.shown_ids))
 
     def _framed(self, structure: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Put the marks of `frame` around a structure's JSON. Raises `RequestError` if it is not JSON."""
         if self.frame is None or structure is None or self.toolbox.format is not None:
             return structure
         if structure.json is None and structure.json_object is None:
@@ -157,7 +156,7 @@ def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[
 
 
 class AnswerReader:
-    """Reads one answer and counts its reasoning tokens."""
+    """Reads one answer."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._parser = form.parser()

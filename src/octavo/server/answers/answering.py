@@ -42,8 +42,8 @@ _ANSWERING = "it was answered"
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
     """Answer a job; abort its requests if the client disconnects.
 
-    The HTTP status of a stream is sent after the first output, or after `stream_keep_alive_s`. So a request that is
-    refused earlier gets an error status.
+    The HTTP status of a stream is sent after the first output, or after `stream_keep_alive_s`. So an earlier refusal
+    gets an error status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -163,7 +163,7 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return the updates of an output, except choices that have ended or have nothing new."""
+        """Return an output's updates, except choices that ended or have nothing new."""
         updates = []
         for completion in output.outputs:
             choice = self._first_choice[output.request_id] + completion.index

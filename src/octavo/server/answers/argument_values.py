@@ -124,7 +124,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
     """Return an argument's JSON; None to omit the argument: its text is blank and the schema allows no string.
 
     Accepts Python's literals unless only strings are allowed. If no string is allowed, a value of a wrong type is kept
-    and plain words become a string, so that the client can report the error to the model. Any other text then raises
+    and plain words become a string, for the client to report the error to the model. Any other text then raises
     `UnreadableError`.
     """
     kinds = types_of(schema, root)
@@ -158,7 +158,7 @@ def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
 
 
 class LookaheadError(RequestError):
-    """A pattern has a lookahead, which the grammar of the call format cannot express."""
+    """A pattern has a lookahead, which the grammar cannot express."""
 
     def __init__(self, pattern: str) -> None:
         shown = f"the pattern `{pattern[:_MAX_SHOWN_CHARS]}` looks ahead"
@@ -169,7 +169,7 @@ class LookaheadError(RequestError):
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
     """Return a Lark lexeme for the strings that a merged schema allows. Raises `LookaheadError`.
 
-    ending: a regular expression that is appended.
+    ending: an appended regular expression.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     """A generator that yields whenever it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024
+HELD_CHARS = 1024  # characters of streamed arguments that are held back
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # surplus brackets before a closing mark
 HALF = "\ufffd"  # an incomplete character
@@ -55,7 +55,7 @@ class MalformedError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """A call that is being read.
+    """A call being read.
 
     arguments: emitted at the end of the call. index: None until the name is emitted.
     """
@@ -84,8 +84,8 @@ class ToolParser:
         self._parameters = {each.name: each.parameters for each in functions}
         self._only_one = only_one
         self._num_calls = 0
-        self._text = ""
-        self._num_reported = 0  # characters before `_text`
+        self._text = ""  # not yet emitted
+        self._num_reported = 0  # characters of the answer before `_text`
         self._position = 0  # in `_text`
         self._is_over = False
         self._is_cut = False  # the model did not end the answer
@@ -118,7 +118,7 @@ class ToolParser:
     def _content(self, *openers: str) -> Wait[str]:
         """Emit content up to an opener, and return the opener; "" at the end of the answer.
 
-        White space before it is held back: it is content only if no call follows.
+        White space before it is content only if no call follows.
         """
         while True:
             found = [(start, each) for each in openers if (start := self._text.find(each)) >= 0]
@@ -323,9 +323,9 @@ class ToolParser:
         return re.compile("|".join([*map(re.escape, self._call_openers), head]))
 
     def _broken_end(self, text: str, position: int) -> int:
-        """Return the end of a call that is malformed at `position`.
+        """Return the end of a malformed call.
 
-        A call before the closing mark may be part of a string, so it is content up to its own closing mark.
+        A call before the closing mark may be part of a string, so it is content.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:

@@ -22,11 +22,10 @@ MAX_HEAD_CHARS = 256  # between two marks, with a name, an id or both
 
 
 class SectionFormat(ToolFormat):
-    """A section begins with `opens` and ends with `closes`; `between` separates two calls.
+    """A section is `opens`, calls and `closes`; `between` separates two calls.
 
-    The parser does not require the white space in these marks. opener: the first mark of `opens`. strays: begin a call
-    outside of a section. one_each: each call has its own section. frames: marks around content or before calls, which
-    the parser drops.
+    The parser does not require the white space in these marks. strays: begin a call outside of a section. one_each:
+    each call has its own section. frames: marks around content or before calls, which the parser drops.
     """
 
     opens: ClassVar[str]

@@ -28,7 +28,7 @@ class CodeSpans:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the next character is outside of code, if it is no backtick."""
+        """Whether the next character, if no backtick, is outside of code."""
         return not self._num_open and not self._num_seen
 
     def feed(self, text: str) -> None:

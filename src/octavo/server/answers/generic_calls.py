@@ -1,4 +1,4 @@
-"""Tool calls of models with a chat template that does not support tools.
+"""Tool calls of models with chat templates without tools.
 
 As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. The history has
 such objects, too.
@@ -130,8 +130,6 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    """Reads such objects. Any other answer is content."""
-
     _is_content = False  # reading a response
 
     def _read(self) -> Wait[None]:

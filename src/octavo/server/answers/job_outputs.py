@@ -44,10 +44,10 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     """Return a generator of the outputs of all prompts, in their order of arrival.
 
-    The job's place limits how many prompts run in parallel. usage: gets the last output of a request that failed or was
-    cut off, which is not yielded; the reader adds all other outputs. Reading raises the request's error:
-    `RequestFailedError`, `ExecutionError` if a step failed, `DeadlineError`, `RequestError` if it was refused or its
-    grammar failed, `AuthenticationError` if its key was removed, or `ServerClosingError`.
+    The job's place limits how many prompts run in parallel. usage: gets the unyielded last output of a request that
+    failed or was cut off; the reader adds all other outputs. Reading raises the request's error: `RequestFailedError`,
+    `ExecutionError` if a step failed, `DeadlineError`, `RequestError` if it was refused or its grammar failed,
+    `AuthenticationError` if its key was removed, or `ServerClosingError`.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len

@@ -44,8 +44,8 @@ class Job:
     """A client's request to answer.
 
     model: the name in the answer. place: held until the job is answered. counts_completions: False if prompts are only
-    scored or computed. deadline: in seconds of the event loop's clock. client_names: the engine's name of a parameter
-    -> the client's name. check: called with each tokenized prompt; may raise `RequestError`.
+    scored or computed. deadline: on the event loop's clock. client_names: the engine's name -> the client's. check:
+    called with each tokenized prompt; may raise `RequestError`.
     """
 
     request_id: str

@@ -95,7 +95,7 @@ _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
 def find_tool_format(
     wanted: str, templates: Sequence[str], written: str | None, token_name: Callable[[str], str | None]
 ) -> ToolFormat | None:
-    """Return the format `wanted`; for "auto" the format that chat templates show, or `GenericFormat`.
+    """Return the format `wanted`; for "auto" the shown one, or `GenericFormat`.
 
     written: the call of `octavo.server.answers.template_probe` as the templates write it; None if they refuse it. If
     several formats have this name, return the one that the templates show, or the first. Returns None for "none", and

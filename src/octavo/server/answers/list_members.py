@@ -11,7 +11,7 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 
 
 def member_end(text: str) -> int | None:
-    """Return the length of the object or Python call at the beginning of a text; None if it is uncertain.
+    """Return the length of an initial object or Python call; None if uncertain.
 
     An unescaped quote would end a string too early. So strings must be between punctuation marks of JSON or Python, and
     brackets must match.

@@ -36,7 +36,6 @@ class MessageParser(ToolParser):
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:
-        """Read a message's call."""
         raise NotImplementedError
 
     def _read(self) -> Wait[None]:

@@ -1,7 +1,4 @@
-"""Split an answer into reasoning, content and tool calls while it arrives.
-
-The parts do not depend on the pieces in which the text arrives.
-"""
+"""Splits an answer while it arrives. The parts do not depend on the pieces of text."""
 
 from __future__ import annotations
 
@@ -25,9 +22,9 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    text: for `call` the tool's name; for `arguments` a piece of JSON, which is incomplete if the answer was cut off,
-    and broken if a long call was malformed. call: the call's index. start: characters before the part in the answer; a
-    call may begin later.
+    text: for `call` the tool's name; for `arguments` a piece of JSON, incomplete if the answer was cut off, broken if a
+    long call was malformed. call: the call's index. start: characters before the part in the answer; a call may begin
+    later.
     """
 
     kind: PartKind

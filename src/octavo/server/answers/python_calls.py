@@ -63,7 +63,6 @@ def _options_of(index: int, function: Function) -> list[tuple[str, dict[str, Any
 
 
 def _argument_rules(place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return a grammar expression and its rules; their names contain `place`."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties.items()) if isinstance(properties, dict) else []
     if not named:

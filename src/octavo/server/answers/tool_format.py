@@ -32,7 +32,7 @@ class Function:
 
 
 class ToolFormat:
-    """One family's format of tool calls. Grammars are in llguidance's dialect of Lark.
+    """A format of tool calls. Grammars are in llguidance's dialect of Lark.
 
     takes_one: chat templates refuse several calls in one message, so an answer has several only if the client asks for
     parallel calls. frames_content: marks enclose the content, too, so the parser also reads answers without tools.
@@ -59,7 +59,7 @@ class ToolFormat:
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Return the marks that begin a call within unclosed reasoning, with the heads that must follow."""
+        """Return the marks that begin a call within reasoning, with the heads that must follow."""
         return {}
 
     def new_call_id(self) -> str:
@@ -131,8 +131,8 @@ def choice_of(count: int) -> str:
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
     """Return the rules of arguments in the schema's order; a call uses the rule `first<place>_0`.
 
-    Rule `first<place>_<i>` allows the arguments from number i on if there is no argument before them;
-    `further<place>_<i>` is for a call that has one. are_needed: whether each argument is required.
+    `first<place>_<i>` allows the arguments from number i on if none precedes them; `further<place>_<i>` if one does.
+    are_needed: whether each argument is required.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):
@@ -146,7 +146,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return the rules of calls that are objects. Their lexemes are JSON's, so a grammar may allow other JSON, too."""
+    """Return rules of objects. Their lexemes are JSON's, so a grammar may allow other JSON, too."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))

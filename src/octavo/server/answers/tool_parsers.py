@@ -17,7 +17,7 @@ _LLAMA_STARTS = ('{"name":"', '{"type":"function","name":"')  # without white sp
 
 
 class HermesParser(ToolParser):
-    """Qwen and Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>, anywhere in the answer."""
+    """<tool_call>{"name": ..., "arguments": ...}</tool_call>, anywhere in the answer."""
 
     opener, closer = "<tool_call>", "</tool_call>"
     _ends = ending(closer, opener, is_wrapped=True)
@@ -60,7 +60,6 @@ class LlamaParser(ToolParser):
                 self._report_content()
 
     def _object(self) -> Wait[bool]:
-        """Read a call and the semicolon after it, if any."""
         if (yield from self._skip_space()) != "{" or not (yield from self._call()):
             return False
         yield from self._takes_next(";")

@@ -33,7 +33,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class Choice:
     """A request's choice of tools. mode: auto, none or required.
 
-    named: must be called; None for any. allowed: may be called; None for all.
+    named: None for any. allowed: None for all.
     """
 
     mode: str = "auto"
@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools that a request may call.
+    """A request's tools.
 
     functions: may be called. given: all tools, as chat templates read them. is_limited: some of `given` may not be
     called. is_required: the answer must have a call. format: None if no tool may be called.
@@ -68,7 +68,7 @@ class Toolbox:
     ) -> Toolbox:
         """Make a toolbox. Raises `RequestError`.
 
-        described: tools and descriptions. parallel: allow several calls in an answer; None for the format's default.
+        parallel: allow several calls in an answer; None for the format's default.
         """
         choice = choice or Choice()
         if len(described) > MAX_TOOLS:
@@ -201,7 +201,7 @@ def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
 
 
 def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:
-    """Return a tool and its description. place: the field's name, for errors. Raises `RequestError`."""
+    """Return a tool and its description. Raises `RequestError`."""
     if not isinstance(fields, dict):
         raise RequestError(f"{place} must be an object with a name", parameter=place)
     name, description = fields.get("name"), fields.get("description")
@@ -220,7 +220,7 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
 
 
 def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
-    """Raise `RequestError` unless a tool has the type `served`. form: an example for the message."""
+    """Require the type `served`. form: an example for the error."""
     if not isinstance(tool, dict):
         raise RequestError(f"{place} must be {form}", parameter=place)
     kind = tool.get("type")

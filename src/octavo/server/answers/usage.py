@@ -33,8 +33,7 @@ class Receipt(Struct):
     """The cost of a request.
 
     computed_tokens: positions that the model computed. recomputed_tokens: lost by a preemption, or rejected drafts.
-    wasted_tokens: generated after a stop string. Positions between the end of a request and the engine's notice of it
-    do not count.
+    wasted_tokens: generated after a stop string. Positions after a request's end do not count.
     """
 
     computed_tokens: int = 0

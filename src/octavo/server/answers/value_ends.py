@@ -38,7 +38,7 @@ class ValueEnd(Protocol):
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Count the first characters that certainly belong to the value."""
+        """Count the value's certain characters."""
         ...
 
     def drop(self, text: str) -> None:
@@ -83,9 +83,9 @@ class MarkEnd:
 class TagEnd:
     """Ends a value at its closing tag, or before another mark.
 
-    A closing tag is text unless an argument, the end of the call or the end of the answer follows. Without a closing
-    tag, the value ends before a known argument that was not given yet, and before the end of the call. The methods
-    raise `MalformedError` if another reading is equally likely, and return None if more text is needed.
+    A closing tag is text unless an argument or the end of the call or answer follows. Without one, the value ends
+    before a known new argument, and before the end of the call. The methods raise `MalformedError` if another reading
+    is equally likely, and return None if more text is needed.
 
     call_starts: known arguments that may follow. is_text: False if the value is JSON, which contains no tag.
     """

@@ -62,7 +62,6 @@ class ValueParser(SectionParser):
     # --- text before a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool = False) -> Wait[None]:
-        """Emit a string piece by piece, and its closing quote."""
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
             self._position = len(_unpadded(self._text[: ends.num_certain(self._text)], is_padded))
             self._report("arguments", _escaped(self._text[: self._position]), call)

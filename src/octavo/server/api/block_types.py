@@ -20,10 +20,9 @@ MEDIA = "this server reads text only, no images, sound or files"
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of one type of object.
+    """One type's fields.
 
-    read: this server reads them. harmless: field -> why it changes nothing. unsupported: field -> the only values that
-    are not refused.
+    harmless: field -> why it changes nothing. unsupported: field -> the only values that are not refused.
     """
 
     read: frozenset[str]
@@ -43,10 +42,7 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class BlockTypes:
-    """The types of objects that one place accepts.
-
-    taken: type -> its fields. refused: type -> the reason.
-    """
+    """The types that one place accepts. taken: type -> its fields. refused: type -> the reason."""
 
     taken: Mapping[str, Fields]
     refused: Mapping[str, str] = field(default_factory=dict)

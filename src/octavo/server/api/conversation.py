@@ -46,10 +46,10 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation to be answered.
+    """A conversation.
 
-    options: arguments of the chat template. field: the API's name of the messages, for errors. prediction: the answer
-    that the client expects, or "".
+    options: arguments of the chat template. field: the API's name of the messages. prediction: the expected answer, or
+    "".
     """
 
     messages: list[dict[str, Any]]
@@ -231,7 +231,7 @@ async def answer_conversation(
 ) -> Response:
     """Answer a conversation.
 
-    make_reply: returns the writer of the answer. options: further fields of the `Job`.
+    options: further fields of the `Job`.
     """
     with service.enter(http_request, params.n) as place:
         prompt = await render(service, http_request, place, conversation)
@@ -251,10 +251,7 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], token_name: Callable[[int], Any]
 ) -> Response:
-    """Count the tokens of a conversation's prompt, without checks of the answer's options.
-
-    token_name: makes the response's body.
-    """
+    """Count the tokens of a conversation's prompt, without checks of the answer's options."""
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)

@@ -93,7 +93,6 @@ async def detokenize(service: Service, http_request: Request, request: Detokeniz
 
 
 async def _in_thread(service: Service, http_request: Request, work: Callable[[], Struct]) -> Response:
-    """Encode results on the thread."""
     with service.enter(http_request, 1) as place:
         content = await service.read(http_request, place, lambda: encoder.encode(work()))
     return Response(content, media_type="application/json")

@@ -42,7 +42,7 @@ class Tracing:
     def record_span(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
-        """Make the spans of a request that has ended.
+        """Make an ended request's spans.
 
         reason: why it was refused or cut off, or None. details: the fields of its audit line. Without the field "usage"
         it was not admitted and gets no span.

@@ -20,7 +20,7 @@ __all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hi
 def longest_hit(
     groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
 ) -> int:
-    """Return the most leading blocks after which every group has all that a request's next row reads.
+    """Return the most leading blocks after which every group has all for a request's next row.
 
     host_blocks: found after `blocks`. If one group shortens the hit, another may lack a block for it, so all are asked
     again.

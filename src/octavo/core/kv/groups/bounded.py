@@ -104,7 +104,7 @@ class BoundedGroup:
         return longest_hit(self.kind, is_there, num_tokens, self._block_size, limit=limit)
 
     def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Return whether a sequence holds all blocks that the row at position `num_tokens` reads."""
+        """Return whether a sequence holds all blocks for the row at position `num_tokens`."""
         return self.first_read(num_tokens) >= sequence.first_held[self.index]
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -128,7 +128,6 @@ class BoundedGroup:
         return Claim(first, found_ids, num_new, num_new + num_unheld, is_private, is_found_private)
 
     def _read(self, found: Sequence[Block]) -> tuple[list[int], int]:
-        """Return found parts' ids, and how many are unheld."""
         blocks = [block.block_id for block in found]
         ids = [self._id_of[block_id] for block_id in blocks if block_id in self._id_of]
         assert len(ids) == len(blocks), f"found blocks without a part: {set(blocks) - self._id_of.keys()}"
@@ -137,7 +136,7 @@ class BoundedGroup:
     def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
         """Return how many new blocks a request may need.
 
-        Each unheld found block saves one, which the request reuses later.
+        Each unheld found block saves one.
         """
         return min(self._most_held - num_unheld, num_blocks_ahead)
 
@@ -290,7 +289,7 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Give the part of `block` to `canonical`, which lookups find, unless it has one."""
+        """Give the part of `block` to the findable `canonical`, unless it has one."""
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Claim(NamedTuple):
-    """The blocks of a group that a request needs to continue.
+    """A group's blocks for a request to continue.
 
     first: table index of the first needed block. found: ids from there on. num_new: blocks after them. num_unheld: new
     blocks and unheld found ones. is_private: new blocks are hidden from other requests until their release.
-    is_found_private: so are the found blocks that were unheld.
+    is_found_private: so are unheld found blocks.
     """
 
     first: int
@@ -71,7 +71,7 @@ class KVGroup(Protocol):
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return the blocks that a request needs to continue. Changes nothing.
+        """Return a request's claim. Changes nothing.
 
         found: the first group's found blocks, not yet held. num_read: tokens before the next row. num_step_blocks:
         table length for the next step. num_all_blocks: for all tokens with memory set aside; at least

@@ -62,7 +62,7 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
 async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
     """Answer a prompt.
 
-    With raw, the prompt is continued as it is; so is a prompt without system if the model has no chat template.
+    With raw, the prompt is continued as it is; so is one without system if there is no chat template.
     """
     options = _job_options(service, request)
     if not request.prompt:
@@ -197,10 +197,9 @@ class OllamaReply:
 
 
 def durations(metrics: Sequence[RequestMetrics]) -> tuple[int, int, int]:
-    """Return (total, from the first step to the first token, from the first token to the end), in nanoseconds.
+    """Return (total, to the first token, from there to the end), in nanoseconds.
 
-    Several requests count as one, from the earliest to the latest time. All durations are 0 if no request has both
-    started and finished.
+    Several requests count as one. All durations are 0 if no request has both started and finished.
     """
     begun = [each for each in metrics if each.first_scheduled_time is not None and each.finished_time is not None]
     if not begun:

@@ -13,7 +13,7 @@ def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
     """Check messages and convert them to those of chat completions.
 
     Some chat templates require ids of tool calls, which clients may omit. A missing id is made from the call's
-    position, so it is the same in every turn.
+    position, equally in every turn.
     """
     open_calls: dict[Any, Any] = {}
     return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])

@@ -33,7 +33,7 @@ async def refuse(_service: Service, _http_request: Request) -> Response:
 
 @endpoint(answer=Version)
 async def version(_service: Service, _http_request: Request) -> Response:
-    """Return the version of Ollama's API that is served."""
+    """Return the served version of Ollama's API."""
     return json_response({"version": API_VERSION})
 
 
@@ -46,7 +46,7 @@ async def tags(service: Service, http_request: Request) -> Response:
 
 @endpoint(answer=OllamaModels)
 async def loaded(service: Service, _http_request: Request) -> Response:
-    """List the models that are loaded."""
+    """List loaded models."""
     memory = {"size_vram": 0, "context_length": service.model_info.max_model_len, "expires_at": _NEVER}
     return json_response({"models": [{**_card(service, name), **memory} for name in service.model_names]})
 

@@ -185,7 +185,7 @@ class _VectorsRequest(Body):
 
 
 class EmbedRequest(_VectorsRequest):
-    """POST /api/embed. truncate: false refuses an input that is too long; otherwise only its beginning is used."""
+    """POST /api/embed. truncate: false refuses too long inputs; otherwise only their beginning is used."""
 
     input: Annotated[Any, Shown(str | list[str])] = None
     truncate: bool | None = None

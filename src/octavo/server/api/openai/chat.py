@@ -117,7 +117,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
         """Return the choice's next chunk, or None while all text is held back.
 
-        If all text is content, each step has a chunk, so that a client sees when tokens arrive.
+        If all text is content, each step has a chunk: a client sees when tokens arrive.
         """
         completion = update.completion
         if update.choice not in self._answers:
@@ -186,8 +186,6 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
 
 
 class _Answer:
-    """One choice's state."""
-
     def __init__(self, form: AnswerForm, reasoning_field: str | None) -> None:
         self.reader = AnswerReader(form)
         self._reasoning_field = reasoning_field

@@ -65,7 +65,6 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
-        """Return the next piece of a choice, or None."""
         raise NotImplementedError
 
     def _ended(self, update: ChoiceUpdate) -> Choice:
@@ -78,5 +77,4 @@ class OpenAIReply(Generic[Choice, Chunk]):
         """Complete a first chunk."""
 
     def _counted(self, usage: Usage) -> Usage:
-        """Add details to the counts."""
         return usage

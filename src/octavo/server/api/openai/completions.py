@@ -162,7 +162,7 @@ class Echo:
         return self.places[output.request_id]
 
     def places_after(self, output: RequestOutput) -> TokenPlaces:
-        """Return a finder of the places of a choice's tokens."""
+        """Return a choice's `TokenPlaces`."""
         offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
         return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
 

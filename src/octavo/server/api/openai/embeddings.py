@@ -128,10 +128,7 @@ async def embed_prompts(
     dimensions: int | None = None,
     **options: Any,
 ) -> Response:
-    """Turn prompts into vectors. Raises `RequestError` unless `dimensions` is 1 to the hidden size.
-
-    options: further fields of the `Job`.
-    """
+    """Turn prompts into vectors. Raises `RequestError` unless `dimensions` is 1 to the hidden size."""
     size = service.model_info.hidden_size
     if dimensions is not None and not 0 < dimensions <= size:
         raise RequestError(f"dimensions must be 1 to {size}, this model's", parameter="dimensions")

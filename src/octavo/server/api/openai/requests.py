@@ -63,7 +63,7 @@ class SamplingControls(Body):
 
 
 class OtherNames(BaseModel):
-    """Accepted fields of other servers' clients; `octavo.server.api.extra_fields.ALIASES` maps them to octavo's."""
+    """Other servers' fields: see `octavo.server.api.extra_fields.ALIASES`."""
 
     n_cmpl: types.NumChoices | None = None
     n_predict: types.MaxTokens | None = None
@@ -150,7 +150,6 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         self.check_truncation()
 
     def _check_penalties(self) -> None:
-        """Refuse penalties that cover only the last tokens."""
         if self.repeat_penalty not in (None, 1) and self.repeat_last_n != -1:
             message = "repeat_penalty needs repeat_last_n: -1, because penalties cover all tokens"
             raise RequestError(message, parameter="repeat_penalty")

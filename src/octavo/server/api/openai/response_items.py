@@ -75,8 +75,6 @@ def read_items(instructions: str | None, given: Any) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class _Turn:
-    """A message from items."""
-
     role: str
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ _CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a charac
 
 
 class TokenPlace(NamedTuple):
-    """The place of a token in a text.
+    """A token's place.
 
     offset: characters before the token. text: the token's text, or a hidden token's name. num_chars: characters of
     which the token has a part; 0 for a hidden token.
@@ -143,7 +143,7 @@ def _continues(data: bytes, position: int) -> bool:
 
 
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
-    """Find the places of a prompt's tokens. A token that is not found gets 0 characters.
+    """Find the places of a prompt's tokens. A missing token gets 0 characters.
 
     The tokens' joined text may differ from the prompt: a tokenizer may add a space.
     """

@@ -26,7 +26,7 @@ class Cursor:
         self._epoch = self._view.epoch
 
     def frame(self) -> dict[str, Any]:
-        """Return the changes since the previous frame, and the current figures.
+        """Return the changes since the previous frame.
 
         is_first: the page must drop its state. steps_left_out: new steps that the view dropped.
         """

@@ -31,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Dashboard:
-    """The live view of one engine, which all viewers share. Used on the server's event loop only.
+    """One engine's live view. Used on the server's event loop only.
 
     The engine sends snapshots until `LINGER_S` after the last viewer disconnected.
     """
@@ -59,7 +59,7 @@ class Dashboard:
         """Yield server-sent events: a `hello`, then a `frame` a few times a second, and finally a `bye`.
 
         The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Frames do
-        not accumulate for a slow viewer: each is made after the previous one was sent.
+        not accumulate for slow viewers: each is made after the previous one.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())

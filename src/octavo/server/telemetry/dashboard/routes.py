@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class _Frames(StreamingResponse):
     """A stream of frames for one viewer.
 
-    The constructor takes a viewer's place or raises `QueueFullError`; the end of the response releases it.
+    Takes a viewer's place or raises `QueueFullError`; its end releases it.
     """
 
     def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:

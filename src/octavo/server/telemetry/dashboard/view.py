@@ -53,8 +53,8 @@ class Times:
 class Second:
     """The figures of one second of the engine's clock.
 
-    prefill, generated: tokens. running, waiting, usage: as of the second's last step. loaded_bytes, saved_bytes: KV
-    moved from and to other tiers. ttft, itl: time to first token, inter-token latency.
+    prefill, generated: tokens. running, waiting, usage: as of the second's last step. loaded_bytes, saved_bytes: moved
+    from and to other tiers.
     """
 
     revision: int
@@ -87,7 +87,7 @@ class Second:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that has ended.
+    """An ended step.
 
     start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True for prompt tokens), in
     the order of the batch. drafts: (request's number, number of draft tokens, number of accepted ones).
@@ -139,7 +139,7 @@ class Shown:
 
 
 class LiveView:
-    """Builds the dashboard's state from an engine's snapshots, in bounded memory. Used in one thread only."""
+    """The dashboard's state, in bounded memory. Used in one thread only."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -190,14 +190,13 @@ class LiveView:
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
-        """Return the numbers of requests that have begun and not ended."""
+        """Return open requests' numbers."""
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return the rows of all seconds before `now` that changed after `revision` or are not before `second`.
+        """Return the seconds before `now` that changed after `revision` or are not before `second`.
 
-        A past second can change: a long step is reported when it ends, but its prompt tokens count in the second in
-        which it began.
+        A past second can change: a long step's prompt tokens count in the second in which it began.
         """
         self._fill(now)
         return [
@@ -401,7 +400,7 @@ class LiveView:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the smallest of `values` that at least a `share` (0 to 1) of them do not exceed."""
+    """Return the least of `values` that a `share` (0 to 1) of them do not exceed."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
