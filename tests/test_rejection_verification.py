@@ -166,6 +166,7 @@ def test_cutting_drafts_by_their_tokens_changes_distribution(drawn, expected, mo
     assert p_value(ask(drawn, "stop", 0)[0], expected("stop")) < LEAST_P
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
 def test_greedy_and_undrafted_requests_equal_run_without_drafts(request, plain, drafts):
     """The same holds for requests without drafts, and for the log probabilities of any answer."""

@@ -161,6 +161,7 @@ def test_help_imports_no_rich() -> None:
     assert python(code).splitlines()[-1] == "False"
 
 
+@pytest.mark.turn(2)
 def test_help_imports_no_command() -> None:
     code = (
         "from octavo.cli import Octavo, app; app(['--help'], standalone_mode=False); import sys; "
@@ -332,6 +333,7 @@ def test_undecodable_argument_is_refused_with_locale_hint(
     assert "Traceback" not in result.output
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -403,6 +405,7 @@ def test_truncated_weight_file_is_refused(tmp_path: Path) -> None:
     assert "model.safetensors" in result.stderr
 
 
+@pytest.mark.turn(2)
 def test_prompt_with_invalid_unicode_is_refused(tmp_path: Path) -> None:
     """Python reads `--prompt $'caf\\xe9'` this way."""
     from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -640,6 +643,7 @@ def test_generated_workloads_fit_max_model_len(max_model_len: int, tmp_path: Pat
     assert read_workloads(file).d == made.d
 
 
+@pytest.mark.turn(2)
 def test_models_command_lists_checkpoints_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
     for name, architecture in (("good", "Qwen3ForCausalLM"), ("deep/er", "LlamaForCausalLM"), ("odd", "GPT9")):
@@ -727,6 +731,7 @@ app(["serve", "--port", "0"])
         assert process.wait(30) == 0
 
 
+@pytest.mark.turn(2)
 def test_serve_exits_with_error_if_engine_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = FakeExecutor()
     executor.die = True
@@ -749,6 +754,7 @@ def test_serve_exits_with_error_if_engine_is_dead(monkeypatch: pytest.MonkeyPatc
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.turn(2)
 def test_server_takes_limits_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the engine knows its device, whose defaults these are."""
     executor = FakeExecutor()
@@ -775,6 +781,7 @@ def test_server_takes_limits_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> N
     assert server_info["settings"]["server"]["max_open_requests"] == info["max_concurrent_requests"] == 266
 
 
+@pytest.mark.turn(2)
 def test_kubernetes_service_variable_is_not_used_as_port() -> None:
     """Kubernetes sets this variable in every container of a namespace with a Service named octavo-serve."""
     environment = {**os.environ, "OCTAVO_SERVE_PORT": "tcp://10.0.0.1:8000", "OCTAVO_API_KEY": ""}

@@ -74,6 +74,7 @@ def test_doctor_checks_block_formats_of_gguf_file(doctor, tmp_path):
     assert (status, "precision Q6_K: no matrix" in problem) == (1, True)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("slow_at", ["first", "last"])
 def test_limits_are_best_of_two_measurements(doctor, monkeypatch, slow_at):
     from octavo.kernels.cpu import CpuKernels
@@ -96,6 +97,7 @@ def test_limits_are_best_of_two_measurements(doctor, monkeypatch, slow_at):
     assert "shares above 100 %" in text  # the assumed limits are lower than any machine's
 
 
+@pytest.mark.turn(3)
 def test_stable_machine_gets_no_speed_warning(doctor, monkeypatch):
     from octavo.kernels.cpu import CpuKernels
     from octavo.kernels.limits import Limits
@@ -110,6 +112,7 @@ def test_stable_machine_gets_no_speed_warning(doctor, monkeypatch):
     assert "shares above 100 %" not in text
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(("precision", "has_lm_head"), [("int4", False), ("int4_all", True)])
 def test_lm_head_is_checked_only_in_precision_that_quantizes_it(doctor, precision, has_lm_head):
     status, text, _ = doctor("--json", "--precision", precision)
@@ -207,6 +210,7 @@ def constant(file, name):
     return first * second if operation == "*" else first << second
 
 
+@pytest.mark.turn(2)
 def test_doctor_keeps_torch_thread_count(doctor):
     before = torch.get_num_threads()
     doctor("--precision", "int8")

@@ -39,6 +39,7 @@ def test_losses_equal_those_of_single_pieces_and_transformers(llm):
     assert perplexity([0.5, 1.5]) == math.e
 
 
+@pytest.mark.turn(2)
 def test_expired_time_limit_computes_only_first_piece(llm):
     pieces = text_pieces(llm, python_reference(), max_pieces=3)
     assert len(mean_losses(llm, pieces, seconds=0.0)) == 1

@@ -261,6 +261,7 @@ def memory_bound(rows):
     return max(1.0, rows / 16) + 0.01 * rows
 
 
+@pytest.mark.turn(3)
 def test_draft_share_adapts_to_acceptance_and_step_cost(make_core):
     assert shares(make_core, 1, 0.9, memory_bound)[1] > 0.95
     assert 0.2 < shares(make_core, 1, 0.3, memory_bound)[1] < 0.9
@@ -497,6 +498,7 @@ def test_bounded_request_is_tried_again():
     assert 50 < num_steps < 300
 
 
+@pytest.mark.turn(2)
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=5),
@@ -654,6 +656,7 @@ def test_learned_draft_count_is_nearly_as_fast_as_best_fixed_count(make_core, nu
     assert learned > 0.85 * max(fixed)
 
 
+@pytest.mark.turn(3)
 def test_drafting_stops_under_load_and_resumes_for_single_request(make_core):
     machine = Machine(make_core, 48, 0.7, memory_bound, lambda rows: 0.2 * max(1.0, rows / 16))
     machine.run(300)

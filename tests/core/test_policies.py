@@ -340,6 +340,7 @@ def test_fair_share_keeps_service_bound_while_one_tenant_floods(make_core):
     assert served["flood"] > 10_000
 
 
+@pytest.mark.turn(3)
 def test_fair_share_follows_weights(make_core):
     """Two tenants always have waiting requests; one with weight 3 is served three times as much, within the bound.
     Checked by events.

@@ -35,6 +35,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_text, "PIECE_CHARS", 50)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("add", [True, False])
 def test_long_text_in_pieces_has_ids_of_whole_text(tokenizer: Tokenizer, small_pieces: None, add: bool) -> None:
     for seed in range(40):
@@ -53,6 +54,7 @@ def test_encode_end_returns_last_ids_of_whole_text(tokenizer: Tokenizer, small_p
             assert tokenizer._long_texts.encode_end(text, num_tokens, add_special_tokens=True) == whole[-num_tokens:]
 
 
+@pytest.mark.turn(3)
 def test_limited_encoding_tokenizes_only_needed_pieces(tokenizer: Tokenizer) -> None:
     text = texts(0, 16 * PIECE_CHARS)
     work = _local.work = _Work()

@@ -137,6 +137,7 @@ def test_remote_outputs_equal_local_outputs(shared):
     assert run(all_of(shared)) == expected  # ids of ended requests are free again
 
 
+@pytest.mark.turn(2)
 def test_engine_thread_reads_socket_itself():
     before = set(threading.enumerate())
     with running() as llm:
@@ -145,6 +146,7 @@ def test_engine_thread_reads_socket_itself():
         assert [name for name in started if not name.startswith("octavo-text")] == ["octavo-engine"]
 
 
+@pytest.mark.turn(2)
 def test_refusals_reach_only_their_caller(narrow):
     async def main(llm):
         good = asyncio.create_task(collect(llm, "hello", "good", **ENDLESS))
@@ -212,6 +214,7 @@ def test_f22_cancelled_request_frees_max_num_seqs_for_next_one(narrow, accepted)
     run(main(narrow))
 
 
+@pytest.mark.turn(3)
 def test_f7_killed_engine_fails_open_requests_and_restarts_each_time(lasting):
     async def main(llm):
         for _ in range(3):
@@ -332,6 +335,7 @@ def test_f24_beating_engine_without_progress_is_unready_and_then_killed(fault):
         run(main(llm))
 
 
+@pytest.mark.turn(3)
 def test_idle_engine_is_ready():
     """A look for work counts as progress, and no request arrives meanwhile."""
 
@@ -346,6 +350,7 @@ def test_idle_engine_is_ready():
         run(main(llm))
 
 
+@pytest.mark.turn(3)
 def test_f24_beating_load_without_progress_is_given_up():
     engine = make_remote(Patience(endless=1.0), hang=True)
     with pytest.raises(EngineDeadError, match="made no progress for 1 s before it was ready"):
@@ -618,6 +623,7 @@ def test_startup_error_of_process_is_raised(options, error, text):
     engine.shutdown()
 
 
+@pytest.mark.turn(3)
 def test_final_error_is_received_even_if_watcher_looks_late(monkeypatch):
     engine = make_remote(fail=True)
     look = Health.look
@@ -645,6 +651,7 @@ def test_error_in_parent_during_start_ends_process():
     assert engine.pid is None
 
 
+@pytest.mark.turn(3)
 def test_watcher_fault_fails_all_open_requests(monkeypatch):
     """Without this the engine was never ready again, nor dead, and requests waited forever."""
 
@@ -699,6 +706,7 @@ def test_f24_unkillable_process_is_abandoned_and_replaced(monkeypatch, caplog):
     assert "the next one starts anyway" in caplog.text
 
 
+@pytest.mark.turn(2)
 def test_shutdown_ends_streams_and_process_and_removes_folder():
     async def main(llm):
         tasks = await begin(llm)

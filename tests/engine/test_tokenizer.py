@@ -223,6 +223,7 @@ IN_CONFIG = [
 IN_FILE = [{"special": True}, {"special": False, "normalized": False}]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("in_file", "in_config"), [*itertools.product(IN_FILE, IN_CONFIG), *((None, config) for config in IN_CONFIG[2:])]
 )

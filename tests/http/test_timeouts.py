@@ -122,6 +122,7 @@ def test_simultaneously_expired_connections_are_closed_one_by_one(sent: bytes, m
     assert all(after - before > 0.09 for before, after in itertools.pairwise(times))
 
 
+@pytest.mark.turn(3)
 def test_finished_answer_that_client_never_reads_closes_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

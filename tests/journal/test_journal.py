@@ -174,6 +174,7 @@ def test_replay_repeats_number_of_verified_drafts(make_core, tmp_path, monkeypat
     assert replay(recorded.path).mismatches
 
 
+@pytest.mark.turn(2)
 def test_replay_repeats_number_of_computed_drafts(make_core, tmp_path, monkeypatch):
     """It also depends on the times of the draft model."""
     rng = random.Random(6)

@@ -261,6 +261,7 @@ def test_value_that_is_not_finite_reaches_only_rows_that_see_it(
     assert_value_reaches_rows_that_see_it(kernels, generator, value, at, dtype, kv_dtype, window, softcap)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 def test_partition_in_which_row_sees_only_nan_is_not_ignored(kernels, generator, kv_dtype):
     assert_first_position_of_partition_counts(kernels, generator, kv_dtype, 1024)

@@ -59,6 +59,7 @@ def test_gguf_row_is_independent_of_batch_rows(compiled, generator, kind):
     assert torch.equal(compiled.linear(x[57:], packed, float32_out=True), alone[57:])
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_gguf_product_over_cache_sized_row_blocks_has_reference_bits(fastest, generator, rows):
     """Rows are divided into blocks that fit into a cache."""

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 import torch
-from kernel_backends import compiled_kernels
+from kernel_backends import ALL_ISAS, compiled_kernels
 
 from octavo.config import DeviceConfig
 from octavo.errors import ConfigError
@@ -158,3 +158,11 @@ def test_refused_amx_permission_logs_warning(monkeypatch, caplog, error):
     assert f"refuses AMX to this process ({os.strerror(error)})" in caplog.text
     with pytest.raises(ConfigError, match="refuses AMX"):
         create_kernels(CPU, isa="amx")
+
+
+@pytest.mark.parametrize("isa", ALL_ISAS)
+def test_every_instruction_set_of_this_processor_computes(isa):
+    """The skips of this test name the instruction sets that this run does not test."""
+    kernels = compiled_kernels(isa)
+    x = torch.ones(1, 64)
+    assert torch.equal(kernels.linear(x, kernels.pack_linear(torch.ones(3, 64))), torch.full((1, 3), 64.0))

@@ -221,6 +221,7 @@ def test_int4_product_handles_zero_tiny_and_non_finite_rows(kernels, generator, 
     assert not result[1:3].any()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize(("depth", "width", "group_size"), [(896, 160, 128), (4864, 96, 32), (123, 33, 32)])
 def test_int4_row_is_independent_of_batch_rows(compiled, generator, depth, width, group_size, zeros):

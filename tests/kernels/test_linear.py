@@ -106,6 +106,7 @@ def test_linear_row_is_independent_of_its_row_block(compiled, generator, depth, 
         assert torch.equal(compiled.linear(x[rows], packed), whole[rows]), rows
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("rows", [513, 1300])
 @pytest.mark.parametrize("depth", [1024, 3072])
 def test_linear_bits_are_equal_for_more_rows_than_fit_cache(fastest, generator, depth, rows):
@@ -149,6 +150,7 @@ def test_grouped_linear_multiplies_rows_with_weight_of_their_group(fastest, gene
     assert (nobody.shape, nobody.dtype) == ((0, 33), x.dtype)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("width", [896, 4864, 151936])
 def test_wide_linear_row_is_independent_of_batch_rows(fastest, generator, width):
     few = (torch.rand(min(width, 1187), 896, generator=generator) - 0.5).to(torch.bfloat16)

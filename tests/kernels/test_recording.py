@@ -293,6 +293,7 @@ def test_invalid_output_rows_raise_and_change_nothing(tmp_path, compiled, genera
         assert torch.equal(again(ids, batch), before)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 def test_output_rows_after_long_and_shared_contexts_have_equal_bits(tmp_path, compiled, generator, kv_dtype):
     """In the last layer, chunks compute only output rows, which share prefixes and are cut into partitions unlike

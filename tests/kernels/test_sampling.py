@@ -70,6 +70,7 @@ def test_sample_equals_scalar_definition(kernels, generator, vocab, spread):
     assert torch.equal(kernels.sample(logits, rows), one_by_one(logits, rows))
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("vocab", [40_001, 151_936])
 def test_compiled_sample_equals_reference(fastest, single_threaded, generator, vocab):
     n = 12

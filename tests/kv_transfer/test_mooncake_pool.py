@@ -151,6 +151,7 @@ def test_exiting_engine_loses_only_its_blocks(master, open_store, num_engines, e
         assert load(reader, keys) == BLOCKS
 
 
+@pytest.mark.turn(3)
 def test_blocks_spill_to_other_segments_when_local_one_is_full(master, open_store):
     small, large, reader = open_store(master, 16 << 20), open_store(master, LENT_BYTES), open_store(master)
     keys = [os.urandom(32) for _ in range(120)]  # there is room for 85 of them
@@ -161,6 +162,7 @@ def test_blocks_spill_to_other_segments_when_local_one_is_full(master, open_stor
     assert 60 < sum(reader._has(keys)) < 90
 
 
+@pytest.mark.turn(2)
 def test_save_above_pool_capacity_is_partial(open_store, master):
     donor = open_store(master, 16 << 20)
     keys = [os.urandom(32) for _ in range(120)]
@@ -175,6 +177,7 @@ def test_save_above_pool_capacity_is_partial(open_store, master):
         assert loaded == BLOCKS[: len(loaded)]
 
 
+@pytest.mark.turn(2)
 def test_foreign_bytes_under_key_are_not_loaded(master, open_store):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
@@ -283,6 +286,7 @@ def test_frozen_master_raises_store_error_until_it_resumes(open_store, master, m
     in_the_end(lambda: loads_right(reader))
 
 
+@pytest.mark.turn(3)
 def test_restarted_master_forgets_all_blocks(open_store, master):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     donor.num_matched(KEYS)

@@ -75,6 +75,7 @@ OWN_SCALING = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_new_config_style_equals_old_style(name, tmp_path):
     """transformers 5 writes `dtype` and `rope_parameters` in place of older keys."""

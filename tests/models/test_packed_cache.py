@@ -101,6 +101,7 @@ def kept_files(cache):
     return sorted(path for path in cache.directory.glob("*") if path.name != HASHES_FILE)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
 def test_cached_weights_give_logits_of_uncached_load(dtype, quantization, checkpoint, cache, packs, prompt_logits):
     expected = prompt_logits(load(checkpoint, None, dtype, quantization), PROMPT)
@@ -118,6 +119,7 @@ def test_cached_weights_give_logits_of_uncached_load(dtype, quantization, checkp
     assert second.lm_head.storage.data.data_ptr() % 64 == 0
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int4_all"])
 def test_cached_weights_are_correct_across_instruction_sets(checkpoint, cache, prompt_logits, quantization):
     """Some share a file and some do not: each computes the same as without the cache, whichever process wrote the
@@ -132,6 +134,7 @@ def test_cached_weights_are_correct_across_instruction_sets(checkpoint, cache, p
             assert torch.equal(prompt_logits(load(checkpoint, cache, *formats, isa), PROMPT), alone[isa]), isa
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", [each.name for each in BlockKind])
 def test_gguf_blocks_are_cached(kind, tmp_path, cache, packs, prompt_logits):
     """Queries, keys and values are of two kinds here, and one matrix has floats."""
@@ -156,6 +159,7 @@ def test_cached_gguf_blocks_are_correct_across_instruction_sets(tmp_path, cache,
         assert torch.equal(prompt_logits(load_gguf(path, cache, isa), PROMPT), alone[isa]), isa
 
 
+@pytest.mark.turn(2)
 def test_group_sizes_are_cached_separately(checkpoint, cache, prompt_logits):
     """Weights kept for one group size are not used for another one, which has other logits."""
     found = {
@@ -175,6 +179,7 @@ def test_prequantized_checkpoint_is_cached(checkpoint, cache, tmp_path, packs):
     assert packs == []
 
 
+@pytest.mark.turn(3)
 def test_formats_and_checkpoints_are_cached_separately(checkpoint, cache, tmp_path, packs):
     other = write_checkpoint(tmp_path / "other" / "model", tiny_config("Qwen2ForCausalLM", attention_bias=True), seed=1)
     for path in (checkpoint, other):
@@ -214,6 +219,7 @@ def replace_weights(checkpoint):
     other.replace(file)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("change", [change_config, change_weights, replace_weights])
 def test_changed_checkpoint_is_packed_again(change, checkpoint, cache, packs, prompt_logits):
     load(checkpoint, cache)

@@ -312,6 +312,7 @@ def test_nonfinite_scale_is_refused(precision, broken, tmp_path):
         load(tmp_path / "rounded")
 
 
+@pytest.mark.turn(3)
 def test_weight_bytes_equal_bytes_of_loaded_quantized_checkpoints(tmp_path, generator):
     gptq_checkpoint(tmp_path / "gptq", generator)
     reordered_checkpoint(tmp_path / "reordered", generator)
@@ -392,6 +393,7 @@ def test_unsupported_quantization_configs_are_refused_by_name(config, words, tmp
         assert word in str(caught.value)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("keys", "value", "words"),
     [

@@ -130,6 +130,7 @@ def test_stalled_stream_ends_with_timeout_error_event(options, headers, code, ha
         assert routing.engine(url).num_failures == (code == "engine_timeout")
 
 
+@pytest.mark.turn(3)
 def test_stall_after_last_event_keeps_stream_complete():
     whole = EVENT + b"data: [DONE]\n\n"
     for options in ({"engine_idle_timeout_s": SHORT_S}, {"request_timeout_s": SHORT_S}):
@@ -142,6 +143,7 @@ def test_stall_after_last_event_keeps_stream_complete():
             assert routing.engine(url).num_failures == 0
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(
     ("begun", "more"),
     [
@@ -251,6 +253,7 @@ def test_request_timeout_defaults_to_longest_engine_limit_plus_margin():
     assert given.request_timeout_s == 5.0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("published", "known"), [(7200, 7200.0), (0.5, 0.5), (0, 0.0), (-1, None), ("x", None), (None, None)]
 )
@@ -261,6 +264,7 @@ def test_router_reads_published_request_timeout_of_engine(published, known):
         wait_until(lambda: routing.engine(url).request_timeout_s == known, "it is read")
 
 
+@pytest.mark.turn(3)
 def test_engine_reports_timeout_before_router_default():
     """The engine reports its own timeout, because the router's default limit is later."""
     with (

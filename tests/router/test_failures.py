@@ -112,6 +112,7 @@ def made_up(does: str, last: bytes = b"") -> Iterator[tuple[str, MadeUp]]:
             thread.join(DEADLINE_S)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("trouble", ["die", "full", "closing"])
 def test_request_without_answer_is_retried_on_another_engine(trouble):
     with (
@@ -394,6 +395,7 @@ def test_health_checks_continue_after_unexpected_error():
         routing.wait_ready(1)
 
 
+@pytest.mark.turn(2)
 def test_tls_engine_requires_trusted_certificate(tmp_path, monkeypatch):
     certificate, key = make_certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

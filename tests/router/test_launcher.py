@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import psutil
+import pytest
 from running import wait_until
 
 from octavo.router.launcher import LocalReplicas
@@ -10,6 +11,7 @@ from octavo.router.launcher import LocalReplicas
 URL = "http://127.0.0.1:1"
 
 
+@pytest.mark.turn(3)
 def test_frozen_replica_is_killed_and_restarted(tmp_path, caplog):
     pids = tmp_path / "pids"
     pids.touch()

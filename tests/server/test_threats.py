@@ -229,6 +229,7 @@ def test_s22_url_paths_cannot_traverse_directories(
     assert [json.loads(record.message)["path"] for record in caplog.records] == [unquote(path)]
 
 
+@pytest.mark.turn(3)
 def test_f27_overload_answers_every_request_with_200_or_429() -> None:
     executor = FakeExecutor(step_s=0.001)
     options = {"max_num_seqs": 4}

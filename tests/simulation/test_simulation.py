@@ -117,6 +117,7 @@ def test_previously_failing_worlds_pass(case):
     run_world(case["seed"], WorldConfig(**case["config"]))
 
 
+@pytest.mark.turn(3)
 def test_interrupted_run_resumes_with_equal_totals(tmp_path):
     path = tmp_path / "runs.json"
     run_seed(3, 200, 1, RunFile(path))

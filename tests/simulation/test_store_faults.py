@@ -113,6 +113,7 @@ def test_store_worlds_without_injected_fault_pass():
     assert run_worlds() > 20
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -160,6 +161,7 @@ def test_prefill_decode_worlds_without_injected_fault_pass():
     assert run_pairs() > 8
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "fault",
     [

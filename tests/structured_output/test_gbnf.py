@@ -256,6 +256,7 @@ def test_recursive_grammar_has_expected_number_of_lexemes(grammar: str, lexemes:
     assert len(re.findall("^T", to_lark(grammar), re.MULTILINE)) == lexemes, to_lark(grammar)
 
 
+@pytest.mark.turn(2)
 def test_complex_recursive_grammar_converts_quickly_without_lexemes() -> None:
     for part in ("[ab]*", '"ab" [a]*'):
         grammar = "root ::= " + " ".join([part] * 1500) + ' root "c" | "d"'

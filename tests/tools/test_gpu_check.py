@@ -215,6 +215,7 @@ def test_entries_of_a_process_that_crashed_are_kept(tmp_path, stage_processes):
     assert found == {"linear 0": {"us": 0.0}, "linear 1": {"error": "begun"}}
 
 
+@pytest.mark.turn(3)
 def test_stage_continues_after_each_operation_that_crashes(tmp_path, stage_processes):
     """A later call of the command measures only the operations that failed."""
     end = gpu_check.time.monotonic() + 100.0

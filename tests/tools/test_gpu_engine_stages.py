@@ -149,6 +149,7 @@ def test_swap_stage_gives_equal_tokens(check):
     assert entry["loaded_gb_per_s"] > 0
 
 
+@pytest.mark.turn(3)
 def test_swap_stage_detects_corrupt_swapped_block(check, monkeypatch):
     copy = PagedKVCache.copy
 
@@ -162,6 +163,7 @@ def test_swap_stage_detects_corrupt_swapped_block(check, monkeypatch):
     assert not found(check, gpu_memory.swap)["swapped"]["is_equal"]
 
 
+@pytest.mark.turn(2)
 def test_memory_stage_confirms_memory_plan(check):
     assert found(check, gpu_memory.memory)["planned"]["is_right"]
     assert gpu_memory.is_near(102, 100)
@@ -177,6 +179,7 @@ def test_memory_of_steps_is_compared_with_its_own_plan(taken, planned, is_right)
     assert gpu_memory.is_step_right(taken, planned) is is_right
 
 
+@pytest.mark.turn(3)
 def test_carried_packages_stay_below_size_limit(check):
     entry = found(check, gpu_memory.carried)["bytes"]
     assert entry["is_right"], entry
@@ -186,6 +189,7 @@ def test_carried_packages_stay_below_size_limit(check):
     assert not gpu_memory.weighed(sizes | {"cuda": gpu_memory.MOST_CARRIED})["is_right"]
 
 
+@pytest.mark.turn(2)
 def test_transformers_stage_finds_equal_tokens(check):
     pytest.importorskip("transformers")
     assert found(check, gpu_transformers.transformers) == {

@@ -20,6 +20,7 @@ def program(path, text):
     return path
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kind", "text", "passes"),
     [

@@ -139,6 +139,7 @@ def test_memory_plan_includes_staging_bytes_of_stores(monkeypatch, tmp_path):
     assert abs(fewer - staging / 2) <= without.block_bytes, "the cache takes half of what is free"
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("host_stores", [0, 1 << 40])
 def test_gpu_plan_includes_staging_bytes_but_no_host_memory(monkeypatch, tmp_path, host_stores):
     monkeypatch.setattr(worker_module, "machine_name", lambda _device: "a GPU")
@@ -156,6 +157,7 @@ def test_gpu_plan_includes_staging_bytes_but_no_host_memory(monkeypatch, tmp_pat
     assert abs(fewer - 0.9 * staging_bytes(block, 3)) <= block
 
 
+@pytest.mark.turn(3)
 @needs_mooncake
 def test_memory_plan_includes_mooncake_client(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
@@ -316,6 +318,7 @@ def test_default_step_of_gpu_is_planned_or_lowered(checkpoint, monkeypatch, free
     assert 0 <= left < block
 
 
+@pytest.mark.turn(3)
 def test_oversized_max_num_batched_tokens_is_lowered_with_warning(checkpoint, caplog, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
     engine = LLMEngine(

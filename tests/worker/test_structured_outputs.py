@@ -39,6 +39,7 @@ def texts(llm, structures, **options):
     return [output.outputs[0].text for output in outputs]
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_match_hard_json_schemas(llm, temperature):
     schemas = [HARD[name] for name in NAMES]
@@ -50,6 +51,7 @@ def test_answers_match_hard_json_schemas(llm, temperature):
             pytest.fail(f"{name}: {answer!r}: {error}")
 
 
+@pytest.mark.turn(3)
 def test_answers_match_generated_json_schemas(llm):
     schemas = [generate(seed) for seed in range(40)]
     answers = texts(llm, [StructuredOutputsParams(json=schema) for schema in schemas])
@@ -277,6 +279,7 @@ def test_grammars_of_waiting_requests_are_not_compiled_again(llm, monkeypatch):
     assert len(compiler._known) == len(compiler._kept) == grammars._MAX_KEPT
 
 
+@pytest.mark.turn(2)
 def test_prepared_grammar_costs_step_no_compile_time(llm, monkeypatch):
     """With 2,000 names, a schema's text takes 4 ms and the mask of its beginning 20 ms, which each copy would
     compute.
@@ -319,6 +322,7 @@ def test_unreadable_vocabulary_fails_grammar_requests():
         compiler.prepare(StructuredOutputsParams(regex="a")).result()
 
 
+@pytest.mark.turn(3)
 def test_compiled_grammars_are_cached_up_to_limits(llm, monkeypatch):
     monkeypatch.setattr(grammars, "_MAX_KEPT_CHARS", 2000)
     compiler = llm.llm_engine.core.executor.worker.grammars

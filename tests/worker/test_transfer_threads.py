@@ -304,6 +304,7 @@ def test_faulty_store_puts_no_wrong_byte_into_block(num_faults):
     assert fuzz.num_ended > num_faults / 10
 
 
+@pytest.mark.turn(3)
 @pytest.mark.usefixtures("small_pieces")
 def test_faulty_store_puts_no_wrong_byte_into_block_of_late_device(monkeypatch):
     monkeypatch.setattr(stored_blocks, "create_copy_stream", lambda _: LateStream())

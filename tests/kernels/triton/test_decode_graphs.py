@@ -194,6 +194,7 @@ def found(model, module, name, wrong):
     return None
 
 
+@pytest.mark.turn(3)
 def test_frozen_batch_value_in_graph_is_detected(model):
     """The longest sequence, known to the host from elsewhere or read on it, is the one of the capture."""
     from octavo.kernels.triton import attention
@@ -279,6 +280,7 @@ def test_decode_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
     assert_copied(decode_graphs, generator)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -416,6 +418,7 @@ def test_failed_capture_omits_smaller_graphs_with_warning(model, caplog):
     assert "decode steps of up to 2 rows are not captured as graphs: operation not permitted" in caplog.text
 
 
+@pytest.mark.turn(3)
 def test_decode_graph_memory_is_within_plan(model):
     """Inputs and results are exact; each intermediate result counts at least 512 bytes."""
     architecture, pool = model.model.architecture, InterpretedGraphPool()

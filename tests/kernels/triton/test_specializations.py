@@ -99,6 +99,7 @@ def rows_of(name, num_rows, kernels, generator):
         kernels.linear(x, kernels.pack_linear(weight, torch.empty(VOCAB)))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["add", "norms", "attention", "tokens", "float32", "int8", "int4", "blocks"])
 def test_rows_select_only_tiles(name, kernels, generator):
     """So no number of rows has machine code of its own, and the warm-up needs one number for each choice of tiles."""

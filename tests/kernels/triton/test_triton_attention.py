@@ -80,6 +80,7 @@ def test_wrong_sink_is_detected(attention, generator, tmp_path, old, new, length
         assert_right(wrong.paged_attention, generator, (16, 2, 1), torch.float32, **options)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize("window", [1, 37, 100])
 def test_attention_does_not_read_kv_before_window(attention, generator, window):
     """This includes the numbers and the blocks, which may be released."""
@@ -324,6 +325,7 @@ def with_attention(attention, kernels):
     return SimpleNamespace(name="triton", rope_and_write_kv=write, paged_attention=attention.paged_attention)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.filterwarnings(NUMPY_WARNS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_nan_is_not_lost_if_maximum_ignores_it(kernels, generator, tmp_path, softcap):
@@ -335,6 +337,7 @@ def test_nan_is_not_lost_if_maximum_ignores_it(kernels, generator, tmp_path, sof
         assert_value_reaches_rows_that_see_it(mixed, generator, torch.inf, at, dtype, dtype, 4, softcap)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kv", "old", "new"),
     [
@@ -363,6 +366,7 @@ def test_correct_triton_attention_passes_masked_comparison(attention, generator,
     assert_right_where_all_masks_count(attention, generator, kv)
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(
     ("old", "new"),
     [("\nTILES = 4\n", "\nTILES = 2\n"), ("\nTILE = 64\n", "\nTILE = 32\n")],

@@ -153,6 +153,7 @@ EXCEEDING = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("route", "body", "parameter"), EXCEEDING)
 def test_max_request_logprobs_bounds_total_of_request(route: str, body: dict[str, Any], parameter: str) -> None:
     executor = FakeExecutor()

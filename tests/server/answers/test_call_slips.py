@@ -121,6 +121,7 @@ TAGS: list[tuple[type[ToolFormat], str, tuple[str, dict[str, Any]]]] = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("family", "text", "call"), TAGS)
 def test_tag_calls_with_slips_are_repaired(
     family: type[ToolFormat], text: str, call: tuple[str, dict[str, Any]]
@@ -193,6 +194,7 @@ def test_nested_call_head_in_pieces_stays_text(name: str) -> None:
         assert answers == [("", calls)] * 3
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "body",
     [
@@ -227,6 +229,7 @@ def test_closing_tag_that_lost_a_part_never_changes_arguments(family: type[Tagge
                 assert told(parts)[1] in ([], [("write", arguments)]), part
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("family", [DeepSeekV32Format, DeepSeekV4Format])
 @pytest.mark.parametrize("attribute", ["", ' string="true', ' string=true"', " string=", ' string="yes"'])
 def test_argument_without_its_type_is_text(family: type[ToolFormat], attribute: str) -> None:
@@ -242,6 +245,7 @@ def test_parameterless_call_may_be_closed_by_section_end() -> None:
     assert told(read(Qwen3CoderFormat(), text.replace("now", "read"))) == (text.replace("now", "read"), [])
 
 
+@pytest.mark.turn(3)
 def test_parsing_nested_calls_takes_linear_time() -> None:
     """Time is counted in executed lines of code, which do not depend on the load of the machine."""
     lines = []
@@ -263,6 +267,7 @@ def test_parsing_nested_calls_takes_linear_time() -> None:
     assert lines[1] < 2.2 * lines[0], lines
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("cut", ["<", "</", "</paramete", "</parameter"])
 def test_partial_closing_tag_does_not_shorten_value(cut: str) -> None:
     """The end of a call within the value is part of its text if the closing tag begins after it."""

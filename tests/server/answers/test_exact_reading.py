@@ -80,6 +80,7 @@ def objects_in(text: str) -> list[tuple[int, int]]:
 # --- blanks -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("blank", [" ", "\r\n\t "])
 @pytest.mark.parametrize("family", IN_JSON, ids=by_name)
 def test_blanks_within_json_do_not_change_calls(family: type[ToolFormat], blank: str) -> None:
@@ -112,6 +113,7 @@ def test_blanks_before_call_are_dropped_up_to_held_limit(family: type[ToolFormat
         assert content_of(parts) == "a" + " " * max(0, num_blanks - HELD_SPACE)
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("family", [each for each in FORMATS if not each.reads_reasoning], ids=by_name)
 @pytest.mark.parametrize("blank", ["", " ", "\n", "\n\n", " \t\r\n" * 9])
 def test_blanks_after_call_are_dropped(family: type[ToolFormat], blank: str) -> None:

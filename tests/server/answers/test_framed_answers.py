@@ -117,6 +117,7 @@ HARMONY = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("blanks", ["\n", " \r\n\t\n"])
 @pytest.mark.parametrize(
     ("name", "text", "expected"),

@@ -70,6 +70,7 @@ def valued(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
+@pytest.mark.sweep(4)
 @each_format
 def test_written_calls_are_parsed_whole_and_by_character(family: type[ToolFormat]) -> None:
     form = family()
@@ -202,6 +203,7 @@ def test_open_parameter_schema_accepts_any_arguments(
         assert grammars.accepts(structure, form.write([("now", arguments)])), arguments
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("form", REASONING_FORMS, ids=lambda form: form.name)
 def test_forced_call_follows_every_reasoning_form(form: ReasoningForm) -> None:
     family = HarmonyFormat if form.name == "openai_gptoss" else HermesFormat

@@ -129,6 +129,7 @@ def test_all_apis_return_equal_reasoning_content_and_calls(name: str) -> None:
         assert (plain[0][0], plain[0][2]) == (THOUGHT, [])
 
 
+@pytest.mark.turn(3)
 @pytest.mark.parametrize(
     ("end", "city"), [('say "}" now"}', 'say "}" now'), ('", "days": oops}', None)], ids=["repaired", "text"]
 )

@@ -58,6 +58,7 @@ def without_ids(message: anthropic.types.Message) -> dict[str, Any]:
     return {name: fields[name] for name in ("role", "model", "content", "stop_reason", "stop_sequence", "usage")}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -255,6 +256,7 @@ def test_invalid_message_fields_are_refused_by_name(running: Running, body: dict
         assert parameter in error["error"]["message"]
 
 
+@pytest.mark.turn(3)
 def test_beta_tool_runner_works_without_thread() -> None:
     called = []
 

@@ -88,6 +88,7 @@ def rebuild(events: list[Any]) -> list[dict[str, Any]]:
     return items
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "options",
     [
