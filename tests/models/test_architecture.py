@@ -101,19 +101,22 @@ def test_tensor_shapes_equal_transformers(name, tied, tmp_path):
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     expected = {}
     for key, parameter in model.named_parameters():
-        expected |= shapes_of_experts(key, tuple(parameter.shape))
+        expected |= shapes_of_experts(key, tuple(parameter.shape), is_transposed=name == "GptOssForCausalLM")
     assert architecture.tensor_shapes() == expected
     assert architecture.num_parameters == model.num_parameters()
 
 
-def shapes_of_experts(name, shape):
+def shapes_of_experts(name, shape, *, is_transposed):
     """Return the shapes of the experts' matrices in a tensor of all experts; that of any other tensor."""
-    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+    experts, _, part = name.rpartition(".")
+    if not experts.endswith(".experts"):
         return {name: shape}
-    experts, part = name.rsplit(".", 1)
+    kind = "bias" if part.endswith("_bias") else "weight"
+    part, (num_experts, *own) = part.removesuffix("_bias"), shape
+    rows, *columns = own[::-1] if is_transposed else own
     parts = ["gate_proj", "up_proj"] if part == "gate_up_proj" else [part]
-    rows = shape[1] // len(parts)
-    return {f"{experts}.{index}.{each}.weight": (rows, shape[2]) for index in range(shape[0]) for each in parts}
+    shape = (rows // len(parts), *columns)
+    return {f"{experts}.{index}.{each}.{kind}": shape for index in range(num_experts) for each in parts}
 
 
 def test_layer_windows_follow_config():

@@ -176,8 +176,8 @@ def test_halves_of_heads_undoes_llama_cpp_permutation():
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_tensor_names_equal_llama_cpp(name):
     """The name of each part in Hugging Face's layout equals the one in llama.cpp's own conversion."""
-    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], 4)
-    writes = gguf.MODEL_TENSORS[gguf.MODEL_ARCH[name.upper()]]
+    architecture = gguf.MODEL_ARCH[name.upper().replace("-", "_")]
+    theirs, writes = gguf.get_tensor_name_map(architecture, 4), gguf.MODEL_TENSORS[architecture]
     parts = {gguf.TENSOR_NAMES[each].split(".")[-1] for each in writes if "{bid}" in gguf.TENSOR_NAMES[each]}
     for part, ours in (_LAYER_NAMES | _FAMILIES[name].names).items():
         if part in parts:

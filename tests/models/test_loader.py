@@ -59,7 +59,7 @@ def packed_bytes(model):
         linears += [each for name in further if (each := getattr(layer.mlp, name, None)) is not None]
         of_layer = (layer.after_attention, layer.after_mlp)
         norms += [getattr(each, name) for each in of_layer for name in ("added", "stream")]
-        norms += [layer.attention.q_norm, layer.attention.k_norm]
+        norms += [layer.attention.q_norm, layer.attention.k_norm, layer.attention.sinks]
     return sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms if norm is not None)
 
 

@@ -38,7 +38,7 @@ class AttentionConfig:
     window   tokens that a position sees, itself included, or None for all
     scale    of scores; None for head_dim ** -0.5
     softcap  of scaled scores (`octavo.kernels.operations.soft_cap`)
-    has_sinks  see `Kernels.paged_attention`
+    sinks    see `Kernels.paged_attention`
     qk_norm  before rotation: "head" has one weight [head_dim] for all heads, "width" takes all heads as one row
     """
 
@@ -53,7 +53,7 @@ class AttentionConfig:
     o_bias: bool = False
     qk_norm: Literal["head", "width"] | None = None
     is_fused: bool = False
-    has_sinks: bool = False
+    sinks: bool = False
 
     @classmethod
     def read(
@@ -128,7 +128,7 @@ class AttentionConfig:
             o=Linear(((f"{name}.o_proj", hidden_size),), q_rows, self.o_bias),
             q_norm=None if self.qk_norm is None else Norm(f"{name}.q_norm", q_size),
             k_norm=None if self.qk_norm is None else Norm(f"{name}.k_norm", k_size),
-            sinks=Vector(f"{name}.sinks", self.num_heads) if self.has_sinks else None,
+            sinks=Vector(f"{name}.sinks", self.num_heads) if self.sinks else None,
         )
 
     def build(self, context: ModelContext, tensors: AttentionTensors) -> Attention:

@@ -33,7 +33,7 @@ _SAMPLE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-_WITH_EXPERTS = frozenset({"MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"})
+_WITH_EXPERTS = frozenset(f"{name}ForCausalLM" for name in ("GptOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"))
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"attention_bias": True},
@@ -118,6 +118,10 @@ def _mlp_parts(mlp: MLPConfig) -> Iterator[Part]:
     yield Part("experts", f"{mlp.router.num_chosen} of {mlp.router.num_experts}")
     if mlp.shared_size is not None:
         yield Part("shared expert")
+    if mlp.has_bias:
+        yield Part("experts bias")
+    if mlp.activation != "silu":
+        yield Part("experts activation", mlp.activation)
 
 
 def _attention_parts(attention: AttentionConfig) -> Iterator[Part]:

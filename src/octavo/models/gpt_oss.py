@@ -33,7 +33,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
             raise config.error(key, f"octavo computes {value:g} only")
     max_positions, bias = config.count("max_position_embeddings"), config.flag("attention_bias", default=True)
     rope = read_rope(config, max_positions)
-    full = replace(AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias), has_sinks=True)
+    full = replace(AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias), sinks=True)
     attentions = {FULL: full, SLIDING: replace(full, window=config.count("sliding_window"))}
     router = replace(Router.read(config, normalizes=True), scoring=SOFTMAX_OF_CHOSEN, has_bias=True)
     experts = ExpertsConfig(

@@ -106,7 +106,8 @@ def test_cut_tool_call_is_not_content(family: type[ToolFormat]) -> None:
     seen = set()
     for cut in range(len(text) + 1):
         parts = read(form, [text[:cut]], is_cut=True)
-        assert read(form, list(text[:cut]), is_cut=True) == parts, f"cut at {cut}"
+        if cut % 8 == 0 or cut == len(text):  # character by character takes most of the time
+            assert read(form, list(text[:cut]), is_cut=True) == parts, f"cut at {cut}"
         content, calls = told(parts)
         assert before.startswith(content), f"cut at {cut}"
         for (name, arguments), (whole_name, whole_arguments) in zip(calls, expected, strict=False):

@@ -150,6 +150,13 @@ def _merge(total_max, total_weight, totals, part_max, part_weight, part):
 
 
 @triton.jit
+def _nothing_seen(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the state of rows before their first position: maximum, weight and sums."""
+    weight = tl.zeros([ROWS], tl.float32)
+    return weight + float("-inf"), weight, tl.zeros([ROWS, BLOCK_D], tl.float32)
+
+
+@triton.jit
 def _first_seen(position, window):
     return tl.maximum(position - window + 1, 0)
 
@@ -305,12 +312,10 @@ def _attend(
             is_q = is_there[:, None] & (dim < HEAD_DIM)[None, :]
             q_place = (first_token + token).to(tl.int64) * q_stride + head * q_head_stride
             q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=is_q, other=0.0)
-            total_max, total_weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-            totals = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            total_max, total_weight, totals = _nothing_seen(BLOCK_M, BLOCK_D)
             table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
             for index in range(loop_bound(partition), loop_bound(end_partition)):
-                maximum, weight = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-                sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                maximum, weight, sums = _nothing_seen(BLOCK_M, BLOCK_D)
                 of_partition = tl.maximum(index * TILES, first_tile)
                 end_of_partition = tl.minimum(index * TILES + TILES, end_tile)
                 for of_tile in range(loop_bound(of_partition), loop_bound(end_of_partition)):
@@ -364,8 +369,7 @@ def _merge_partitions(
         position = tl.load(seq_lens_ptr + sequence) - num_tokens + token
         row, dim = tl.arange(0, 1), tl.arange(0, BLOCK_D)
         is_dim = (row == 0)[:, None] & (dim < HEAD_DIM)[None, :]
-        total_max, total_weight = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
-        totals = tl.zeros([1, BLOCK_D], tl.float32)
+        total_max, total_weight, totals = _nothing_seen(1, BLOCK_D)
         first = (tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)) * max_partitions + row
         partition, end_partition = _first_seen(position, window) // PARTITION, position // PARTITION + 1
         for index in range(loop_bound(partition), loop_bound(end_partition)):
