@@ -224,7 +224,7 @@ class Scheduler:
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Give running requests tokens, and keep one token of the budget for each later request.
 
-        None is kept for later prompts if the step has reached its prompt limit.
+        Later prompts for which the step's prompt limit has no token keep none.
         """
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
@@ -241,8 +241,8 @@ class Scheduler:
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
                 plan.give(request, 1)  # usual: one token, into a block that it has
             else:
-                num_kept = num_after if plan.prompt_budget > 0 else num_after - num_prompts_after
-                self._grow(plan, request, num_remaining, num_kept)
+                num_without = max(num_prompts_after - plan.prompt_budget, 0)
+                self._grow(plan, request, num_remaining, num_after - num_without)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
         """Give a running request tokens and blocks, preempting requests if necessary.
