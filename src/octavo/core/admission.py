@@ -33,7 +33,7 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a starting request gets blocks, or 0 for those of its first step."""
+        """Return for how many tokens a starting request gets blocks. 0 means the tokens of its first step."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -96,7 +96,7 @@ class OptimisticAdmission:
 class ReservationAdmission:
     """Reserves prompt + max_tokens of each running request, so that no request is preempted for lack of blocks.
 
-    The rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`). most_saved_blocks:
+    Follows Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`). most_saved_blocks:
     blocks of each bounded group that saves may pin in addition. Blocks that are pinned for ended requests or
     for another engine may still cause a preemption.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class CoreState:
     """Open requests, and the objects that decide about them.
 
-    docs/architecture.md names the writer of each state.
+    docs/architecture.md names each state's writer.
     """
 
     def __init__(

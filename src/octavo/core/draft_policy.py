@@ -1,4 +1,4 @@
-"""Chooses how many draft tokens each request gets, so that most tokens per second are generated.
+"""Chooses how many draft tokens each request gets, to maximize the tokens per second.
 
 A draft comes from a draft model or from a lookup, for example of n-grams. Costs and acceptance rates are learned. The
 choice never changes a token.
@@ -68,8 +68,8 @@ class DraftPolicy:
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
         """Learn from a step's duration, which includes drafting. Call `verified` first.
 
-        Steps with prompts are ignored, because their rows have other costs. If the step verified drafts, returns its
-        seconds including the drafting before, and the estimate for as many tokens without drafts, if known.
+        Steps with prompts are ignored, because their rows have other costs. Returns None, or
+        for a step that verified drafts: its seconds with the drafting before it, and the estimate without drafts.
         """
         if not (self._has_drafts or result.drafting_s):
             return None
@@ -145,7 +145,7 @@ class DraftPolicy:
         return {request.request_id: count for (request, most), count in pairs if count < most}
 
     def allot(self, wanted: Sequence[tuple[Request, int]], num_decoding: int) -> list[int]:
-        """Return how many drafts of each request the next step verifies. wanted: requests and numbers of drafts."""
+        """Return how many drafts of each request the next step verifies. wanted: requests with numbers of drafts."""
         if not wanted:
             return []
         self._has_drafts = True

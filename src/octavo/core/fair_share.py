@@ -53,8 +53,7 @@ class ServiceCounters:
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
         """Return the largest possible difference between two waiting tenants' counters.
 
-        The tenant with the smallest counter is admitted first, so the difference is at most the cost of one prompt and
-        of the outputs of all running requests.
+        This is the cost of one prompt and of the outputs of all running requests.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight

@@ -37,7 +37,7 @@ class KVConnector(Protocol):
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Report an ordered load. block_ids: the request's blocks in the first KV group."""
+        """Report an ordered load. block_ids: blocks of the first KV group."""
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
@@ -50,7 +50,7 @@ class KVConnector(Protocol):
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Report an ordered transfer.
 
-        The worker receives the order with the next step. A transfer may be cancelled and end before that.
+        The worker receives the order with the next step.
         """
         ...
 
@@ -59,7 +59,7 @@ class KVConnector(Protocol):
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Report a request's end. block_ids: as in `update_state_after_alloc`."""
+        """Report a request's end. block_ids: blocks of the first KV group."""
         ...
 
 

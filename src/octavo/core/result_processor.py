@@ -177,10 +177,7 @@ class ResultProcessor:
             self._lifecycle.abandon_loading(loading)
 
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Keep the drafts that are worth a row (token) of the next step.
-
-        Drafts of requests that prefill or are in another step are dropped.
-        """
+        """Keep the drafts that are worth a row (token) of the next step."""
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._state.requests.get(request_id)

@@ -33,7 +33,7 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
     """Return the limit on blocks that saves may pin together with their parts in all groups.
 
-    In bounded groups, saves may pin all blocks that remain for them when `max_num_seqs` requests run, because parts may
+    In bounded groups, saves may pin all blocks that remain when `max_num_seqs` requests run, because parts may
     be lost before a later save.
     """
     most = most_pinned_blocks(manager)

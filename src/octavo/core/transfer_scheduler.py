@@ -53,8 +53,7 @@ class _Lookup:
 class KVTransferScheduler:
     """Only this class uses the connector, and pins blocks of the KV cache.
 
-    Transfer ids are never reused, so a late or repeated completion matches no transfer. most_saved_blocks: limit on the
-    blocks that saves may pin in every group; KV for another engine does not count.
+    Transfer ids are never reused, so a late or repeated completion matches no transfer.
     """
 
     def __init__(
@@ -80,7 +79,8 @@ class KVTransferScheduler:
         self._num_offered: dict[str, int] = {}  # leading blocks already offered
         self._saving: set[BlockHash] = set()  # blocks in pending saves
         self._saving_in_part: set[BlockHash] = set()  # blocks saved only from the first group
-        self.reports_dropped_saves = True
+        self.reports_dropped_saves = True  # False in replays of old journals
+        # Limit on blocks that saves may pin in every group, except KV for another engine:
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from octavo.data.events import DraftsVerified
 
-_PRIOR_WEIGHT = 2.0  # a prior counts as so many verified drafts
+_PRIOR_WEIGHT = 2.0  # in verified drafts
 _FADING = 0.98  # factor on the weight of observations in `fade`
 
 

@@ -16,7 +16,7 @@ class EngineFingerprint:
     """
 
     kernels: str  # backend and instruction set
-    num_threads: int  # no checksum depends on this
+    num_threads: int
     weights: str = ""
     tables: str = ""  # of rotary tables and query scales for all positions
     first_rows: str = ""  # of a fixed number of these rows, equal for all model lengths

@@ -37,7 +37,7 @@ class RecentEvents:
         return self.num_seen - len(self._events)
 
     def since(self, number: int) -> list[Event]:
-        """Return the kept events with this number or a later number."""
+        """Return the kept events from this number on."""
         return list(islice(self._events, max(number - self.first_kept, 0), None))
 
 

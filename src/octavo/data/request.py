@@ -155,7 +155,7 @@ class Request:
         self.arrival_time = arrival_time
         self.arrival_index = 0
         self.seed = seed  # 64 bits
-        self.sample_index = sample_index  # number of this stream among the n outputs
+        self.sample_index = sample_index  # index among the n outputs
         self.stop_token_ids = stop_token_ids  # with EOS unless EOS is ignored
         self.adapter = adapter  # a LoRA adapter, which nothing sets yet
         self.spans = spans  # in order and without overlap

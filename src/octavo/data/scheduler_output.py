@@ -55,7 +55,7 @@ class CachedRequestData:
     """Changes of requests that the worker knows, as parallel lists.
 
     The worker itself appends the tokens that it samples. new_block_ids: for each KV group and request, the ids to
-    append to the block table. Groups may get the blocks of a position in different steps.
+    append to the block table.
     """
 
     req_ids: list[str]
@@ -100,7 +100,7 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    keys: for each block, a hash of everything that its KV depends on (`core.kv.block_hash`). A load gives a block the
+    keys: for each block, a hash of everything that its KV depends on. A load gives a block the
     content saved under its key, or fails for this block. A store keeps the content of all groups under one key.
     block_ids: for each KV group, parallel to `keys`. `NO_BLOCK` means that no row (token) reads a loaded block, or that
     a saved block was evicted. The first group has every block.

@@ -1,16 +1,16 @@
 """The format of a journal: a JSON object as header, then one JSON array for each call into the core, each on a line.
 
-The core is deterministic, so a journal has only the core's inputs, and checksums of decisions. A journal has no text. A
-pseudonym replaces each token: 31 bits of a running hash over this token and all tokens before (BLAKE2b with a key that
-is not stored). So pseudonyms reveal how many first tokens of two requests are equal, and nothing else. Keyed hashes
-replace cache salts and keys of spans. "spans" is a list of [first, end, key].
+The core is deterministic, so a journal has only the core's inputs, and checksums of decisions. A pseudonym replaces
+each token: 31 bits of a running hash over this token and all tokens before (BLAKE2b with a key that is not stored). So
+pseudonyms reveal how many first tokens of two requests are equal, and nothing else. Keyed hashes replace cache salts
+and keys of spans. "spans" is a list of [first, end, key].
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided; null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
      seconds, passes, [numbers], [moves], {number: count}, kernels] the result of a step
-    ["k", [answers]]                                                of a KV store, before the line of the call
+    ["k", [answers]]                                                a store's answers, before the line of the call
     ["x", t, message]                                               the step failed
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
     ["g", number, output]                                           an ended request's generated tokens

@@ -56,7 +56,7 @@ class BlockChains:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Ids of requests with chains."""
+        """Requests with chains."""
         return self._chains.keys()
 
     def get(self, request_id: str) -> BlockChain | None:

@@ -70,7 +70,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
         """Return the host block to which a device block must be copied, if any.
 
-        groups: KV groups that have a part of the device block. If host memory has the content already, the content
+        groups: KV groups of which the device has the content. If host memory has the content already, the content
         becomes the most recently used, and no copy is needed.
         """
         assert block.hash is not None

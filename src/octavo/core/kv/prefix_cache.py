@@ -35,7 +35,7 @@ class ComputedBlocks:
     num_tokens: int
     host_blocks: list[int] = field(default_factory=list)
     source: Block | None = None  # has all known tokens after `blocks`; the last token is computed again
-    is_saved: bool = False  # the host blocks are from the request's preemption, not cached ones
+    is_saved: bool = False  # the host blocks are from a preemption, not from the cache
 
     @property
     def num_blocks(self) -> int:
@@ -91,7 +91,7 @@ class PrefixCache:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Ids of requests with records."""
+        """Requests with records."""
         return self.chains.request_ids | set(self._computing.values())
 
     @property
@@ -142,8 +142,7 @@ class PrefixCache:
         return found
 
     def _num_useful_blocks(self, request: Request) -> int:
-        """The last token is always computed."""
-        num_tokens = len(request.sequence.token_ids)
+        num_tokens = len(request.sequence.token_ids)  # the last token is always computed
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
@@ -234,7 +233,7 @@ class PrefixCache:
             self._computing.setdefault(block_hash, request.request_id)
 
     def commit(self, request: Request) -> None:
-        """Make full blocks findable and, after the prompt, the prompt's last block if it is partly filled."""
+        """Make full blocks findable. After the prompt, also make its partly filled last block findable."""
         num_tokens = request.num_computed_tokens
         chain = self.chains.of(request)
         if not self.cache_decoded_blocks:

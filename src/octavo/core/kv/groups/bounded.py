@@ -77,7 +77,7 @@ class BoundedGroup:
         return self.kind.first_position(num_tokens) // self._block_size
 
     def id_of(self, block: Block) -> int | None:
-        """See `KVGroup`. Returns None if the part is private, too."""
+        """See `KVGroup`. Also returns None if the part is private."""
         block_id = self._id_of.get(block.block_id)
         return None if block_id in self._private else block_id
 
@@ -248,7 +248,7 @@ class BoundedGroup:
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Return how many private blocks are no longer held."""
+        """Release blocks. Returns how many private blocks are no longer held."""
         num_private = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
