@@ -289,9 +289,9 @@ class StepFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksQuarantined(Event):
-    """Blocks of the first KV group were quarantined, because an invariant did not hold."""
+    """Blocks were quarantined, because an invariant did not hold."""
 
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]  # of the first KV group
     reason: str
 
 
