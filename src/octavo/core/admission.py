@@ -25,15 +25,15 @@ class Admission(Protocol):
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Begin a step. Returns why it admits no request, or None."""
+        """Begin a step. Returns why no request may start in the step, or None."""
         ...
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Return why a request cannot start now, if so. computed: its cached tokens."""
+        """Return why a request cannot start now, or None. computed: the request's prefix hit."""
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return how many tokens' blocks a starting request gets; 0: for its first step."""
+        """Return for how many tokens a starting request gets blocks. 0 means the tokens of its first step."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -48,8 +48,9 @@ class Admission(Protocol):
 class OptimisticAdmission:
     """Starts a request if its known tokens fit. If blocks are lacking later, a running request is preempted.
 
-    One block for each running request must stay free; otherwise one would soon be preempted. After
-    `max_num_preemptions`, a request starts only with all blocks that it may need, and is never preempted again.
+    One block for each running request must stay free; otherwise a request would soon be preempted. After
+    `max_num_preemptions` preemptions, a request starts only with all blocks that it may need, and is never preempted
+    again.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -80,7 +81,7 @@ class OptimisticAdmission:
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return the maximum length, without the last token, of a request preempted too often, else 0."""
+        """Return 0, or the maximum length without the last token if the request was preempted too often."""
         if request.num_preemptions < self._max_preemptions:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)
@@ -93,11 +94,11 @@ class OptimisticAdmission:
 
 
 class ReservationAdmission:
-    """Reserves prompt + max_tokens of each running request, so that none is preempted for lack of blocks.
+    """Reserves prompt + max_tokens of each running request, so that no request is preempted for lack of blocks.
 
-    The rule of Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`). most_saved_blocks: blocks
-    of each bounded group that saves may pin in addition. Pins for ended requests, and for another engine, may still
-    cause a preemption.
+    Follows Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`). most_saved_blocks:
+    blocks of each bounded group that saves may pin in addition. Blocks that are pinned for ended requests or
+    for another engine may still cause a preemption.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
@@ -111,7 +112,7 @@ class ReservationAdmission:
 
     @property
     def max_total_tokens(self) -> int:
-        """Limit on all reservations."""
+        """Limit on the sum of all reservations."""
         limit = self._config.max_batch_total_tokens
         return self._manager.capacity_tokens if limit is None else limit
 
@@ -128,7 +129,7 @@ class ReservationAdmission:
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
         """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps after an admission.
 
-        This delays running requests less often.
+        If requests start together, they delay running requests less often.
         """
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
@@ -152,7 +153,7 @@ class ReservationAdmission:
         return request.max_total_tokens, [group.num_reserved(num_blocks) for group in self._manager.groups]
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0: reservations are only counted."""
+        """Return 0, because reservations are only counted."""
         del request
         return 0
 
@@ -171,7 +172,7 @@ class ReservationAdmission:
 
 
 def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> Admission:
-    """Create `config.admission`'s rule."""
+    """Create the rule for `config.admission`."""
     if config.admission is AdmissionRule.RESERVATION:
         return ReservationAdmission(config, kv_cache_manager, most_saved_blocks)
     return OptimisticAdmission(config, kv_cache_manager)

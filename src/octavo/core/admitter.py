@@ -20,31 +20,28 @@ if TYPE_CHECKING:
 
 
 class Admitter:
-    """Admits requests from the queue.
-
-    num_busy_steps: steps that computed tokens, counted by the scheduler; they limit deferrals.
-    """
+    """Admits requests from the queue."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
-        self.num_busy_steps = 0
+        self.num_busy_steps = 0  # steps with tokens, which the scheduler counts to limit deferrals
         self._state, self._lifecycle = state, lifecycle
         self._waiting_requests, self._emitter = state.waiting_requests, state.emitter
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
-        """Requeue deferred requests."""
+        """Requeue deferred requests that need not wait longer."""
         for request, timed_out in self._waiting_requests.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 
     def has_seat(self) -> bool:
-        """Return whether one more request may run. Loading and deferred ones count."""
+        """Return True if one more request may run. Loading and deferred requests count as running."""
         num_seated = len(self._state.running) + len(self._state.transfers) + self._waiting_requests.num_deferred
         return num_seated < self._state.config.max_num_seqs
 
     def admit(self, plan: StepPlan, before: Request | None) -> None:
-        """Admit requests in order, until one cannot start.
+        """Admit requests in order, until a request cannot start.
 
-        before: admit only requests more important than this running one.
+        before: admit only requests that are more important than this running request.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank
@@ -115,7 +112,7 @@ class Admitter:
         return None
 
     def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
-        """Defer the first request. owner: computes the awaited block; None for a store's answer."""
+        """Defer the first request. owner: request that computes the awaited block; None for a store's answer."""
         request = self._waiting_requests.defer(is_pending, self.num_busy_steps)
         self._emitter.emit(events.RequestParked, request.request_id, owner)
 

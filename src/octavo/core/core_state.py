@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class CoreState:
     """Open requests, and the objects that decide about them.
 
-    docs/architecture.md names the writer of each state. requests: by id, in the order of arrival. running: in the order
-    of service.
+    docs/architecture.md names each state's writer.
     """
 
     def __init__(
@@ -41,6 +40,6 @@ class CoreState:
         self.draft_policy = DraftPolicy()
         self.builder = OutputBuilder(manager, transfers)
         self.in_flight = StepsInFlight()
-        self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
+        self.requests: dict[str, Request] = {}  # in the order of arrival
+        self.running: list[Request] = []  # in the order of service
         self.waiting_requests = WaitingRequests(self.policy.waiting)

@@ -1,7 +1,7 @@
-"""Chooses how many draft tokens each request gets: the number that gives the most tokens per second.
+"""Chooses how many draft tokens each request gets, to maximize the tokens per second.
 
-Costs and acceptance rates are learned. Unknown rates count as good, and bad drafting is retried sometimes. No token
-depends on the choice.
+A draft comes from a draft model or from a lookup, for example of n-grams. Costs and acceptance rates are learned. The
+choice never changes a token.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-    Known = tuple[AcceptanceRates, AcceptanceRates | None]  # rates over all requests, and of one request
-    Candidate = tuple[float, int, int]  # minus a draft's probability, its request, its place
+    Known = tuple[AcceptanceRates, AcceptanceRates | None]  # rates of all requests, and of one request
+    Candidate = tuple[float, int, int]  # minus a draft's probability, index of its request, position
 
 _FIRST_RATE = 0.7  # before any draft was verified
-_CREDIT_S = 0.01  # seconds that lookups have gained at the start
-_OLDER_GUESSES = 0.95  # a step with lookups multiplies earlier sums by this
+_CREDIT_S = 0.01  # seconds that count as gained by lookups at the start
+_OLDER_GUESSES = 0.95  # each step with lookups multiplies earlier sums by this
 _SMALL_SHARE = 0.005  # share of the steps' time that lookups may lose
-_STEPS_OF_A_TRIAL = 16  # if lookups do not pay, one step in so many tries them
+_STEPS_OF_A_TRIAL = 16  # if lookups do not pay, one of so many steps tries them
 _REQUESTS_OF_A_TRIAL = 8  # requests with lookups in such a step
 
 
 class DraftPolicy:
     """Allots drafts to requests.
 
-    The only writer of `Request.acceptance` and `Request.computed_acceptance`. The most probable drafts come first:
-    optimal if all rows (tokens) of a step cost the same.
+    The most probable drafts come first, which is optimal if all rows (tokens) of a step cost the same.
     """
 
     def __init__(self) -> None:
@@ -43,13 +42,13 @@ class DraftPolicy:
         self.pass_cost = StepCost()
         self._overall = AcceptanceRates(decay=0.98)
         self._overall_computed = AcceptanceRates(decay=0.98)
-        self._computed: AbstractSet[str] = frozenset()  # requests whose newest drafts a model computed
-        self._has_drafts = False  # if False, `learn` does nothing
+        self._computed: AbstractSet[str] = frozenset()  # requests with newest drafts from a model
+        self._has_drafts = False
         self._has_guesses = False
-        self._most_passes = 0  # of the draft model in a step
+        self._most_passes = 0
         self._guessing_s = 0.0
         self._num_accepted = 0
-        # Of recent steps with lookups: seconds that lookups took and gained, and that the steps took.
+        # Recent steps with lookups: seconds that lookups took, that they gained, and that the steps took.
         self._spent_s, self._gained_s, self._steps_s = 0.0, _CREDIT_S, 0.0
         self._num_skipped = 0
         self._first_tried = 0  # index of the newest trial's first request
@@ -67,10 +66,10 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step's duration, drafting included. Call `verified` before.
+        """Learn from a step's duration, which includes drafting. Call `verified` first.
 
-        Ignores steps with prompts: their rows have other costs. If the step verified drafts, returns its seconds with
-        the drafting before it, and an estimate for as many tokens without drafts, if known.
+        Steps with prompts are ignored, because their rows have other costs. Returns None, or
+        for a step that verified drafts: its seconds with the drafting before it, and the estimate without drafts.
         """
         if not (self._has_drafts or result.drafting_s):
             return None
@@ -80,7 +79,7 @@ class DraftPolicy:
         num_accepted, self._num_accepted = self._num_accepted, 0
         counts, drafts = scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens
         if self._num_skipped and not drafts:
-            return None  # a step without lookups should take no time here
+            return None
         num_rows = len(counts) + sum(map(len, drafts.values()))
         if not counts or scheduled.scheduled_new_reqs or num_rows != scheduled.total_num_scheduled_tokens:
             return None
@@ -90,7 +89,7 @@ class DraftPolicy:
         self._learn_gain(len(counts), num_rows, num_accepted, result.drafting_s, step_s)
         if not drafts or not self.step_cost.is_measured(len(counts)):
             return None
-        # Fewer rows take no longer; slow first steps can make the estimate too long.
+        # Fewer rows never take longer, but slow first steps can make the estimate too long.
         without_s = min(self.step_cost.seconds(len(counts)), step_s)
         return step_s + guessing_s, (1 + num_accepted / len(counts)) * without_s
 
@@ -113,7 +112,7 @@ class DraftPolicy:
         self._gained_s += max(gained_s, 0.0)  # a loss is due to `allot`, not to lookups
 
     def _bound_lookups(self, names: Sequence[str]) -> dict[str, int]:
-        """Bound lookups to 0 if they recently lost time, except in trials."""
+        """If lookups recently lost time, bound them to 0, except in trials."""
         if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:
             self._num_skipped = 0
             return {}
@@ -125,9 +124,9 @@ class DraftPolicy:
         return dict.fromkeys(order[_REQUESTS_OF_A_TRIAL:], 0)
 
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
-        """Return how many drafts are worth guessing after a step, by request id. No entry: no bound.
+        """Return by request id how many drafts are worth guessing after a step. No entry means no bound.
 
-        num_tokens: of each request in the step. Lookups get 0 or no bound: `allot` chooses among their drafts.
+        Lookups get the bound 0 or none, because `allot` chooses among their drafts.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}
@@ -135,7 +134,7 @@ class DraftPolicy:
         for request_id, count in num_tokens.items():
             request = requests[request_id]
             num_known = len(request.sequence.token_ids)
-            if request.num_computed_tokens + count >= num_known:  # it gets a token now, and one with its drafts
+            if request.num_computed_tokens + count >= num_known:  # it also gets a token with its drafts
                 wanted.append((request, max(min(self._most_passes, request.max_total_tokens - num_known - 2), 0)))
         if not wanted:
             return {}
@@ -146,7 +145,7 @@ class DraftPolicy:
         return {request.request_id: count for (request, most), count in pairs if count < most}
 
     def allot(self, wanted: Sequence[tuple[Request, int]], num_decoding: int) -> list[int]:
-        """Return how many drafts of each `wanted` request the next step verifies."""
+        """Return how many drafts of each request the next step verifies. wanted: requests with numbers of drafts."""
         if not wanted:
             return []
         self._has_drafts = True
@@ -159,7 +158,6 @@ class DraftPolicy:
         return self._worthwhile(wanted, known, _likeliest_first(wanted, known), num_decoding, repeat(self._guessing_s))
 
     def _passes_s(self, candidates: list[Candidate], num_requests: int) -> Iterator[float]:
-        """Yield the draft model's seconds for the first 0, 1, 2, ... candidates."""
         costs = [0.0, *(self.pass_cost.seconds(rows) for rows in range(1, num_requests + 1))]
         rows, total = [0] * self._most_passes, 0.0
         yield total
@@ -176,10 +174,7 @@ class DraftPolicy:
         num_decoding: int,
         guessing_s: Iterable[float],
     ) -> list[int]:
-        """Return how many drafts of each request together give the most tokens per second.
-
-        candidates: the most probable first. guessing_s: as from `_passes_s`.
-        """
+        """Return for each request the number of drafts that gives the most tokens per second in all."""
         seconds, costs = self.step_cost.seconds, iter(guessing_s)
         num_tokens, shortest, best = float(num_decoding), seconds(num_decoding), 0
         if shortest <= 0:
@@ -195,7 +190,7 @@ class DraftPolicy:
         for _, index, _ in candidates[:best]:
             counts[index] += 1
         for (_, num_wanted), (_, of_request), count in zip(wanted, known, counts, strict=True):
-            if of_request is not None and count < num_wanted:  # otherwise low rates exclude it forever
+            if of_request is not None and count < num_wanted:  # otherwise low rates exclude the request forever
                 of_request.fade()
         if not any(counts):
             for overall in {id(each): each for each, _ in known}.values():

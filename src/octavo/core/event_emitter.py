@@ -23,5 +23,5 @@ class EventEmitter:
         self._sink = sink
 
     def emit(self, kind: Callable[..., Event], *args: object) -> None:
-        """Emit an event of class `kind`. args: its fields after step and time."""
+        """Emit an event of class `kind`. args: the event's fields after step and time."""
         self._sink.emit(kind(self.step, self.now, *args))

@@ -1,7 +1,7 @@
-"""Fair share between tenants: virtual token counters.
+"""Shares service fairly between tenants, with virtual token counters.
 
 After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. A tenant that starts to wait
-gets at least the smallest counter of a waiting tenant: idle time earns no credit.
+gets at least the smallest counter of a waiting tenant, so that idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class ServiceCounters:
-    """Counts each tenant's service: weighted prompt tokens, charged on admission, and generated tokens.
+    """Counts each tenant's service in weighted tokens. Prompt tokens are charged on admission.
 
-    Prefix hits, and tokens computed again, are free. Callers divide numbers of tokens by the tenant's weight.
+    Prefix hits and tokens that are computed again are free. Callers divide numbers of tokens by the tenant's weight.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -42,27 +42,27 @@ class ServiceCounters:
         self._served[tenant] = self._served.get(tenant, 0.0) + self.output_weight * num_tokens
 
     def lift(self, tenant: str, level: float) -> None:
-        """Raise a counter to `level`."""
+        """Raise a counter to at least `level`."""
         self._served[tenant] = max(self.served(tenant), level)
 
     def forget_all(self) -> None:
-        """Reset all counters. Call it only without requests, so that no tenant is owed service."""
+        """Reset all counters. Call this only if there are no requests."""
         self._served.clear()
         self.num_restarts += 1
 
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
         """Return the largest possible difference between two waiting tenants' counters.
 
-        Admissions go to the smallest counter, so it is at most one prompt and the tokens still to be generated.
+        This is the cost of one prompt and of the outputs of all running requests.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight
 
 
 class FairRequestQueue:
-    """Serves the tenant with the smallest counter first. Adding and removing take amortized O(log n).
+    """Serves the tenant with the smallest counter first.
 
-    rank: within a tenant, as in `PriorityRequestQueue`.
+    rank: order of the requests of a tenant, as in `PriorityRequestQueue`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FairRequestQueue:
         self.counters = counters or ServiceCounters()
         self._rank = rank
         self._tenants: dict[str, PriorityRequestQueue] = {}
-        self._heap: list[tuple[float, str]] = []  # an entry's counter may be old, but never too large
+        self._heap: list[tuple[float, str]] = []  # counters in entries may be old, but never too large
         self._in_heap: set[str] = set()
         self._last_level = 0.0
         self._num_restarts = 0
@@ -129,7 +129,6 @@ class FairRequestQueue:
         return queue
 
     def _restart(self) -> None:
-        """Clear the heap: counters may have been reset."""
         self._heap.clear()
         self._in_heap.clear()
         if self._num_restarts != self.counters.num_restarts:

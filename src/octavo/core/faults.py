@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """Injects faults between two steps. to_preempt: ids for the next step."""
+    """Injects faults between two steps."""
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
-        self.to_preempt: list[str] = []
+        self.to_preempt: list[str] = []  # in the next step
         self._manager = kv_cache_manager
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """Preempt requests that run in the next step."""
+        """Preempt the requests in the next step if they run."""
         self.to_preempt += request_ids
 
     def evict(self, block: Block) -> None:
-        """Evict an unheld block."""
+        """Evict a cached block."""
         self._manager.pool.evict(block)
 
     def replace_weights(self) -> bool:

@@ -1,4 +1,4 @@
-"""Invariants between any two calls into the core, as in docs/reliability.md."""
+"""Checks the invariants of docs/reliability.md, which hold between any two calls into the core."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A broken invariant. block_ids: of KV group `group`, with wrong bookkeeping."""
+    """A broken invariant."""
 
     invariant: int
     message: str
-    block_ids: tuple[int, ...] = ()
+    block_ids: tuple[int, ...] = ()  # blocks of `group` that have wrong bookkeeping
     group: int = 0
 
 
@@ -45,7 +45,7 @@ def check(scheduler: Scheduler) -> list[Breach]:
 
 
 def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
-    """Quarantine a breach's blocks. Returns the first group's new ids."""
+    """Quarantine a breach's blocks. Returns the ids that are new in the first group's quarantine."""
     group = scheduler.kv_cache_manager.groups[breach.group]
     fresh = tuple(block_id for block_id in breach.block_ids if block_id not in group.quarantined)
     for block_id in fresh:

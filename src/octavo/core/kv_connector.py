@@ -1,7 +1,7 @@
 """The scheduler's half of KV transfer: which blocks an external store has, and which it wants.
 
-The other half is in the worker, as in vLLM's KVConnector. Neither is trusted: missing, late or wrong blocks cost time
-but never change a token.
+The other half is in the worker, as in vLLM's KVConnector. Neither half is trusted: missing, late or wrong blocks cost
+time but never change a token.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class KVConnector(Protocol):
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens after `num_computed_tokens` the store has; None: ask again.
+        """Return how many tokens after `num_computed_tokens` the store has, or None if the caller must ask again.
 
-        A multiple of the block size. The store has all blocks that the next row (token) reads.
+        The number is a multiple of the block size. The store has all blocks that the next row (token) reads.
         """
         ...
 
@@ -37,29 +37,29 @@ class KVConnector(Protocol):
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Report an ordered load. block_ids: of the first KV group."""
+        """Report an ordered load. block_ids: blocks of the first KV group."""
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
         """Return the keys whose blocks the store lacks and wants.
 
-        only_first_group: parts in other groups are lost and do not count.
+        only_first_group: ignore parts in other groups, because they are lost.
         """
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
         """Report an ordered transfer.
 
-        The worker receives it with the next step. If it is cancelled before, only `transfer_ended` is called.
+        The worker receives the order with the next step.
         """
         ...
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Report a transfer's end. num_blocks: moved leading ones; None if cancelled."""
+        """Report a transfer's end. num_blocks: leading blocks that were moved, or None if cancelled."""
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Report a request's end. block_ids: of the first KV group."""
+        """Report a request's end. block_ids: blocks of the first KV group."""
         ...
 
 

@@ -1,7 +1,8 @@
 """The lifecycle of a request: it arrives, starts, may be preempted, and ends.
 
-Its status changes together with its place: waiting room (WAITING, PREEMPTED), running list (RUNNING), or transfers
-(WAITING_FOR_REMOTE_KVS). Exception: `drop_finished` removes ended requests from the running list later.
+A request's status always matches the list that has the request: waiting requests (WAITING, PREEMPTED), running
+requests (RUNNING), or transfers (WAITING_FOR_REMOTE_KVS). One exception: ended requests remain in the running list
+until `drop_finished`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,7 @@ if TYPE_CHECKING:
 
 
 class RequestLifecycle:
-    """The only writer of a request's status, and of `requests` and `running` of `CoreState`.
-
-    Also the only writer of the queue, except that `Admitter` defers and requeues requests.
-    """
+    """Only this class writes a request's status, and `requests` and `running` of `CoreState`."""
 
     def __init__(self, state: CoreState) -> None:
         self._state, self._emitter = state, state.emitter
@@ -56,7 +54,6 @@ class RequestLifecycle:
         )
 
     def _note_deadline(self, request: Request, deadline: float) -> None:
-        """Record a deadline. Those of ended requests are dropped when in the majority."""
         heapq.heappush(self._deadlines, (deadline, request.arrival_index, request.request_id))
         if len(self._deadlines) > 2 * len(self._requests) + 64:
             alive = {each.arrival_index for each in self._requests.values()}
@@ -81,7 +78,7 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Admit the queue's first request. It runs after `end_loading`."""
+        """Admit the queue's first request, which runs after `end_loading`."""
         self._waiting_requests.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
@@ -89,13 +86,13 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Run a request after its load, and commit its blocks. num_tokens: computed and loaded."""
+        """Run a request after its load, and commit its blocks. num_tokens: computed and loaded tokens."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
 
     def abandon_loading(self, request: Request) -> None:
-        """Queue a request again, to compute missing KV."""
+        """Queue a request again, so that it computes the missing KV."""
         self._state.admission.left(request)
         self._state.manager.release(request)
         request.num_computed_tokens = 0
@@ -111,7 +108,6 @@ class RequestLifecycle:
             self._running.append(request)
 
     def _note_admitted(self, request: Request, computed: ComputedBlocks) -> None:
-        """Emit an admission's events. The first one charges input tokens and counts cache hits."""
         request_id, num_tokens, num_hit = request.request_id, request.num_tokens, computed.num_tokens
         num_host_tokens = self._state.manager.num_host_tokens(computed)
         resumed = request.admitted_time is not None
@@ -135,9 +131,9 @@ class RequestLifecycle:
     # --- preempt ------------------------------------------------------------------------------------------------------
 
     def preempt(self, victim: Request) -> None:
-        """Release a running request's blocks, and queue it again (`prepend_request`).
+        """Release a running request's blocks, and put the request back into the queue.
 
-        No step may be in flight, because it would use the blocks.
+        No step may be in flight, because that step would use the blocks.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)
@@ -152,9 +148,9 @@ class RequestLifecycle:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def finish(self, request: Request, status: RequestStatus) -> None:
-        """End a request and release all that it holds. No other method ends a request.
+        """End a request, and release all that the request holds.
 
-        Then call `drop_finished` before `running` is read.
+        Afterwards, call `drop_finished` before `running` is read.
         """
         request_id = request.request_id
         if request.status is RequestStatus.RUNNING:

@@ -24,7 +24,7 @@ class OutputBuilder:
         # The worker's table lengths, by request id and group.
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
-        self.are_notices_due = True  # ended requests and cancels alone justify a step
+        self.are_notices_due = True  # a step may carry only notices of ended requests and cancellations
 
     @property
     def has_endings(self) -> bool:
@@ -45,7 +45,7 @@ class OutputBuilder:
         num_computed: list[int] = []
         drafts: dict[str, list[int]] = {}
         known, grown = self._num_sent, self._manager.grown
-        places: list[int] = []  # indices in req_ids, of requests with new blocks
+        places: list[int] = []  # indices in req_ids of requests with new blocks
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
             if request_id in known:
@@ -92,7 +92,7 @@ class OutputBuilder:
         num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
-        """Record that the worker lacks a request: `build` sends it again."""
+        """Record that the worker lacks a request, so that `build` sends the request again."""
         self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
@@ -101,7 +101,7 @@ class OutputBuilder:
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Report a failed step's ended requests again, and make the worker drop its other ones.
+        """Report a failed step's ended requests again, and make the worker drop the step's other requests.
 
         The worker may have received any part of the step.
         """

@@ -1,4 +1,4 @@
-"""The scheduler's rules."""
+"""Rules for order, preemption and batching."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Rank = tuple[float, ...]
 def num_tokens_to_schedule(
     num_remaining: int, budget: int, *, threshold: int, may_be_cut: bool, initial_budget: int
 ) -> int:
-    """Return how many of its `num_remaining` tokens a request gets in a step; 0: it waits.
+    """Return how many of a request's `num_remaining` tokens a step computes. If 0, the request waits.
 
-    threshold: limit for one request; 0: none. may_be_cut: if False, all tokens must fit, unless even an empty step
-    (`initial_budget`) is too small.
+    threshold: limit for one request, or 0 for no limit. may_be_cut: if False, all tokens must fit, unless even an empty
+    step (`initial_budget`) is too small.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -42,23 +42,22 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """The budget that a prompt's tokens use. Later tokens cost more, because they attend to all earlier ones.
+    """The budget that a prompt's tokens use. Later tokens cost more, because they attend to all earlier tokens.
 
-    A token counts as 1 + attention_cost_tokens * position / 1000, with the position of its chunk's first token. So all
-    steps of a long prompt take about the same time.
+    Each token of a chunk that begins at `position` uses 1 + attention_cost_tokens * position / 1000 of the budget.
     """
 
     def __init__(self, attention_cost_tokens: float) -> None:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return how many tokens from `position` on `budget` pays for: at least 1 if positive."""
+        """Return how many tokens that begin at `position` fit the budget: at least 1 if the budget is positive."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
 
     def surcharge(self, position: int, count: int, budget: int) -> int:
-        """Return the budget that a chunk uses beyond `count`. budget: limit for both."""
+        """Return the budget that a chunk of `count` tokens uses beyond `count`, at most `budget - count`."""
         return min(math.ceil(count * self._per_position * position), budget - count)
 
 
@@ -70,19 +69,16 @@ PLAIN_COST = PromptCost(0.0)
 
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
-    """The order of requests: a smaller rank is more important.
-
-    ranks_are_fixed: False if ranks change with the counters.
-    """
+    """The order of requests. A smaller rank is more important."""
 
     waiting: RequestQueue
     rank: Callable[[Request], Rank]
     counters: ServiceCounters
-    ranks_are_fixed: bool
+    ranks_are_fixed: bool  # False if ranks change with the counters
 
 
 def create_policy(config: SchedulerConfig) -> OrderPolicy:
-    """Create `config.policy`'s order."""
+    """Create the order for `config.policy`."""
     counters = ServiceCounters(config.fair_input_weight, config.fair_output_weight)
     ranks: dict[SchedulingPolicy, Callable[[Request], Rank]] = {
         SchedulingPolicy.FCFS: lambda r: (r.arrival_index,),
@@ -101,7 +97,7 @@ def create_request_queue(
     rank: Callable[[Request], Rank] | None = None,
     counters: ServiceCounters | None = None,
 ) -> RequestQueue:
-    """Create a policy's queue. rank: under `fair` within one tenant."""
+    """Create a policy's queue. Under `fair`, `rank` orders the requests of one tenant."""
     if policy is SchedulingPolicy.FAIR:
         return FairRequestQueue(counters, rank)
     if policy is SchedulingPolicy.FCFS:
@@ -112,9 +108,8 @@ def create_request_queue(
 def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
     """Rank lower priority numbers first, then earlier arrivals.
 
-    A number decreases by one every `ageing_s` seconds. None: never; 0: priorities are ignored. All requests age at the
-    same rate, so ranks are fixed: p - (now - arrival) / ageing_s equals p + arrival / ageing_s, minus the same number
-    for all.
+    A priority number decreases by one every `ageing_s` seconds. If `ageing_s` is None, numbers never change; if 0,
+    priorities are ignored. All requests age at the same rate, so ranks are fixed.
     """
     if ageing_s is None:
         return (request.priority, request.arrival_index)
@@ -126,7 +121,7 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
     """Rank earlier deadlines first, then earlier arrivals.
 
-    ageing_s: a deadline counts as at most this long after the arrival; None: no limit.
+    ageing_s: a deadline counts as at most this many seconds after the arrival; None for no limit.
     """
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
@@ -136,7 +131,7 @@ def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
 def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], max_preemptions: int) -> Request | None:
     """Return the least important running request that may be preempted, or None.
 
-    The most important one, and those preempted `max_preemptions` times, may not.
+    The most important request, and requests preempted `max_preemptions` times, are never preempted.
     """
     first = min(running, key=rank)
     candidates = [r for r in running if r is not first and r.num_preemptions < max_preemptions]
@@ -144,7 +139,7 @@ def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], m
 
 
 def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
-    """Return whether to swap a victim out instead of computing it again."""
+    """Return True if a victim's KV should be swapped out instead of computed again."""
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
@@ -154,7 +149,7 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
-    """Return whether a request must compute more than its newest token and drafts."""
+    """Return True if a request has no output, or must compute more than its newest token and drafts."""
     sequence = request.sequence
     num_computed = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
     return len(sequence.token_ids) - num_computed > 1 or not sequence.num_output_tokens
@@ -170,30 +165,30 @@ class Batching(Protocol):
 
     @property
     def prefill_limit(self) -> int:
-        """Limit on prompts in the next step with decodes; 0: none."""
+        """Limit on prompt tokens in the next step with decodes, or 0 for no limit."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Fill a plan: `grow` serves running requests, `admit` waiting ones.
+        """Fill a plan. `grow` serves running requests, and `admit` serves waiting requests.
 
-        outranked: running prompts less important than the first waiting request.
+        outranked: running prompts that are less important than the first waiting request.
         """
         ...
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn a step's duration."""
+        """Learn from a step's duration."""
         ...
 
 
 class MixedBatching:
-    """Serves running requests, then waiting ones: prompts and decodes share steps.
+    """Serves running requests, then waiting requests. Prompts and decodes share steps.
 
-    Decodes wait for the whole step, so prompts get at most `most` tokens of a step with decodes; 0: no limit. step_s:
-    target duration, to which the limit adapts between `least` and `most`; 0: none. Sarathi-Serve (Agrawal et al. 2024)
-    chooses such a budget by profiling.
+    Decodes wait for the whole step, so a step with decodes has at most `most` prompt tokens; 0 means no limit. If
+    `step_s` is not 0, the limit adapts between `least` and `most`, so that a step takes `step_s` seconds. Sarathi-Serve
+    (Agrawal et al. 2024) chooses such a budget by profiling.
     """
 
-    _SHRINK, _GROW = 0.5, 1.25  # for one step, which may be slow or fast for other reasons
+    _SHRINK, _GROW = 0.5, 1.25  # after one step, which may be slow or fast for other reasons
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
@@ -209,7 +204,7 @@ class MixedBatching:
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            if decoded:  # each running prompt takes at least one token, which must not be a later decode's
+            if decoded:  # each running prompt takes at least one token, which no later decode may lack
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -217,7 +212,7 @@ class MixedBatching:
         plan.num_mixed_prompt_tokens = plan.initial_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Adjust the limit. It grows only if prompts lacked budget."""
+        """Adjust the limit. The limit grows only if prompts lacked budget."""
         if not self._step_s or plan.num_mixed_prompt_tokens <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -226,7 +221,7 @@ class MixedBatching:
 
 
 class PrefillFirstBatching:
-    """Fills a step with prompts, or else with decodes."""
+    """Fills a step with prompts. If no prompt can start or continue, fills the step with decodes."""
 
     prefill_limit = 0
 
@@ -242,10 +237,10 @@ class PrefillFirstBatching:
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit waiting requests, but serve each outranked prompt before less important ones.
+    """Admit waiting requests, but serve each outranked prompt before less important requests.
 
-    If an outranked prompt gets no tokens, none is admitted after it. Later outranked prompts are still served: it may
-    wait for their blocks.
+    If an outranked prompt gets no tokens, no further request is admitted. Later outranked prompts are still served,
+    because the first prompt may wait for their blocks.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)
@@ -257,7 +252,7 @@ def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: A
 
 
 def create_batching(config: ResolvedSchedulerConfig) -> Batching:
-    """Create `config.batching`'s rule."""
+    """Create the rule for `config.batching`."""
     if config.batching is BatchingMode.PREFILL_FIRST:
         return PrefillFirstBatching()
     whole, step_s = config.max_num_batched_tokens, (config.mixed_step_ms or 0.0) / 1000

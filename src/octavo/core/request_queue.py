@@ -1,4 +1,4 @@
-"""Queues of waiting requests. Each operation is O(1) or O(log n)."""
+"""Queues of waiting requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RequestQueue(Protocol):
     """Requests with distinct ids."""
 
     def add_request(self, request: Request) -> None:
-        """Insert a request after equally important earlier ones."""
+        """Insert a request after equally important earlier arrivals."""
         ...
 
     def prepend_request(self, request: Request) -> None:
@@ -25,7 +25,7 @@ class RequestQueue(Protocol):
         ...
 
     def peek_request(self) -> Request:
-        """Return the first request. Raises IndexError."""
+        """Return the first request. Raises IndexError if there is none."""
         ...
 
     def pop_request(self) -> Request:
@@ -33,7 +33,7 @@ class RequestQueue(Protocol):
         ...
 
     def remove_request(self, request: Request) -> None:
-        """Remove any request. Raises KeyError."""
+        """Remove a request. Raises KeyError if it is absent."""
         ...
 
     def __len__(self) -> int: ...
@@ -42,7 +42,7 @@ class RequestQueue(Protocol):
 
 
 class FCFSRequestQueue:
-    """Serves requests by arrival. O(1)."""
+    """Serves requests in the order of arrival."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
@@ -52,7 +52,7 @@ class FCFSRequestQueue:
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back, but after earlier arrivals at the front. O(number of these)."""
+        """Put a request back at the front, but after earlier arrivals there."""
         ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
         self._requests[request.request_id] = request
         for each in (request, *reversed(ahead)):
@@ -82,9 +82,9 @@ class FCFSRequestQueue:
 
 
 class PriorityRequestQueue:
-    """Serves the smallest rank first, then the earlier arrival. O(log n).
+    """Serves the smallest rank first, and equal ranks in the order of arrival.
 
-    rank: never changes; None: the priority number.
+    rank: must never change for a request. None ranks requests by their priority numbers.
     """
 
     def __init__(self, rank: Callable[[Request], tuple[float, ...]] | None = None) -> None:

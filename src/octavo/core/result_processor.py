@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Applies results to requests.
-
-    The only writer of output tokens and drafts, except that `StepsInFlight` adds placeholders, and `RequestLifecycle`
-    clears drafts.
-    """
+    """Applies results to requests."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self._state, self._lifecycle, self._emitter = state, lifecycle, state.emitter
@@ -34,7 +30,7 @@ class ResultProcessor:
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process a step's result, and learn from its duration.
 
-        A step decided ahead is timed from the previous result on.
+        The time of a step that was decided ahead starts at the previous result.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -66,7 +62,7 @@ class ResultProcessor:
         num_requests = len(requests)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             if request_id in ended_ids:
-                continue  # ended meanwhile
+                continue
             request = requests[request_id]
             if errors and request_id in errors:
                 outputs.append(lifecycle.fail(request, errors[request_id]))
@@ -102,10 +98,10 @@ class ResultProcessor:
     def _update(
         self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
     ) -> EngineCoreOutput | None:
-        """Advance a request by `count` computed tokens, the last `num_drafts` of them drafts.
+        """Advance a request by `count` computed tokens, of which the last `num_drafts` are drafts.
 
-        sampled: accepted drafts, then one more token. If that is postponed, the next step computes the newest known
-        token again. Returns None without output.
+        sampled: accepted drafts, then one more token. If this token is postponed, the next step computes the newest
+        known token again. Returns None if there is no output.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count
@@ -137,7 +133,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(  # by position: keywords become a dict first, for each request of each step
+        return EngineCoreOutput(  # by position, because keywords would cost a dict for each request of each step
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],
@@ -175,16 +171,13 @@ class ResultProcessor:
     def _undo(self, scheduled: SchedulerOutput) -> None:
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
-            self._state.manager.drop_saved(request_id)  # perhaps its KV was not copied
+            self._state.manager.drop_saved(request_id)  # its KV may not have been copied
         self._state.manager.fail_copies(scheduled.copies)
         for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             self._lifecycle.abandon_loading(loading)
 
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Keep the drafts worth a row of the next step.
-
-        Drops those of requests that prefill, or are in another step.
-        """
+        """Keep the drafts that are worth a row (token) of the next step."""
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._state.requests.get(request_id)
@@ -198,10 +191,7 @@ class ResultProcessor:
 
 
 def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLogprobs]:
-    """Take undelivered prompt logprobs. Call it before `num_computed_tokens` advances.
-
-    A preempted request computes some again.
-    """
+    """Return prompt logprobs that were not delivered before. Call this before `num_computed_tokens` advances."""
     entries = result.prompt_logprobs.get(request.request_id, [])
     new = entries[max(request.num_prompt_logprobs - request.num_computed_tokens, 0) :]
     request.num_prompt_logprobs += len(new)

@@ -1,8 +1,8 @@
 """Chooses which blocks are saved, and with which parts.
 
-A store looks up blocks from a sequence's beginning, so a block after a missing one is useless. Therefore a block that
-lost a part (its block in a bounded group) is saved with the first group's content alone. That is enough if the row
-after a hit does not read the part.
+A block of the first KV group has a part in each bounded group: the block with the same positions. A store looks up
+blocks from a sequence's beginning, so blocks after a missing block are useless. Therefore a block that lost a part is
+saved with the first group's content alone, which is enough if the row (token) after a hit does not read the part.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SAVE_SHARE = 8  # saves may pin one block in so many
 
 
 def most_pinned_blocks(manager: KVCacheManager) -> int:
-    """Return how many blocks of the first group saves may pin."""
+    """Return the limit on blocks of the first group that saves may pin."""
     return max(manager.pool.num_blocks // _SAVE_SHARE, 1)
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return how many blocks saves may pin with their parts in all groups.
+    """Return the limit on blocks that saves may pin together with their parts in all groups.
 
-    In bounded groups: all that `max_num_seqs` requests and a step do not need, because parts may be lost before a later
-    save.
+    In bounded groups, saves may pin all blocks that remain when `max_num_seqs` requests run, because parts may
+    be lost before a later save.
     """
     most = most_pinned_blocks(manager)
     num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
@@ -49,8 +49,8 @@ def blocks_to_save(
 ) -> tuple[list[int], list[list[int]]]:
     """Return the indices of the blocks to save, and their block ids for each group.
 
-    indices: blocks that the store lacks, in whole or in part. A block that lost a part gets `NO_BLOCK` in the bounded
-    groups, and is only saved if the store lacks the first group's content.
+    A block that lost a part gets `NO_BLOCK` in the bounded
+    groups, and is saved only if the store lacks the first group's content.
     """
     table = request.sequence.block_table
     parts = {index: _parts_of(manager, request, index) for index in indices}
@@ -71,7 +71,7 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Cut a prefix hit before the first `lacking` block that cannot be saved whole."""
+    """Cut a prefix hit before the first block in `lacking` that cannot be saved with all parts."""
     bounded, blocks = manager.bounded, computed.blocks
     for index, block_hash in enumerate(request.block_hashes[: computed.num_blocks]):
         if block_hash not in lacking:

@@ -1,4 +1,4 @@
-"""Decides how many tokens of a step each request gets, without prefill and decode phases.
+"""Decides how many tokens each request gets in a step, without separate phases for prefill and decode.
 
 Steps compute a request's tokens until `num_computed_tokens` equals `num_tokens` (prompt, output and drafts).
 """
@@ -45,22 +45,18 @@ IDLE_CHECK_INTERVAL_S = 10.0
 
 
 class Scheduler:
-    """Decides each step, and connects the objects of the core.
-
-    num_blocks: of the first KV group. clock: returns seconds. cache_keys: extra keys of all block hashes. faults: for
-    simulations. Unset limits of a step are a CPU's.
-    """
+    """Decides each step, and connects the objects of the core."""
 
     def __init__(
         self,
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
         *,
-        num_blocks: int,
+        num_blocks: int,  # of the first KV group
         max_model_len: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float],  # returns seconds
         sink: EventSink | None = None,
-        cache_keys: tuple[str, ...] = (),
+        cache_keys: tuple[str, ...] = (),  # extra keys of all block hashes
         num_host_blocks: int = 0,
         bounded_groups: Sequence[KVGroupSpec] = (),
         connector: KVConnector | None = None,
@@ -103,8 +99,8 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
-        Raises `RequestError` and changes nothing if the id is in use, the prompt is empty or could never fit with one
-        output token (without it, if pooled), or the queue is full.
+        Raises `RequestError` and changes nothing if the id is in use, the queue is full, the prompt is empty, or the
+        prompt and one output token (none if pooled) could never fit.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -114,7 +110,7 @@ class Scheduler:
         least = request.sampling_params.least_output_tokens
         PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
-        # The newest token needs no slot, so one more than the capacity can be generated.
+        # The newest token needs no slot, so a request may exceed the capacity by one.
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
@@ -140,10 +136,10 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step: first running requests, then waiting ones in order.
+        """Decide the next step. Running requests get tokens first, then waiting requests in order.
 
-        If ranks are fixed, a running prompt comes after more important waiting requests. A step never both preempts and
-        admits. See also `may_look_ahead()`.
+        If ranks are fixed, a running prompt gets tokens after more important waiting requests. A step never both
+        preempts and admits requests. While a step is in flight, call this only if `may_look_ahead()`.
         """
         in_flight = self._state.in_flight
         assert self.config.async_scheduling or not in_flight.steps, "the result of the last step has not arrived"
@@ -175,7 +171,7 @@ class Scheduler:
         return steps[0].scheduled if steps else None
 
     def may_look_ahead(self) -> bool:
-        """Return whether the next step can be decided before the step in flight has a result.
+        """Return True if the next step can be decided before the step in flight has a result.
 
         The next step must not preempt, so every group needs enough free blocks for the running requests.
         """
@@ -224,7 +220,7 @@ class Scheduler:
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Give running requests tokens, and keep one token of the budget for each later request.
 
-        Later prompts for which the step's prompt limit has no token keep none.
+        Later prompts beyond the step's limit on prompt tokens keep none.
         """
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
@@ -239,16 +235,12 @@ class Scheduler:
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
-                plan.give(request, 1)  # usual: one token, into a block that it has
+                plan.give(request, 1)  # usual case: one token, in a block that the request has
             else:
                 num_without = max(num_prompts_after - plan.prompt_budget, 0)
                 self._grow(plan, request, num_remaining, num_after - num_without)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
-        """Give a running request tokens and blocks, preempting requests if necessary.
-
-        num_kept: budget for later requests.
-        """
         of_prompt, num_computed = is_prefill(request), request.num_computed_tokens
         cost = self._state.prompt_cost if of_prompt else PLAIN_COST
         most = min(num_remaining, self.config.long_prefill_token_threshold or num_remaining)
@@ -270,7 +262,7 @@ class Scheduler:
                 plan.is_short |= fitting < most
                 return
             if plan.has_admitted:
-                return  # an admitted request took the blocks
+                return
             if self._state.in_flight.steps:
                 self._note_stalled(request, plan)
                 return
@@ -283,7 +275,6 @@ class Scheduler:
                 return
 
     def _preempt(self, victim: Request, beneficiary: Request, plan: StepPlan, *, forced: bool = False) -> None:
-        """Preempt `victim`, and return its tokens to the budget. forced: a simulation asked for it."""
         plan.take_back(victim)
         manager, num_lost = self.kv_cache_manager, victim.num_computed_tokens
         swaps = should_swap(self.config, num_lost, manager.num_blocks_for(num_lost)) and manager.swap_out(victim)
@@ -293,7 +284,6 @@ class Scheduler:
         self._emit(events.RequestPreempted, victim.request_id, beneficiary.request_id, num_lost, swaps, policy)
 
     def _stall(self, request: Request, plan: StepPlan) -> None:
-        """Let a request wait for blocks. If it runs alone and no block is pinned, end it with reason `length`."""
         self._note_stalled(request, plan)
         if len(self.running) == 1 and not self.kv_cache_manager.num_transfers:
             self._news.append(self._lifecycle.end(request, RequestStatus.FINISHED_LENGTH_CAPPED))
@@ -324,7 +314,7 @@ class Scheduler:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a step's result. Ignores results of any but the oldest step in flight."""
+        """Process the result of the oldest step in flight. Ignores results of other steps."""
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step) if result.step == scheduled.step else None
         if step is None:
@@ -334,11 +324,7 @@ class Scheduler:
         return self._take_news() + self._results.process(step, result)
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End every request of the failed oldest step in flight with an error.
-
-        The worker may have missed the step's notices of ended requests and cancelled transfers, so the next step
-        repeats them. Requests only in a later step are preempted.
-        """
+        """End all requests of the oldest step in flight with an error, and preempt requests of later steps."""
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)
         if step is None:
@@ -353,9 +339,9 @@ class Scheduler:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Return whether a step has anything to do.
+        """Return True if another step has anything to do.
 
-        Ended requests and cancels alone count, unless a step with only these has just failed.
+        Notices of ended requests and cancelled transfers count, unless a step with only such notices has just failed.
         """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
@@ -371,9 +357,9 @@ class Scheduler:
         return len(self.requests)
 
     def check_when_idle(self) -> list[invariants.Breach]:
-        """Check all invariants if the core is idle, every `IDLE_CHECK_INTERVAL_S`. Returns the breaches.
+        """Check all invariants every `IDLE_CHECK_INTERVAL_S` if the core is idle. Returns the breaches.
 
-        Their blocks are quarantined: a leak must not stop the engine.
+        The blocks of a breach are quarantined, so that a leak does not stop the engine.
         """
         self._emitter.now = now = self._clock()
         if self.has_work() or now < self._next_check:
@@ -387,7 +373,7 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Kept records; 0 without requests."""
+        """Records kept for open requests."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.waiting_requests.num_records + self.kv_cache_manager.num_tracked_requests
 

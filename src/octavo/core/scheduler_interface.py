@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerInterface(Protocol):
-    """What the engine core uses."""
+    """The methods that the engine core calls."""
 
     def schedule(self) -> SchedulerOutput:
         """See `Scheduler`."""
@@ -74,7 +74,7 @@ class SchedulerInterface(Protocol):
 
 
 def map_blocks(scheduler: Scheduler) -> BlockMap:
-    """Map requests to blocks of the first KV group."""
+    """Return block states and block tables of the first KV group."""
     tables = ((request_id, request.sequence.block_table) for request_id, request in scheduler.requests.items())
     holders = {request_id: list(table) for request_id, table in tables if table}
     manager = scheduler.kv_cache_manager

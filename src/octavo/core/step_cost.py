@@ -1,4 +1,4 @@
-"""Estimates durations."""
+"""Estimates durations from recent ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Averages of similar steps. last: number of the newest one."""
+    """Averages over steps of similar size. last: number of the newest step."""
 
     rows: float
     seconds: float
@@ -17,14 +17,14 @@ class _Measured:
 
 
 class StepCost:
-    """Recent durations of steps, of a draft model's passes or of loads, by number of rows (tokens).
+    """Learns durations of steps, draft model passes or loads, by number of rows (tokens).
 
-    Estimates beyond the measured sizes are optimistic, so these are tried: more rows are free, fewer proportionally
-    faster.
+    Estimates beyond the measured sizes are optimistic, so that such sizes are tried: more rows take no more time, and
+    fewer rows take proportionally less.
     """
 
-    _WEIGHT = 0.2  # of the newest step
-    _LARGEST = 2.0  # averages; a longer step counts as this long: its size may not be the cause
+    _WEIGHT = 0.2  # weight of the newest step
+    _LARGEST = 2.0  # averages; a longer step counts as this long, because its size may not be the cause
     _NUM_STEPS_KEPT = 1000
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class StepCost:
         self._forget_old()
 
     def skip(self) -> None:
-        """Count an unmeasured step: old ones are forgotten."""
+        """Count an unmeasured step, so that old steps are forgotten."""
         self._num_steps += 1
         self._forget_old()
 
@@ -57,11 +57,11 @@ class StepCost:
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Return whether a step of at most `rows` rows was measured. Call `learn` before."""
+        """Return True if a step of at most `rows` rows was measured. Call `learn` first."""
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:
-        """Estimate a step; 0 if unknown."""
+        """Return the estimated duration of a step, or 0 if unknown."""
         curve = self._curve
         if not curve:
             return 0.0

@@ -12,30 +12,25 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The remaining budget of a step, and the tokens of each request in the order of scheduling.
-
-    prompt_budget: limit on further prompt tokens. of_prompts: requests that used it. surcharge: budget used beyond a
-    prompt's tokens. is_short: the budget cut a request's tokens. num_mixed_prompt_tokens: budget of prompts in a step
-    with decodes. held_up: why no further request may be admitted. has_admitted: the step may preempt none.
-    """
+    """The remaining budget of a step, and the tokens of each request in the order of scheduling."""
 
     initial_budget: int
-    prompt_budget: int
+    prompt_budget: int  # limit on further prompt tokens
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
-    of_prompts: set[str] = field(default_factory=set)
-    surcharge: dict[str, int] = field(default_factory=dict)
+    of_prompts: set[str] = field(default_factory=set)  # requests that used the prompt budget
+    surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses beyond its tokens
     preempted: dict[str, Request] = field(default_factory=dict)
-    held_up: WaitReason | None = None
-    has_admitted: bool = False
-    is_short: bool = False
-    num_mixed_prompt_tokens: int = 0
+    held_up: WaitReason | None = None  # why no further request may be admitted
+    has_admitted: bool = False  # if True, the step may not preempt
+    is_short: bool = False  # the budget cut a request's tokens
+    num_mixed_prompt_tokens: int = 0  # budget that prompts use in a step with decodes
 
     def __post_init__(self) -> None:
         self.budget = self.initial_budget
 
     def lower_budget(self, initial_budget: int) -> None:
-        """Lower the budget. Call it before `give`."""
+        """Lower the budget. Call this before `give`."""
         self.initial_budget = self.budget = min(initial_budget, self.initial_budget)
 
     @property
@@ -48,7 +43,7 @@ class StepPlan:
         return min(count, self.prompt_budget) if of_prompt else count
 
     def give(self, request: Request, count: int, surcharge: int = 0, *, of_prompt: bool = False) -> None:
-        """Schedule tokens. of_prompt: they count as prompt tokens."""
+        """Schedule tokens. of_prompt: True if they count as prompt tokens."""
         if of_prompt:
             self.prompt_budget -= count
             self.of_prompts.add(request.request_id)

@@ -1,9 +1,8 @@
 """Decided steps without a result.
 
-The worker computes steps in order, so a later step may use a block that changed its owner. With `async_scheduling`, a
-step is decided before the previous one has a result: a placeholder stands for each unknown token, the step preempts no
-request, and each request whose known tokens are all computed gets exactly one token. After an unpredicted stop, the
-request's next row is wasted.
+With `async_scheduling`, a step is decided before the previous step has a result. A placeholder replaces each unknown
+token, the step preempts no request, and each request with all known tokens computed gets exactly one token. If a
+request stops unexpectedly, its row (token) in the next step is wasted.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ UNKNOWN_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step decided at `start`, in seconds.
+    """A decided step.
 
     ended_ids: requests that ended later. Their results are dropped, even if new requests reuse the ids.
     """
 
     scheduled: SchedulerOutput
     plan: StepPlan
-    start: float
+    start: float  # time of the decision, in seconds
     ended_ids: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
-        """Return the step's open requests. requests: all by id."""
+        """Return the step's requests that have not ended. requests: all requests by id."""
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.ended_ids]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return whether only the token values are unpredictable, and at least one request continues.
+        """Return True if the step's outcome is predictable except for token values, and a request continues.
 
-        Even unverified drafts make a step unpredictable: they are useless after an unknown token.
+        Any drafts make the outcome unpredictable, because drafts are useless after an unknown token.
         """
         continues, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
@@ -61,7 +60,7 @@ class StepsInFlight:
         self._expected: list[tuple[Request, int, bool]] = []
 
     def take(self, number: int) -> StepInFlight | None:
-        """Take the oldest step, if it has this number."""
+        """Take the oldest step if it has this number."""
         if self.steps and self.steps[0].scheduled.step == number:
             return self.steps.popleft()
         return None
@@ -78,17 +77,17 @@ class StepsInFlight:
             step.ended_ids.add(request_id)
 
     def has(self, request_id: str) -> bool:
-        """Return whether a step computes this request."""
+        """Return True if a step computes this request."""
         return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return whether exactly one step is in flight, with a predictable outcome."""
+        """Return True if exactly one step is in flight and its outcome is predictable."""
         return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
         """Advance requests as if all steps had results. Returns the ids of requests that end by length.
 
-        Appends `UNKNOWN_TOKEN`s. `forget` undoes these changes.
+        Appends an `UNKNOWN_TOKEN` for each expected token. `forget` undoes all changes.
         """
         ending: set[str] = set()
         for step in self.steps:

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def check_stop(request: Request) -> RequestStatus | None:
-    """Return the final status if the newest token ends the request, else None.
+    """Return the final status if the newest token ends the request, otherwise None.
 
-    Writes `request.stop_reason` for a user's stop token. EOS and stop tokens count only after `min_tokens`. The output
+    Writes a user's stop token to `request.stop_reason`. EOS and stop tokens count only after `min_tokens`. The output
     processor finds stop strings.
     """
     sequence = request.sequence

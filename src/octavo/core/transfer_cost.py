@@ -6,13 +6,13 @@ from octavo.core.step_cost import StepCost
 
 
 class TransferCost:
-    """Learned costs of loading and of computing KV.
+    """Learns the costs of loading and of computing KV.
 
-    Loads of unknown duration, and sometimes slower loads, are tried.
+    Loads of unknown duration are tried, and sometimes slower loads.
     """
 
-    _WEIGHT = 0.2  # of the newest step
-    _TRIED_AGAIN = 32  # one in so many slower loads
+    _WEIGHT = 0.2  # weight of the newest step
+    _TRIED_AGAIN = 32  # one of so many slower loads is tried
 
     def __init__(self) -> None:
         self._loads = StepCost()  # seconds of loads by number of tokens
@@ -26,11 +26,11 @@ class TransferCost:
         self._seconds_per_token = known + self._WEIGHT * (new - known) if known else new
 
     def learn_load(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a load. seconds: from its order to its end or expiry."""
+        """Learn from a load. seconds: time from the order to the end or expiry."""
         self._loads.learn(num_tokens, seconds)
 
     def computing_s(self, num_tokens: int) -> float:
-        """Estimate the time; 0 if unknown."""
+        """Return the estimated seconds to compute tokens, or 0 if unknown."""
         return self._seconds_per_token * num_tokens
 
     def is_worth_loading(self, num_tokens: int) -> bool:

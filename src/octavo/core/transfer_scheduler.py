@@ -1,6 +1,6 @@
 """Transfers of KV between this engine and an external store.
 
-A transfer's blocks stay pinned until it has ended or the worker has received its cancellation.
+A transfer's blocks stay pinned until the transfer has ended or the worker has received its cancellation.
 """
 
 from __future__ import annotations
@@ -28,21 +28,18 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-_PROMPT_SHARE = 16  # per request; a step with fewer is mostly decodes
+_PROMPT_SHARE = 16  # tokens per request; a step with fewer is mostly decodes
 _EXPECTED_LOOKUP_S = 5.0  # shortest timeout for KV that another engine computes
-_SAVED_TOGETHER = 8  # blocks of an answer: each save has a fixed cost
+_SAVED_TOGETHER = 8  # blocks of an answer, because each save has a fixed cost
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTransfer:
-    """An open transfer.
-
-    request: waits for the load; None for a save. num_present: blocks before the loaded ones.
-    """
+    """A transfer that has not ended."""
 
     order: KVTransfer
-    request: Request | None
-    num_present: int
+    request: Request | None  # the request that waits for the load; None for a save
+    num_present: int  # blocks before the loaded blocks
     started: float
     deadline: float
 
@@ -54,10 +51,9 @@ class _Lookup:
 
 
 class KVTransferScheduler:
-    """The only user of the connector and of pins in the KV cache.
+    """Only this class uses the connector, and pins blocks of the KV cache.
 
-    Transfer ids are never reused, so a late or double completion finds no transfer. most_saved_blocks: how many blocks
-    saves may pin in all groups, except KV for another engine. reports_dropped_saves: False in replays of old journals.
+    Transfer ids are never reused, so a late or repeated completion matches no transfer.
     """
 
     def __init__(
@@ -82,23 +78,24 @@ class KVTransferScheduler:
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # leading blocks already offered
         self._saving: set[BlockHash] = set()  # blocks in pending saves
-        self._saving_in_part: set[BlockHash] = set()  # without some part: first group only
-        self.reports_dropped_saves = True
+        self._saving_in_part: set[BlockHash] = set()  # blocks saved only from the first group
+        self.reports_dropped_saves = True  # False in replays of old journals
+        # Limit on blocks that saves may pin in every group, except KV for another engine:
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._abandoned: set[str] = set()
-        self._most_loaded: dict[str, int] = {}  # limit in tokens of a second load
+        self._most_loaded: dict[str, int] = {}  # tokens that a second load may have
 
     def __len__(self) -> int:
-        """Count waiting loads."""
+        """Count pending loads."""
         return len(self._load_of)
 
     @property
     def has_work(self) -> bool:
-        """Whether work is pending."""
+        """Whether transfers or cancellations are pending."""
         return bool(self._cancels or self._pending)
 
     @property
@@ -108,7 +105,7 @@ class KVTransferScheduler:
 
     @property
     def num_records(self) -> int:
-        """Kept records; 0 without requests."""
+        """Records kept for open requests."""
         kept = self._load_of, self._abandoned, self._lookups, self._num_offered, self._most_loaded
         return sum(map(len, kept))
 
@@ -117,16 +114,16 @@ class KVTransferScheduler:
         return [each.request for each in self._pending.values() if each.request is not None]
 
     def request_added(self, request: Request) -> None:
-        """Notify the store."""
+        """Notify the store of a new request."""
         self._connector.request_added(request)
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
-        """Return how many tokens to load after the computed ones; None if the store has not answered.
+        """Return how many tokens to load after the computed ones, or None if the store has not answered.
 
-        A multiple of the block size; 0 if a load is not worth its time. may_wait: if False, or after a timeout, a
-        missing answer counts as 0.
+        The number is a multiple of the block size, and 0 if a load is not worth its time. If `may_wait` is
+        False, a missing answer counts as 0.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._abandoned
@@ -160,7 +157,7 @@ class KVTransferScheduler:
         return 0
 
     def is_looking_up(self, request: Request) -> bool:
-        """Return whether a lookup still waits."""
+        """Return True if a request's lookup is pending and has not timed out."""
         lookup = self._lookups.get(request.request_id)
         if lookup is None or self._emitter.now >= lookup.deadline:
             return False
@@ -196,9 +193,9 @@ class KVTransferScheduler:
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return how many tokens are computed if a load's first `num_blocks` blocks arrived.
+        """Return how many tokens count as computed after the first `num_blocks` blocks of a load arrived.
 
-        At least one remains. 0 if the next row (token) would lack a block.
+        At least one token remains to be computed. Return 0 if the next row (token) would lack a block.
         """
         assert load.request is not None
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
@@ -211,8 +208,8 @@ class KVTransferScheduler:
     def offer(self, request: Request) -> None:
         """Order saves of committed blocks that the store wants.
 
-        Blocks of the prompt are saved immediately, blocks of the answer several together or at the end; until then
-        bounded groups may release parts. All KV for another engine may be pinned: no later save follows.
+        Blocks of the prompt are saved immediately, and blocks of the answer several at a time or when the request ends.
+        KV for another engine may pin any number of blocks, because no later save follows.
         """
         if not self.has_store:
             return
@@ -242,7 +239,7 @@ class KVTransferScheduler:
         first = self._num_offered.get(request.request_id, 0)
         end = self._manager.prefix_cache.num_committed_blocks(request)
         if end <= first or end * self._manager.block_size < self._min_tokens:
-            return  # usual case: the store is not asked, so no journal records it
+            return
         wanted = self._connector.keys_to_save(request.block_hashes[first:end]) - self._saving - self._saving_in_part
         if wanted:
             self._emitter.emit(events.KVSavesDropped, request.request_id, len(wanted))
@@ -261,10 +258,10 @@ class KVTransferScheduler:
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
-        """Return the usable part of a prefix hit: all of it, unless the KV is for another engine.
+        """Return the usable blocks of a prefix hit: all blocks, unless the KV is for another engine.
 
-        That engine needs every block, so the hit ends before the first lacking one that cannot be saved whole. Earlier
-        lacking blocks are saved immediately, before they lose a part.
+        The other engine needs every block from the store. So the hit ends before the first block that the store lacks
+        and that cannot be saved with all parts. Earlier blocks that the store lacks are saved immediately.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -282,10 +279,10 @@ class KVTransferScheduler:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
-        """Process the end of a transfer. Returns it if it is a pending load.
+        """Process the end of a transfer. Returns the transfer if it is a pending load.
 
-        After an incomplete load, a request does not ask the store again. One exception: if its next row would lack a
-        block, and no other engine provides KV, it asks once more, for fewer blocks.
+        After an incomplete load, a request does not ask the store again. One exception: if the request's next row would
+        lack a block, and no other engine provides its KV, the request asks once more, for fewer blocks.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -310,7 +307,6 @@ class KVTransferScheduler:
         return pending
 
     def _learn_load(self, load: PendingTransfer, now: float) -> None:
-        """Learn a load's duration, unless another engine was computing the KV."""
         assert load.request is not None
         if not load.request.expects_kv:
             num_tokens = len(load.order.keys) * self._manager.block_size
@@ -327,21 +323,18 @@ class KVTransferScheduler:
             self._cost.learn_step(num_tokens, seconds)
 
     def expired(self, now: float) -> list[Request]:
-        """Cancel overdue saves. Returns overdue loads' requests. Deadlines increase with transfer ids."""
-        waiting: list[Request] = []
+        """Cancel overdue saves. Returns the requests of overdue loads."""
+        waiting: list[Request] = []  # deadlines increase with transfer ids
         for pending in list(takewhile(lambda each: each.deadline <= now, self._pending.values())):
             if pending.request is None:
                 self._cancel(pending, "expired")
             else:
-                self._learn_load(pending, now)  # a lower bound
+                self._learn_load(pending, now)
                 waiting.append(pending.request)
         return waiting
 
     def cancel(self, request: Request, outcome: str) -> None:
-        """Cancel a request's load. The request does not ask the store again.
-
-        If the worker has the order, the blocks stay pinned until it has received the cancellation.
-        """
+        """Cancel a request's load. The request does not ask the store again."""
         self._abandoned.add(request.request_id)
         self._cancel(self._pending[self._load_of[request.request_id]], outcome)
 
@@ -375,12 +368,12 @@ class KVTransferScheduler:
     # --- with the worker ----------------------------------------------------------------------------------------------
 
     def take_orders(self) -> list[KVTransfer]:
-        """Take new orders."""
+        """Take the new orders."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_cancels(self) -> list[int]:
-        """Take new cancellations."""
+        """Take the ids of newly cancelled transfers."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
@@ -390,7 +383,7 @@ class KVTransferScheduler:
             self._manager.unpin(transfer_id)
 
     def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
-        """Cancel a failed step's transfers, and repeat its cancellations. Returns cancelled loads' requests."""
+        """Cancel a failed step's transfers, and repeat its cancellations. Returns the requests of cancelled loads."""
         self._cancels += cancels
         failed = []
         for order in orders:
@@ -405,7 +398,7 @@ class KVTransferScheduler:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Order the last saves, and drop all records. Call it before blocks are freed."""
+        """Order a request's last saves, and drop its records. Call this before its blocks are freed."""
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:

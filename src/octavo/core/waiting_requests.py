@@ -1,4 +1,4 @@
-"""Waiting requests without blocks."""
+"""Requests in the queue, and requests that are deferred."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class _Deferred:
 
 
 class WaitingRequests:
-    """The queue, and deferred requests, which return to its front. num_tokens: of both."""
+    """The queue, and deferred requests, which later return to its front."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
-        self.num_tokens = 0
+        self.num_tokens = 0  # of all these requests
         self._deferred: dict[str, _Deferred] = {}
         self._never_deferred: set[str] = set()
 
@@ -46,7 +46,7 @@ class WaitingRequests:
 
     @property
     def num_records(self) -> int:
-        """Kept records; 0 without requests."""
+        """Records kept for open requests."""
         return len(self) + len(self._never_deferred)
 
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
@@ -72,7 +72,7 @@ class WaitingRequests:
         self.num_tokens += request.num_tokens
 
     def take(self) -> Request:
-        """Take the first request."""
+        """Take the queue's first request."""
         request = self.queue.pop_request()
         self.num_tokens -= request.num_tokens
         return request
@@ -88,7 +88,7 @@ class WaitingRequests:
         self._never_deferred.discard(request.request_id)
 
     def may_defer(self, request: Request) -> bool:
-        """Return False if an earlier deferral timed out."""
+        """Return False if an earlier deferral of the request timed out."""
         return request.request_id not in self._never_deferred
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
@@ -98,9 +98,9 @@ class WaitingRequests:
         return request
 
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
-        """Requeue deferred requests whose wait is over. Returns each, with True if it timed out."""
+        """Requeue deferred requests that need not wait longer. Returns each with True if its wait timed out."""
         returned = []
-        # The last first: each is put before the later ones.
+        # In reverse order, because each request is put back at the front.
         for deferred in reversed(list(self._deferred.values())):
             is_coming = deferred.is_pending()
             if is_coming and step < deferred.until_step:

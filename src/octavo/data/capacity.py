@@ -23,11 +23,9 @@ class KVGroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """The limits in effect, perhaps lower than the configured ones.
+    """The limits in effect, which may be lower than the configured limits.
 
-    Names are from vLLM and TGI. num_gpu_blocks, kv_block_bytes: of the first KV group; the bytes include a draft
-    model's KV. num_cpu_blocks: host blocks. kv_transfer_port: of a prefill engine. kv_format: all that a prefill or
-    decode engine's KV depends on besides tokens.
+    Names are from vLLM and TGI.
     """
 
     max_num_seqs: int
@@ -35,18 +33,18 @@ class EngineCapacity:
     async_scheduling: bool
     max_batch_prefill_tokens: int
     max_batch_total_tokens: int
-    num_gpu_blocks: int
-    num_cpu_blocks: int
+    num_gpu_blocks: int  # of the first KV group
+    num_cpu_blocks: int  # in host memory
     block_size: int
     kv_cache_dtype: str
     enable_prefix_caching: bool
     speculative_method: str = "none"
     num_speculative_tokens: int = 0
-    kv_block_bytes: int = 0
+    kv_block_bytes: int = 0  # of the first KV group, including a draft model's KV
     bounded_groups: tuple[KVGroupCapacity, ...] = ()
     role: str = "both"
-    kv_transfer_port: int | None = None
-    kv_format: dict[str, str] | None = None
+    kv_transfer_port: int | None = None  # of a prefill engine
+    kv_format: dict[str, str] | None = None  # what a prefill or decode engine's KV depends on, except tokens
     fingerprint: EngineFingerprint | None = None
 
     @classmethod
@@ -66,7 +64,7 @@ class EngineCapacity:
         kv_format: dict[str, str] | None = None,
         fingerprint: EngineFingerprint | None = None,
     ) -> EngineCapacity:
-        """Return the configurations' limits."""
+        """Derive the limits from the configuration."""
         num_tokens = num_blocks * cache.block_size
         largest_step = min(scheduler.max_num_batched_tokens, num_tokens)
         prefill, total = scheduler.max_batch_prefill_tokens, scheduler.max_batch_total_tokens

@@ -9,12 +9,7 @@ from octavo.data.model_output import TokenLogprobs  # noqa: TC001  msgspec reads
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """The new tokens of one output stream. Exactly one output, with a finish reason, ends each stream.
-
-    num_computed_tokens: so far, including repeated ones. admitted_time: first admission, in seconds of the engine's
-    clock. error: an `ErrorCode`, or a failed step's message. pooled: float32 in the machine's byte order.
-    num_draft_tokens, num_accepted_tokens: of this step.
-    """
+    """The new tokens of one output stream. Exactly one output, with a finish reason, ends each stream."""
 
     request_id: str
     new_token_ids: list[int] = field(default_factory=list)
@@ -23,9 +18,9 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
-    admitted_time: float | None = None
-    error: str | None = None
-    pooled: bytes | None = None
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_computed_tokens: int = 0  # so far, including repetitions
+    admitted_time: float | None = None  # first admission, in seconds on the engine's clock
+    error: str | None = None  # an `ErrorCode`, or a failed step's message
+    pooled: bytes | None = None  # float32 in the machine's byte order
+    num_draft_tokens: int = 0  # of this step
+    num_accepted_tokens: int = 0  # of this step

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from octavo.data.events import DraftsVerified
 
-_PRIOR_WEIGHT = 2.0  # verified drafts that a prior counts as
+_PRIOR_WEIGHT = 2.0  # in verified drafts
 _FADING = 0.98  # factor on the weight of observations in `fade`
 
 
@@ -20,8 +20,7 @@ _FADING = 0.98  # factor on the weight of observations in `fade`
 class DraftStats:
     """Counts of verified drafts. A draft is all tokens guessed for one request in one step.
 
-    seconds: of steps with drafts. seconds_without: estimate for the same tokens without drafts. Both count only steps
-    with an estimate.
+    Durations count only steps with an estimate.
     """
 
     num_drafts: int = 0
@@ -29,8 +28,8 @@ class DraftStats:
     num_accepted_tokens: int = 0
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    seconds_without: float = 0.0
+    seconds: float = 0.0  # of steps with drafts
+    seconds_without: float = 0.0  # estimate for the same tokens without drafts
 
     def add(self, event: DraftsVerified | DraftsTimed) -> None:
         """Count an event."""
@@ -52,7 +51,7 @@ class DraftStats:
 
     @property
     def speed_up(self) -> float | None:
-        """Speed relative to steps without drafts; None if unknown."""
+        """Speed relative to steps without drafts, or None if unknown."""
         return self.seconds_without / self.seconds if self.seconds else None
 
     @property
@@ -73,9 +72,9 @@ class DraftStats:
 
 
 class AcceptanceRates:
-    """Acceptance rate of each draft position, given that all earlier ones were accepted.
+    """Acceptance rate of each draft position if all earlier positions were accepted.
 
-    decay: relative weight of the previous observation, 0 to 1.
+    decay: factor on the weight of earlier observations, 0 to 1.
     """
 
     __slots__ = ("_decay", "_right", "_tried")
@@ -102,7 +101,7 @@ class AcceptanceRates:
         self._tried = [_FADING * each for each in self._tried]
 
     def rates(self, priors: Sequence[float]) -> list[float]:
-        """Return rates by position. priors: rates without observations."""
+        """Return rates by position. priors: rates to assume without observations."""
         known = len(self._tried)
         return [
             (_PRIOR_WEIGHT * prior + self._right[place]) / (_PRIOR_WEIGHT + self._tried[place])

@@ -1,4 +1,4 @@
-"""Typed events for every transition of the core. All figures are counted from them."""
+"""Typed events for every transition of the core. All figures are counted from these events."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A core's event. time: on the engine's clock, in seconds."""
+    """An event of the core."""
 
     step: int
-    time: float
+    time: float  # seconds on the engine's clock
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent(Event):
-    """A request's event."""
+    """An event of one request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued(RequestEvent):
-    """A request waits. arrival_time: before the core accepted it."""
+    """A request was queued."""
 
     num_prompt_tokens: int
     priority: int
     tenant: str
     num_ahead: int
-    arrival_time: float
+    arrival_time: float  # before the core accepted the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class RequestBlocked(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestParked(RequestEvent):
-    """A request was deferred. owner: computes the awaited block; None: it waits for a store."""
+    """A request was deferred."""
 
-    owner: str | None
+    owner: str | None  # request that computes the awaited block; None if a store is awaited
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUnparked(RequestEvent):
-    """A deferred request is queued again. timed_out: its wait was in vain."""
+    """A deferred request is queued again."""
 
     timed_out: bool
 
@@ -91,20 +91,16 @@ class KVLoadStarted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVLoadEnded(RequestEvent):
-    """A load ended. outcome: done, failed, expired or cancelled.
-
-    num_tokens: with KV that arrived. seconds: since the order. computing_s: estimated seconds to compute them; 0 if
-    unknown. moves: by tier. resumed: after a preemption.
-    """
+    """A load ended."""
 
     transfer_id: int
-    outcome: str
-    num_tokens: int
-    seconds: float
-    computing_s: float
+    outcome: str  # done, failed, expired or cancelled
+    num_tokens: int  # with KV that arrived
+    seconds: float  # since the order
+    computing_s: float  # estimated seconds to compute these tokens; 0 if unknown
     store: str
-    moves: tuple[TierMove, ...]
-    resumed: bool
+    moves: tuple[TierMove, ...]  # one for each tier
+    resumed: bool  # after a preemption
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +113,17 @@ class KVSaveStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveEnded(Event):
-    """A save ended. outcome: done, failed or expired.
-
-    moves: blocks that each tier took; none that it had.
-    """
+    """A save ended."""
 
     transfer_id: int
     num_blocks: int
-    outcome: str
-    moves: tuple[TierMove, ...]
+    outcome: str  # done, failed or expired
+    moves: tuple[TierMove, ...]  # without blocks that a tier already had
 
 
 @dataclass(frozen=True, slots=True)
 class KVSavesDropped(RequestEvent):
-    """Blocks are not saved: too many saves are pending."""
+    """Blocks are not saved, because too many saves are pending."""
 
     num_blocks: int
 
@@ -145,7 +138,7 @@ class StoreBlocksEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class TokenPostponed(RequestEvent):
-    """A request's grammar was not walked in time, so it got no token."""
+    """A request got no token, because the tokens that its grammar allows were not computed in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +151,9 @@ class DraftsVerified(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsTimed(Event):
-    """Seconds of a step with drafts, drafting included, and an estimate without drafts.
+    """Seconds of a step with drafts, including drafting, and an estimate without drafts.
 
-    Only for steps without prompts, after steps without drafts were measured.
+    Emitted only for steps without prompts, after steps without drafts were measured.
     """
 
     seconds: float
@@ -169,7 +162,7 @@ class DraftsTimed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted(RequestEvent):
-    """A request runs."""
+    """A request runs or loads KV."""
 
     num_cached_tokens: int
     num_tokens: int
@@ -178,16 +171,15 @@ class RequestAdmitted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted(RequestEvent):
-    """A request's blocks were released for `beneficiary`, possibly itself.
+    """A request's blocks were released for `beneficiary`, which may be the same request.
 
-    swapped: its KV is in host memory; otherwise it is computed again, unless still cached. policy: "" if the preemption
-    was injected or followed a failed step.
+    If `swapped`, the KV is in host memory; otherwise the KV is computed again, unless still cached.
     """
 
     beneficiary: str
     num_lost_tokens: int
     swapped: bool
-    policy: str
+    policy: str  # "" if the preemption was injected or followed a failed step
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,17 +192,13 @@ class RequestFinished(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheQueried(RequestEvent):
-    """A request's first admission looked up its prefix.
-
-    num_host_tokens: hits in host memory. miss: why the next full block was not found; None if no more were useful.
-    position: of the first differing token.
-    """
+    """A request's first admission looked up its prefix."""
 
     num_query_tokens: int
     num_hit_tokens: int
-    num_host_tokens: int
-    miss: str | None
-    position: int | None
+    num_host_tokens: int  # hits in host memory
+    miss: str | None  # why the next full block was not found; None if no further block was useful
+    position: int | None  # of the first differing token
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +217,11 @@ class BlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlockOffloaded(Event):
-    """A KV group's evicted content is copied to host memory. groups: the copied ones."""
+    """Evicted content is copied to host memory."""
 
     block_id: int
     host_block_id: int
-    groups: tuple[int, ...] = (0,)
+    groups: tuple[int, ...] = (0,)  # KV groups that the content is from
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,20 +233,17 @@ class HostBlockEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostBlocksFound(RequestEvent):
-    """A request starts or resumes with KV from host memory.
-
-    computing_s: as in `KVLoadEnded`. num_copied: by KV group.
-    """
+    """A request starts or resumes with KV from host memory."""
 
     num_blocks: int
     num_tokens: int
-    computing_s: float
-    num_copied: tuple[int, ...] = ()
+    computing_s: float  # as in `KVLoadEnded`
+    num_copied: tuple[int, ...] = ()  # blocks by KV group
 
 
 @dataclass(frozen=True, slots=True)
 class HostBlocksCopied(Event):
-    """A step began with copies to host memory and back, preempted requests' included."""
+    """A step began with copies to host memory and back, including KV of preempted requests."""
 
     saved: TierMove
     loaded: TierMove
@@ -266,19 +251,15 @@ class HostBlocksCopied(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepScheduled(Event):
-    """A step with tokens was decided.
+    """A step with tokens was decided."""
 
-    num_scheduled_tokens: in the order of scheduling. kv_cache_usage: share of held blocks of the first KV group, 0 to
-    1; bounded_usage: of the fullest bounded group. prefill_limit: see `octavo.core.policy.Batching`.
-    """
-
-    num_scheduled_tokens: Mapping[str, int]
+    num_scheduled_tokens: Mapping[str, int]  # in the order of scheduling
     num_tokens: int
     num_running: int
     num_waiting: int
-    kv_cache_usage: float
-    prefill_limit: int = 0
-    bounded_usage: float = 0.0
+    kv_cache_usage: float  # share of the first KV group's blocks that are held, 0 to 1
+    prefill_limit: int = 0  # see `octavo.core.policy.Batching`
+    bounded_usage: float = 0.0  # the same share of the fullest bounded group
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +271,7 @@ class StepCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KernelsCompiled(Event):
-    """The step waited for kernels unknown to the warm-up."""
+    """The step waited for kernels that the warm-up did not compile."""
 
     num_kernels: int
 
@@ -299,7 +280,8 @@ class KernelsCompiled(Event):
 class StepFailed(Event):
     """A step was not computed.
 
-    If the worker failed in this step, its requests end with an error; if in an earlier step, they start again.
+    If the worker failed in this step, the step's requests end with an error. If the worker failed in an earlier step,
+    this step's requests start again.
     """
 
     message: str
@@ -307,9 +289,9 @@ class StepFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class BlocksQuarantined(Event):
-    """Blocks of the first KV group were quarantined: an invariant did not hold."""
+    """Blocks were quarantined, because an invariant did not hold."""
 
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]  # of the first KV group
     reason: str
 
 
@@ -320,7 +302,7 @@ class StaleResultDropped(Event):
     detail: str
 
 
-# `Event.__subclasses__()` also has the classes that `slots=True` replaces.
+# Not `Event.__subclasses__()`, which also has the classes that `slots=True` replaces.
 EVENT_TYPES: tuple[type[Event], ...] = tuple(
     kind
     for kind in list(globals().values())
@@ -355,7 +337,7 @@ class EventLog:
         self.events.append(event)
 
     def of_type(self, kind: type[EventT]) -> list[EventT]:
-        """Return a type's events."""
+        """Return the events of one type."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -366,6 +348,6 @@ class FanOut:
         self._sinks = tuple(sinks)
 
     def emit(self, event: Event) -> None:
-        """Pass an event on."""
+        """Pass an event to each sink."""
         for sink in self._sinks:
             sink.emit(event)

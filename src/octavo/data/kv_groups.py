@@ -1,7 +1,7 @@
-"""KV groups: layers that keep KV of the same positions, in their own blocks.
+"""KV groups. The layers of a group keep KV of the same positions, in blocks of the group.
 
-The first group keeps every position; its blocks carry the names by which prefixes are found. Other groups keep only
-positions that a later row can still read. A new kind needs a class decorated with `register`, and an attention kernel.
+The first group keeps every position, and lookups find prefixes by its blocks. Bounded groups keep only positions that a
+later row (token) can still read. A new kind needs a class with the decorator `register`, and an attention kernel.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ NO_BLOCK = -1  # in a block table, for a block that is not held
 
 
 class KVGroupKind(Protocol):
-    """The positions that a group's rows (tokens) read. name: for journals and messages."""
+    """The positions that a group's rows (tokens) read."""
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # for journals and messages
 
     @property
     def most_positions(self) -> int | None:
-        """Limit on the positions that a row reads, its own included, if any."""
+        """Limit on the positions that a row reads, including the row's position, or None for no limit."""
         ...
 
     def first_position(self, num_tokens: int) -> int:
         """Return the first position that the row at position `num_tokens` reads.
 
-        It never decreases, so a request never needs earlier positions again.
+        The result never decreases, so a request never needs earlier positions again.
         """
         ...
 
@@ -35,13 +35,13 @@ _KINDS: dict[str, type[KVGroupKind]] = {}
 
 
 def register(kind: _Kind) -> _Kind:
-    """Register a kind. A class decorator."""
+    """Register a kind, as a class decorator."""
     _KINDS[kind.name] = kind
     return kind
 
 
 def kind_named(name: str) -> type[KVGroupKind]:
-    """Return a kind. Raises KeyError."""
+    """Return the kind with this name. Raises KeyError if unknown."""
     return _KINDS[name]
 
 
@@ -66,13 +66,10 @@ class FullAttention:
 @register
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """The row at position p reads the positions max(0, p - window + 1) to p.
-
-    window: the largest one of the layers, in tokens.
-    """
+    """The row at position p reads the positions max(0, p - window + 1) to p."""
 
     name: ClassVar[str] = "sliding_window"
-    window: int
+    window: int  # the largest window of the layers, in tokens
 
     @property
     def most_positions(self) -> int:
@@ -100,14 +97,14 @@ class KVGroupSpec:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> KVGroupSpec:
-        """Read `to_json`'s object. Raises KeyError for an unknown kind."""
+        """Read a result of `to_json`. Raises KeyError if the kind is unknown."""
         options = dict(fields)
         kind, num_blocks = kind_named(options.pop("kind")), options.pop("num_blocks")
         return cls(kind(**options), num_blocks)
 
 
 def num_blocks_read(kind: KVGroupKind, block_size: int) -> int | None:
-    """Return how many blocks one row reads at most; None: no limit."""
+    """Return how many blocks one row reads at most, or None for no limit."""
     most = kind.most_positions
     return None if most is None else -(-(most - 1) // block_size) + 1
 
@@ -121,10 +118,10 @@ def longest_hit(
     first_block: int = 0,
     limit: int | None = None,
 ) -> int:
-    """Return the most blocks from `first_block` on after which a request's next row finds all it reads.
+    """Return the largest number of blocks from `first_block` on after which a request can continue.
 
-    is_there: from `first_block` on; all earlier blocks are there. num_tokens: of the sequence; the last token is always
-    computed.
+    A request can continue if all blocks that its next row reads are present. is_there: True for each present block from
+    `first_block` on; earlier blocks are present. num_tokens: length of the sequence; the last token is always computed.
     """
     run = longest = 0
     for count, has_block in enumerate(is_there[:limit], 1):

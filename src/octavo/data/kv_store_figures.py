@@ -9,12 +9,11 @@ from dataclasses import dataclass
 class KVStoreFigures:
     """Figures of one store, counted by its client in this engine.
 
-    num_blocks, num_bytes: as of the last call. num_corrupt: blocks that differed from their saved content. is_usable: 1
-    if the store is open, its last call succeeded, and no call hangs; else 0.
+    is_usable: 1 if the store is open, its last call succeeded, and no call hangs; otherwise 0.
     """
 
-    num_blocks: int = 0
-    num_bytes: int = 0
-    num_corrupt: int = 0
+    num_blocks: int = 0  # at the last call
+    num_bytes: int = 0  # at the last call
+    num_corrupt: int = 0  # blocks that differed from their saved content
     num_errors: int = 0
     is_usable: int = 0

@@ -1,4 +1,4 @@
-"""Figures of tiers."""
+"""Figures of the tiers that hold KV."""
 
 from __future__ import annotations
 
@@ -17,26 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KVTierFigures:
-    """Totals of one tier. Those of host memory include copies of preempted requests.
+    """Totals of one tier. The totals of host memory include copies of preempted requests."""
 
-    num_hit_tokens: found at a request's first admission. load_seconds, save_seconds: the tier's own time.
-    computing_seconds: estimated time of computing instead. Both count only loads with an estimate.
-    """
-
-    num_hit_tokens: int = 0
+    num_hit_tokens: int = 0  # found at first admissions
     num_loaded_blocks: int = 0
     loaded_bytes: int = 0
-    load_seconds: float = 0.0
+    load_seconds: float = 0.0  # time that the tier took
     num_saved_blocks: int = 0
     saved_bytes: int = 0
-    save_seconds: float = 0.0
+    save_seconds: float = 0.0  # time that the tier took
     num_evicted: int = 0
-    wait_seconds: float = 0.0
-    computing_seconds: float = 0.0
+    wait_seconds: float = 0.0  # of loads with an estimate in `computing_seconds`
+    computing_seconds: float = 0.0  # estimated time of computing instead of loading
 
 
 class TierShare(NamedTuple):
-    """A tier's share."""
+    """A tier's share of a load."""
 
     move: TierMove
     num_tokens: int
@@ -47,7 +43,7 @@ class TierShare(NamedTuple):
 def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
     """Yield each tier's share of a load.
 
-    The waiting time is divided by the tiers' own times, other figures by numbers of blocks.
+    The waiting time is divided in proportion to the tiers' times, other figures in proportion to blocks.
     """
     num_blocks = sum(move.num_blocks for move in load.moves)
     seconds = sum(move.seconds for move in load.moves)

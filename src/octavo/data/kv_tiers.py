@@ -8,21 +8,18 @@ DEVICE, HOST = "device", "host"  # each store has its own name
 
 
 class TierMove(NamedTuple):
-    """Blocks moved between the device and one tier. seconds: the tier's time."""
+    """Blocks moved between the device and one tier."""
 
     tier: str
     num_blocks: int
     num_bytes: int
-    seconds: float
+    seconds: float  # time that the tier took
 
 
 class EndedTransfer(NamedTuple):
-    """An ended transfer, with its number of moved leading blocks.
-
-    moves: by tier. evicted: (tier, blocks since the last report).
-    """
+    """An ended transfer."""
 
     transfer_id: int
-    num_blocks: int
-    moves: tuple[TierMove, ...] = ()
-    evicted: tuple[tuple[str, int], ...] = ()
+    num_blocks: int  # leading blocks that were moved
+    moves: tuple[TierMove, ...] = ()  # one for each tier
+    evicted: tuple[tuple[str, int], ...] = ()  # (tier, blocks evicted since the last report)

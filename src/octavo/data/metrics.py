@@ -1,4 +1,4 @@
-"""Figures of an engine, counted from its events. vLLM's names have vLLM's meanings."""
+"""Figures of an engine, counted from its events. Names from vLLM have vLLM's meanings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.data.request import RequestStatus
 if TYPE_CHECKING:
     from octavo.data.events import Event
 
-# Every value has a counter from the start: rates include the first event.
+# Every value has a counter from the start, so that rates include the first event.
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
 _SAVE_OUTCOMES = ("done", "failed", "expired")
@@ -56,7 +56,7 @@ _STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations in buckets: counts[i] of them are above bounds[i - 1] and at most bounds[i]."""
+    """Observations in buckets. counts[i]: values above bounds[i - 1] and at most bounds[i]."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -76,15 +76,7 @@ class Histogram:
 class EngineStats:
     """Figures of one engine. Times are in seconds. A request is one output stream.
 
-    num_requests_running, num_requests_waiting, kv_cache_usage, bounded_usage and prefill_limit are as of the last
-    event; other figures are totals since the start.
-
-    prompt_tokens: of requests with a first token, cached tokens included. tenant_tokens: by tenant, [prompt tokens,
-    generated tokens] of ended requests. time_to_first_token, queue_time and e2e_latency begin with the arrival,
-    prefill_time with the first admission, decode_time with the first token. inter_token_latency: between two steps with
-    tokens. host_cache_hit_blocks, num_offloaded_blocks: of the first KV group; host_cache_hit_parts,
-    num_offloaded_parts: of bounded groups, by index. kv_load_seconds, kv_computing_seconds: waiting time, and the
-    estimate for computing instead, of loads with an estimate. kv_dropped_save_blocks: wanted by a store, but not saved.
+    The first five figures are as of the last event; all other figures are totals since the start.
     """
 
     num_requests_running: int = 0
@@ -93,30 +85,30 @@ class EngineStats:
     bounded_usage: float = 0.0
     prefill_limit: int = 0
     num_steps: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # of requests with a first token, including cached tokens
     generation_tokens: int = 0
     scheduled_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     host_cache_hits: int = 0
-    host_cache_hit_blocks: int = 0
-    num_offloaded_blocks: int = 0
-    host_cache_hit_parts: dict[int, int] = field(default_factory=dict)
-    num_offloaded_parts: dict[int, int] = field(default_factory=dict)
+    host_cache_hit_blocks: int = 0  # of the first KV group
+    num_offloaded_blocks: int = 0  # of the first KV group
+    host_cache_hit_parts: dict[int, int] = field(default_factory=dict)  # by index of bounded group
+    num_offloaded_parts: dict[int, int] = field(default_factory=dict)  # by index of bounded group
     num_preemptions: int = 0
     recomputed_tokens: int = 0
     num_failed_steps: int = 0
     num_compilations: int = 0
     num_quarantined_blocks: int = 0
     request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
-    tenant_tokens: dict[str, list[int]] = field(default_factory=dict)
+    tenant_tokens: dict[str, list[int]] = field(default_factory=dict)  # [prompt, generated] of ended requests
     drafts: DraftStats = field(default_factory=DraftStats)
     kv_load_tokens: int = 0
-    kv_load_seconds: float = 0.0
-    kv_computing_seconds: float = 0.0
+    kv_load_seconds: float = 0.0  # waiting time of loads with an estimate
+    kv_computing_seconds: float = 0.0  # estimated time of computing instead
     kv_loads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LOAD_OUTCOMES, 0))
     kv_saves: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SAVE_OUTCOMES, 0))
-    kv_dropped_save_blocks: int = 0
+    kv_dropped_save_blocks: int = 0  # that a store wanted
     tiers: dict[str, KVTierFigures] = field(default_factory=lambda: {DEVICE: KVTierFigures(), HOST: KVTierFigures()})
     kv_stores: dict[str, KVStoreFigures] = field(default_factory=dict)
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
@@ -145,7 +137,7 @@ class _Life:
 class EngineMetrics:
     """Updates an `EngineStats` from events.
 
-    A request is counted at the `StepCompleted` after its `RequestFinished`.
+    An ended request is counted after the next `StepCompleted`, which has its last tokens.
     """
 
     def __init__(self, stats: EngineStats | None = None) -> None:
@@ -276,7 +268,7 @@ class EngineMetrics:
                 counts[1] += life.num_tokens
         self._ended.clear()
         if not self._lives:
-            stats.kv_cache_usage = stats.bounded_usage = 0.0  # no further step reports it
+            stats.kv_cache_usage = stats.bounded_usage = 0.0  # no further step reports usage
 
 
 def _count(totals: dict[int, int], counts: dict[int, int]) -> None:

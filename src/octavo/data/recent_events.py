@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 class RecentEvents:
     """Keeps the newest events, up to a total weight, for clients that begin to watch.
 
-    `num_seen` is the next event's number, from 0.
+    Events are numbered from 0.
     """
 
     def __init__(self, max_weight: int = 200_000) -> None:
-        self.num_seen = self.weight = 0
+        self.num_seen = self.weight = 0  # `num_seen` is the next event's number
         self._max_weight = max_weight
         self._events: deque[Event] = deque()
 
@@ -42,7 +42,7 @@ class RecentEvents:
 
 
 def weight_of(event: Event) -> int:
-    """Measure an event's memory: 1, plus 1 for each request of a step."""
+    """Return an event's weight: 1, plus 1 for each request of a step."""
     if isinstance(event, StepScheduled):
         return 1 + len(event.num_scheduled_tokens)
     return 1 + len(event.num_new_tokens) if isinstance(event, StepCompleted) else 1

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """A request's state. FINISHED_STOPPED and all later ones are final."""
+    """A request's state. FINISHED_STOPPED and all later states are final."""
 
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
@@ -33,7 +33,7 @@ class RequestStatus(Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's name; None before the end."""
+        """OpenAI's finish reason, or None before the end."""
         return self.value if self.is_finished else None
 
 
@@ -42,32 +42,27 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Positions `first` to `end` - 1 of a prompt: placeholders for other content such as an image.
-
-    key: identity of the content, on which KV from here on depends.
-    """
+    """Positions `first` to `end` - 1 of a prompt: placeholders for other content such as an image."""
 
     first: int
     end: int
-    key: str
+    key: str  # identifies the content, on which the KV of all positions from `first` on depends
 
 
 @dataclass(slots=True)
 class Sequence:
     """The tokens of one output stream and the blocks that hold their KV.
 
-    `ResultProcessor` writes `token_ids`, the KV cache manager all other fields. num_cached_tokens: with KV found at the
-    first start. next_commit: number of computed tokens at which the next commit is due. block_tables: by KV group.
-    first_held: each table's first held index. num_slots: tokens for which every table has blocks.
+    `ResultProcessor` writes `token_ids`, and the KV cache manager writes all other fields.
     """
 
     token_ids: list[int]
     num_prompt_tokens: int
-    num_cached_tokens: int = 0
-    next_commit: int = 0
-    block_tables: list[list[int]] = field(default_factory=lambda: [[]])
-    first_held: list[int] = field(default_factory=lambda: [0])
-    num_slots: int = 0
+    num_cached_tokens: int = 0  # with KV found at the first start
+    next_commit: int = 0  # number of computed tokens at which the next commit is due
+    block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # by KV group
+    first_held: list[int] = field(default_factory=lambda: [0])  # index of each table's first held block
+    num_slots: int = 0  # tokens for which every table has blocks
 
     @property
     def block_table(self) -> list[int]:
@@ -91,23 +86,17 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Count generated tokens."""
+        """Generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
 class Request:
-    """One output stream of a user's request. Only the core changes it: see docs/architecture.md.
+    """One output stream of a user's request. Only the core changes a request (see docs/architecture.md).
 
-    Times are seconds on the engine's clock. fields: override those of `options`. seed: 64 bits. sample_index: the
-    stream's number among the request's n outputs. stop_token_ids: including EOS unless it is ignored. max_total_tokens:
-    limit on prompt and output together; for a pooled prompt the prompt alone. num_computed_in_all: also counts lost
-    positions and rejected drafts. num_prompt_logprobs: delivered ones: a preempted prompt delivers them once. deadline:
-    when the request ends with an error.
-
-    reads_prefix_cache: False for prompt logprobs and mean pooling, which need every prompt position computed.
-    awaits_results: its next step depends on the previous result, because a grammar may postpone its token. adapter: a
-    LoRA adapter; nothing sets it yet. spans: in order and without overlap. rotary_positions: of the prompt's tokens, by
-    dimension; None for one dimension. acceptance: of looked-up drafts; computed_acceptance: of a model's drafts.
+    Times are seconds on the engine's clock. fields: replace fields of `options`. max_total_tokens: limit on prompt and
+    output together; for a pooled prompt, the prompt's length. reads_prefix_cache: False for prompt logprobs and mean
+    pooling, which need every prompt position computed. awaits_results: True if the next step depends on the previous
+    result, because a grammar may postpone a token.
     """
 
     __slots__ = (
@@ -165,15 +154,15 @@ class Request:
         self.options = replace(options, **fields)
         self.arrival_time = arrival_time
         self.arrival_index = 0
-        self.seed = seed
-        self.sample_index = sample_index
-        self.stop_token_ids = stop_token_ids
-        self.adapter = adapter
-        self.spans = spans
+        self.seed = seed  # 64 bits
+        self.sample_index = sample_index  # index among the n outputs
+        self.stop_token_ids = stop_token_ids  # with EOS unless EOS is ignored
+        self.adapter = adapter  # a LoRA adapter, which nothing sets yet
+        self.spans = spans  # in order and without overlap
         if rotary_positions is not None and {*map(len, rotary_positions)} != {len(prompt_token_ids)}:
             raise ValueError("rotary_positions must have one position of each dimension for each token of the prompt")
-        self.rotary_positions = rotary_positions
-        self.deadline = deadline
+        self.rotary_positions = rotary_positions  # by dimension; None for one dimension
+        self.deadline = deadline  # when the request ends with an error
         self.predicted_token_ids = predicted_token_ids
         self.status = RequestStatus.WAITING
         self.admitted_time: float | None = None
@@ -181,24 +170,24 @@ class Request:
         most_output = (sampling_params.max_tokens or 2**62) if sampling_params.pooling is None else 0
         self.max_total_tokens = len(prompt_token_ids) + most_output
         self.num_computed_tokens = 0
-        self.num_computed_in_all = 0
+        self.num_computed_in_all = 0  # includes lost positions and rejected drafts
         self.num_preemptions = 0
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = 0  # already delivered
         self.spec_token_ids: list[int] = []
-        self.acceptance: AcceptanceRates | None = None
-        self.computed_acceptance: AcceptanceRates | None = None
+        self.acceptance: AcceptanceRates | None = None  # of looked-up drafts
+        self.computed_acceptance: AcceptanceRates | None = None  # of a model's drafts
         self.block_hashes: list[bytes] = []
         self.awaits_results = sampling_params.structured_outputs is not None
         self.reads_prefix_cache = sampling_params.prompt_logprobs is None and sampling_params.pooling != "mean"
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, output and drafts."""
+        """Prompt, output and draft tokens."""
         return len(self.sequence.token_ids) + len(self.spec_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The prompt's number of tokens."""
+        """Tokens of the prompt."""
         return self.sequence.num_prompt_tokens
 
     @property
@@ -233,7 +222,7 @@ class Request:
 
     @property
     def hands_kv_over(self) -> bool:
-        """Whether only the prompt's KV is computed, for another engine."""
+        """Whether this engine computes only the prompt's KV, for another engine."""
         return self.kv_transfer_params is not None and self.kv_transfer_params.is_prefill
 
     @property

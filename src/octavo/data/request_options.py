@@ -1,4 +1,4 @@
-"""A request's further options."""
+"""Options of a request, except sampling parameters."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class OptionFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options for scheduling a request and for sharing its KV. No token depends on them.
+    """Options for scheduling a request and for sharing its KV. They never change a token.
 
-    Numbers may be numpy's. Raises `RequestError` with the name of the field.
+    Numbers may be numpy numbers. Raises `RequestError` with the name of an invalid field.
 
     Attributes:
         priority: under the priority policy, lower numbers come first. An integer of 64 bits.

@@ -15,19 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
-    """A whole request, sent when it starts or resumes.
-
-    token_ids: prompt and output so far. block_ids: one table for each KV group.
-    """
+    """A whole request, sent when it starts or resumes."""
 
     request_id: str
-    token_ids: list[int]
+    token_ids: list[int]  # prompt and output so far
     num_prompt_tokens: int
     sampling_params: SamplingParams
     seed: int
     sample_index: int
     stop_token_ids: frozenset[int]
-    block_ids: list[list[int]]
+    block_ids: list[list[int]]  # one table for each KV group
     num_computed_tokens: int
     cache_salt: str | None = None
     predicted_token_ids: list[int] | None = None
@@ -55,10 +52,10 @@ class NewRequestData:
 
 @dataclass(frozen=True, slots=True)
 class CachedRequestData:
-    """Changes of known requests, as parallel lists.
+    """Changes of requests that the worker knows, as parallel lists.
 
     The worker itself appends the tokens that it samples. new_block_ids: for each KV group and request, the ids to
-    append to its table. Groups may get their blocks of a position in different steps.
+    append to the block table.
     """
 
     req_ids: list[str]
@@ -67,22 +64,21 @@ class CachedRequestData:
 
     @classmethod
     def make_empty(cls) -> CachedRequestData:
-        """Return no request's data."""
+        """Return data without requests."""
         return cls([], [], [])
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks that begin a step. The three lists are copied in this order.
+    """Copies of whole blocks at the beginning of a step, list after list in this order.
 
-    swap_out: (group, block, host block). If a host block occurs twice, the last content counts. block_copies: (group,
-    source, target), copy on write. A source may be a later target. swap_in: (group, host block, block). A host block
-    has room for one block of every group.
+    If `swap_out` has a host block twice, the last content counts. A source of a block copy may be a later target. A
+    host block has space for one block of every group.
     """
 
-    swap_out: list[tuple[int, int, int]] = field(default_factory=list)
-    block_copies: list[tuple[int, int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, int, int]] = field(default_factory=list)  # (group, block, host block)
+    block_copies: list[tuple[int, int, int]] = field(default_factory=list)  # (group, source, target), copy on write
+    swap_in: list[tuple[int, int, int]] = field(default_factory=list)  # (group, host block, block)
 
     def __bool__(self) -> bool:
         return bool(self.swap_out or self.block_copies or self.swap_in)
@@ -104,26 +100,26 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    keys: for each block, a hash of everything that its KV depends on (`core.kv.block_hash`). A load gives a block the
+    keys: for each block, a hash of everything that its KV depends on. A load gives a block the
     content saved under its key, or fails for this block. A store keeps the content of all groups under one key.
-    block_ids: for each KV group, parallel to `keys`. `NO_BLOCK`: in a load, no row reads the block; in a save, it was
-    evicted. The first group has every block. request_id: waits for a load; None for a save.
+    block_ids: for each KV group, parallel to `keys`. `NO_BLOCK` means that no row (token) reads a loaded block, or that
+    a saved block was evicted. The first group has every block.
     """
 
     transfer_id: int
     direction: TransferDirection
     keys: list[bytes]
     block_ids: list[list[int]]
-    request_id: str | None = None
+    request_id: str | None = None  # of the request that waits for a load
 
 
 def are_whole(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each block whether every group's content is moved."""
+    """Return True for each block if every group's content is moved."""
     return [NO_BLOCK not in ids for ids in zip(*block_ids, strict=True)]
 
 
 def need_parts(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each loaded block whether a bounded group needs it."""
+    """Return True for each loaded block if a bounded group needs the block."""
     return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
 
 
@@ -131,26 +127,25 @@ def need_parts(block_ids: list[list[int]]) -> list[bool]:
 class SchedulerOutput:
     """One step.
 
-    num_scheduled_tokens: in the order of scheduling, not of rows. scheduled_spec_decode_tokens: drafts to verify, the
-    last of a request's scheduled tokens. kv_transfers: to start after `copies`. kv_cancels: cancelled transfers, whose
-    blocks are neither read nor written after this step. num_pending_transfers: transfers and lookups without a result;
-    if above 0, the worker must be asked for results. max_drafts: limit on each request's new drafts; 0: none; no entry:
-    only the proposer's. If a model drafts, looked-up drafts are not limited.
+    After this step, the worker neither reads nor writes blocks of transfers in `kv_cancels`. max_drafts: limit on each
+    request's new drafts; without an entry, only the proposer's limit applies. If a model drafts, looked-up drafts are
+    not limited.
     """
 
     step: int
     scheduled_new_reqs: list[NewRequestData]
     scheduled_cached_reqs: CachedRequestData
-    num_scheduled_tokens: dict[str, int]
+    num_scheduled_tokens: dict[str, int]  # in the order of scheduling, not of rows
     total_num_scheduled_tokens: int
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
+    # Drafts to verify, which are the last of a request's scheduled tokens:
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     max_drafts: dict[str, int] = field(default_factory=dict)
     copies: BlockCopies = field(default_factory=BlockCopies)
-    kv_transfers: list[KVTransfer] = field(default_factory=list)
+    kv_transfers: list[KVTransfer] = field(default_factory=list)  # to start after `copies`
     kv_cancels: list[int] = field(default_factory=list)
-    num_pending_transfers: int = 0
+    num_pending_transfers: int = 0  # with lookups; if above 0, the worker must be asked for results
 
     @property
     def is_empty(self) -> bool:
@@ -166,12 +161,12 @@ class SchedulerOutput:
 
     @property
     def only_waits_for_transfers(self) -> bool:
-        """Whether only transfers or lookups are pending."""
+        """Whether there are no tokens, only pending transfers or lookups."""
         return bool(self.num_pending_transfers) and not self.num_scheduled_tokens
 
     @property
     def block_ids(self) -> dict[str, list[int]]:
-        """The first group's new blocks."""
+        """New blocks of the first group, by request id."""
         cached = self.scheduled_cached_reqs
         new_block_ids = cached.new_block_ids[0] if cached.req_ids else []
         return {new.request_id: new.block_ids[0] for new in self.scheduled_new_reqs} | dict(

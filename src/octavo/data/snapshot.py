@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class BlockState(IntEnum):
-    """A KV block's state. OWNED: reference count 1. SHARED: above 1."""
+    """A KV block's state. OWNED: reference count 1. SHARED: reference count above 1."""
 
     FREE = 0
     CACHED = 1
@@ -22,23 +22,17 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The first KV group at one moment.
-
-    states: a `BlockState` byte for each block. holders: block tables by request.
-    """
+    """The first KV group at one moment."""
 
     block_size: int
-    states: bytes
-    holders: dict[str, list[int]]
+    states: bytes  # a `BlockState` for each block
+    holders: dict[str, list[int]]  # block tables by request
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """New events since the previous snapshot, without a gap, and the cache after them.
-
-    is_first: the client must discard its state. blocks: None if more snapshots of the same moment follow.
-    """
+    """New events since the previous snapshot, without a gap, and the cache after them."""
 
     events: list[Event]
-    is_first: bool = False
-    blocks: BlockMap | None = None
+    is_first: bool = False  # if True, the client must discard its state
+    blocks: BlockMap | None = None  # None if more snapshots of the same moment follow

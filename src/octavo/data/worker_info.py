@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupInfo:
-    """A KV group, and the bytes of one block."""
+    """A KV group, and the size of one block in bytes."""
 
     spec: KVGroupSpec
     block_bytes: int
@@ -20,32 +20,27 @@ class KVGroupInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """A worker's formats and sizes.
+    """A worker's formats and sizes."""
 
-    device: "cpu" or "cuda". machine: name of the GPU, or the processor's instruction sets as torch names them.
-    kernel_layout: of packed weights, if any. dtype: of activations. scheduler_config: limited to memory.
-    draft_block_bytes: a draft model's, for one block of the first group. kv_layout_version: of blocks in stores.
-    """
-
-    device: str
-    machine: str
+    device: str  # "cpu" or "cuda"
+    machine: str  # name of the GPU, or the processor's instruction sets as torch names them
     kernels: str
-    kernel_layout: str | None
-    dtype: str
+    kernel_layout: str | None  # of packed weights
+    dtype: str  # of activations
     kv_dtype: str
-    scheduler_config: ResolvedSchedulerConfig
+    scheduler_config: ResolvedSchedulerConfig  # with limits that fit the memory
     block_size: int
     kv_groups: tuple[KVGroupInfo, ...]
     num_host_blocks: int
-    draft_block_bytes: int
+    draft_block_bytes: int  # of a draft model, for one block of the first group
     kv_cache_bytes: int
-    kv_layout_version: int
+    kv_layout_version: int  # of blocks in stores
     num_warm_up_tokens: int
     draft_summary: str | None
 
     @property
     def num_blocks(self) -> int:
-        """The first KV group's blocks."""
+        """Blocks of the first KV group."""
         return self.kv_groups[0].spec.num_blocks
 
     @property
@@ -65,11 +60,11 @@ class WorkerInfo:
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of one block of every group, as in host memory and stores."""
+        """Bytes of a host or store block, which has the content of all groups."""
         return sum(group.block_bytes for group in self.kv_groups)
 
     @property
     def kv_cache_summary(self) -> str:
-        """For the log."""
+        """Numbers of blocks, for the log."""
         others = (f", {spec.num_blocks} of {spec.kind}" for spec in self.bounded_groups)
         return f"{self.num_blocks} blocks{''.join(others)}"

@@ -28,7 +28,7 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time in one phase."""
+    """A time span in one phase."""
 
     phase: str
     start: float
@@ -68,9 +68,9 @@ class Explanation:
 
 
 def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
-    """Explain the first request with this id. Raises `ConfigError`.
+    """Explain the first request with this id. Raises `ConfigError` if there is none.
 
-    end_time: of the stream, for an open request; by default of its last event.
+    end_time: end of the log if the request has not ended; by default the time of the last event.
     """
     stream = list(log)
     start = next((i for i, e in enumerate(stream) if _is(e, events.RequestQueued, request_id)), None)
@@ -86,7 +86,7 @@ def explain(log: Iterable[Event], request_id: str, end_time: float | None = None
 
 
 def intervals(log: Iterable[Event], end_time: float) -> dict[str, list[Interval]]:
-    """Return all phases by id, in order of arrival. A reused id gets the suffix "'"."""
+    """Return the phases of all requests by id, in order of arrival. A reused id gets the suffix "'"."""
     explainers: dict[str, _Explainer] = {}
     done: dict[str, list[Interval]] = {}
     for event in log:
@@ -181,7 +181,7 @@ class _Explainer:
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
-        """Enter another phase, if any. details: of the ended one."""
+        """End the present phase, and enter another. details: of the ended phase."""
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
@@ -227,7 +227,7 @@ class _Explainer:
         self.shared.update({name: n for name, n in event.num_scheduled_tokens.items() if name != self.request_id})
 
     def note_tokens(self, event: events.StepCompleted) -> None:
-        """Count new tokens. The first ends the prompt phase."""
+        """Count new tokens. The first token ends the prompt phase."""
         count = event.num_new_tokens.get(self.request_id, 0)
         self.num_tokens += count
         if count and not self.has_output:
@@ -256,7 +256,7 @@ class _Explainer:
         elif isinstance(event, events.KVLoadStarted):
             self.enter(LOADING, event.time)
         elif isinstance(event, events.KVLoadEnded):
-            continues = event.num_tokens > 0  # a part of the KV suffices
+            continues = event.num_tokens > 0  # a part of the KV is enough
             self.enter(
                 (GENERATING if self.has_output else PROMPT) if continues else QUEUED, event.time, _by_tier(event)
             )

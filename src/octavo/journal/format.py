@@ -1,29 +1,30 @@
 """The format of a journal: a JSON object as header, then one JSON array for each call into the core, each on a line.
 
-The core is deterministic, so a journal has only its inputs, and checksums of its decisions. It has no text. A token is
-replaced by a pseudonym: 31 bits of a running hash over it and all tokens before it (BLAKE2b with a key that is not
-stored). So pseudonyms of two requests are equal as far as their tokens are, and reveal nothing else. Cache salts and
-keys of spans become keyed hashes; "spans" has [first, end, key] for each.
+The core is deterministic, so a journal has only the core's inputs, and checksums of decisions. A pseudonym replaces
+each token: 31 bits of a running hash over this token and all tokens before (BLAKE2b with a key that is not stored). So
+pseudonyms reveal how many first tokens of two requests are equal, and nothing else. Keyed hashes replace cache salts
+and keys of spans. "spans" is a list of [first, end, key].
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided; null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
      seconds, passes, [numbers], [moves], {number: count}, kernels] the result of a step
-    ["k", [answers]]                                                of a KV store, before their call's line
+    ["k", [answers]]                                                a store's answers, before the line of the call
     ["x", t, message]                                               the step failed
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
     ["g", number, output]                                           an ended request's generated tokens
 
-A result omits requests that were due exactly one token, got it and continue. A postponed token has sampled 0 and no
-error. The last six fields, omitted if all are empty, are seconds and passes of drafting, requests with computed drafts,
+A result omits requests that got the one token that was due, and continue. A postponed token has sampled 0 and no error.
+The last six fields are omitted if all are empty: seconds and passes of drafting, requests with drafts from a model,
 copies to and from host memory, numbers of proposed drafts, and compiled kernels (not in older journals).
 
-The header has the version as "journal", and in "kv_groups" each `KVGroupSpec.to_json`, full attention first.
-"converted_from": original version. Version 2's checksums become null, because later versions decide differently.
+The header has the version as "journal", and `KVGroupSpec.to_json` of each group in "kv_groups", full attention first.
+"converted_from": the original version. A conversion replaces version 2's checksums by null, because later versions
+decide differently.
 
-t: microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts and outputs:
-base64 of pseudonyms of four bytes, without the highest bit.
+t: microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts and outputs are
+base64 of pseudonyms with four bytes each; the highest bit is ignored.
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ REQUEST_DEFAULTS: dict[str, Any] = {
 
 
 class Pseudonyms:
-    """One sequence's pseudonyms."""
+    """Computes the pseudonyms of one sequence."""
 
     def __init__(self, key: bytes) -> None:
         self._hash = hashlib.blake2b(key=key, digest_size=4)
 
     def extend(self, token_ids: list[int]) -> bytes:
-        """Return the next pseudonyms, four bytes each."""
+        """Return the pseudonyms of the next tokens, four bytes each."""
         update, digest, packed = self._hash.update, self._hash.digest, array("q", token_ids).tobytes()
         names = []
         for start in range(0, len(packed), 8):
@@ -96,7 +97,7 @@ def encode_tokens(names: bytes) -> str:
 
 
 def decode_tokens(text: str) -> list[int]:
-    """Decode pseudonyms to a replay's token ids."""
+    """Decode pseudonyms to token ids for a replay."""
     packed = array("I")
     packed.frombytes(base64.b64decode(text))
     return [name & 0x7FFFFFFF for name in packed]
@@ -105,13 +106,13 @@ def decode_tokens(text: str) -> list[int]:
 def decode_transfer(
     transfer_id: int, num_blocks: int, moves: Sequence[list[Any]] = (), evicted: Sequence[tuple[str, int]] = ()
 ) -> EndedTransfer:
-    """Decode a transfer. Older journals lack moves and evicted blocks."""
+    """Decode an ended transfer. Older journals lack moves and evicted blocks."""
     by_tier = tuple((tier, count) for tier, count in evicted)
     return EndedTransfer(transfer_id, num_blocks, tuple(TierMove(*move) for move in moves), by_tier)
 
 
 def checksum(scheduled: SchedulerOutput) -> int:
-    """Return a decision's checksum."""
+    """Return the checksum of a step's decision."""
     cached, counts, copies = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, scheduled.copies
     seldom = (
         [(new.request_id, new.num_computed_tokens, new.block_ids) for new in scheduled.scheduled_new_reqs],

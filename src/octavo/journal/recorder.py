@@ -42,11 +42,11 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RecordedClock:
-    """A clock of whole microseconds. `microseconds`: its last reading; the scheduler reads it once in each call."""
+    """A clock of whole microseconds. The scheduler reads the clock once in each call."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.microseconds = round(1e6 * clock())
+        self.microseconds = round(1e6 * clock())  # the last reading
 
     def __call__(self) -> float:
         """Return seconds."""
@@ -61,15 +61,15 @@ class _Unfinished:
     pseudonyms: Pseudonyms
 
     def generated(self) -> str:
-        """Return generated pseudonyms. Call it once."""
+        """Return the pseudonyms of the generated tokens. Call this once."""
         sequence = self.request.sequence
         return encode_tokens(self.pseudonyms.extend(sequence.token_ids[sequence.num_prompt_tokens :]))
 
 
 class RecordingScheduler:
-    """Passes every call on to `scheduler` and writes it to a file.
+    """Passes every call on to `scheduler`, and writes the calls to a file.
 
-    header: of `describe`. `seconds`: CPU time of recording. Raises OSError if the file cannot be opened. If writing
+    header: from `describe`. Raises OSError if the file cannot be opened. If writing
     fails later, the journal ends.
     """
 
@@ -92,7 +92,7 @@ class RecordingScheduler:
         self._replaced: dict[str, _Unfinished] = {}
         self._num_arrivals = 0
         self._last_time = self._last_flush = clock.microseconds
-        self.seconds = 0.0
+        self.seconds = 0.0  # CPU time of recording
         self._is_broken = False
         self._write({"journal": VERSION, "start": clock.microseconds, **header})
 
@@ -106,7 +106,7 @@ class RecordingScheduler:
         start = time.thread_time()
         pseudonyms = Pseudonyms(self._key)
         prompt = pseudonyms.extend(request.sequence.token_ids)
-        if request.request_id in self._unfinished:  # the next result reports the ended one
+        if request.request_id in self._unfinished:  # the next result reports the ended request
             self._replaced[request.request_id] = self._unfinished[request.request_id]
         self._unfinished[request.request_id] = _Unfinished(self._num_arrivals, request, pseudonyms)
         options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
@@ -124,7 +124,7 @@ class RecordingScheduler:
         self.seconds += time.thread_time() - start
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """Record known requests' ends."""
+        """Record the ends of known requests."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
         self._note_answers()
@@ -140,7 +140,7 @@ class RecordingScheduler:
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
-        """Record a step, after injected preemptions."""
+        """Record injected preemptions, then a step."""
         to_preempt, known = self._scheduler.faults.to_preempt, self._unfinished
         if to_preempt and self._scheduler.in_flight is None:
             self._write(["p", [known[name].number for name in to_preempt if name in known]])
@@ -152,11 +152,11 @@ class RecordingScheduler:
         return scheduled
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Record a result unless stale."""
+        """Record a result, unless it is stale."""
         is_taken = result.step == scheduled.step and scheduled is self._scheduler.in_flight
         outputs = self._scheduler.update_from_output(scheduled, result)
         if not is_taken:
-            return outputs  # it was stale
+            return outputs
         start = time.thread_time()
         self._note_answers()
         known = self._unfinished
@@ -218,10 +218,7 @@ class RecordingScheduler:
             self._file.close()
 
     def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
-        """Write the generated tokens of ended requests.
-
-        of_step: a step's outputs, so a reused id means its first request.
-        """
+        """Write the generated tokens of ended requests. In a step's outputs, a reused id means the earlier request."""
         for output in outputs:
             if output.finish_reason is None:
                 continue
@@ -271,7 +268,7 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
-    """Return a header that suffices to make an equal scheduler. more: further fields."""
+    """Return a header from which a replay makes an equal scheduler. more: further fields."""
     manager = scheduler.kv_cache_manager
     return {
         "scheduler": dataclasses.asdict(scheduler.config),

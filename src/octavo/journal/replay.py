@@ -35,38 +35,32 @@ STOP_TOKEN = -1  # replaces any stop token
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A step with another decision. decided: its token counts."""
+    """A step that the replay decided differently."""
 
     step: int
-    decided: dict[str, int]
+    decided: dict[str, int]  # token counts in the replay
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A replay's outcome. num_unchecked: steps without a checksum.
+    """A replay's outcome."""
 
-    log: events on the recorded clock. end_time: of the last line, in seconds.
-    """
-
-    log: EventLog
+    log: EventLog  # with times on the recorded clock
     num_steps: int
     num_requests: int
     mismatches: list[Mismatch]
-    end_time: float
-    num_unchecked: int = 0
+    end_time: float  # of the last line, in seconds
+    num_unchecked: int = 0  # steps without a checksum
 
 
 class Player:
-    """Drives a new `scheduler` through a journal. Its events go to `log`.
-
-    names: request ids by number. Raises `ConfigError`.
-    """
+    """Repeats a journal's calls on a new scheduler, and logs the events. Raises `ConfigError`."""
 
     def __init__(self, header: dict[str, Any], lines: list[list[Any]]) -> None:
         self.microseconds = int(header["start"])
         self.log = EventLog()
         self.outputs = {line[1]: decode_tokens(line[2]) for line in lines if line[0] == "g"}
-        self.names: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # request ids by number
         self.mismatches: list[Mismatch] = []
         self.num_steps = self.num_unchecked = 0
         self.store = ReplayedConnector(header["connector"]) if header.get("connector") else None
@@ -94,7 +88,7 @@ class Player:
         self.scheduler.transfers.reports_dropped_saves = has_dropped_saves
 
     def play(self, line: list[Any]) -> None:
-        """Repeat a call. Play lines in order."""
+        """Repeat the call of a line. Play all lines in order."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]

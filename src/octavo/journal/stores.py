@@ -1,4 +1,4 @@
-"""Records and repeats a store's answers."""
+"""Records and repeats the answers of a KV store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RecordedConnector:
-    """Passes calls to a `KVConnector`, and keeps its answers: numbers of tokens, None, or indices of wanted keys."""
+    """Passes calls to a `KVConnector`, and keeps the answers: numbers of tokens, None, or indices of wanted keys."""
 
     def __init__(self, connector: KVConnector) -> None:
         self.name = connector.name
@@ -26,7 +26,7 @@ class RecordedConnector:
         self._answers: list[Answer] = []
 
     def take_answers(self) -> list[Answer]:
-        """Take the answers."""
+        """Take the kept answers."""
         answers, self._answers = self._answers, []
         return answers
 

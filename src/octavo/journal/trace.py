@@ -15,11 +15,11 @@ _FIRST_LANE = 100  # Perfetto merges thread 0, and a thread with its process's n
 
 
 def chrome_trace(replay: Replay) -> dict[str, Any]:
-    """Return a trace file."""
+    """Return the content of a trace file."""
     stream = replay.log.events
     lives = intervals(stream, replay.end_time)
     starts = [life[0].start for life in lives.values() if life]
-    origin = min([stream[0].time, *starts]) if stream else 0.0  # arrivals precede first events
+    origin = min([stream[0].time, *starts]) if stream else 0.0  # a request arrives before its first event
 
     def microseconds(time: float) -> int:
         return round(1e6 * (time - origin))

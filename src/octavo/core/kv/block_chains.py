@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockChain:
-    """A request's block hashes, and how many of its blocks are committed.
-
-    name: of the last committed block. partial: hash by which other requests find the prompt's partly filled last block,
-    to copy it.
-    """
+    """A request's block hashes, and how many of its blocks are committed."""
 
     extra_keys: tuple[str, ...]
     spans: tuple[ContentSpan, ...]
@@ -30,11 +26,11 @@ class BlockChain:
     block_size: int
     hashes: list[BlockHash]
     num_committed: int = 0
-    name: BlockLink | None = None
-    partial: BlockHash | None = None
+    name: BlockLink | None = None  # of the last committed block
+    partial: BlockHash | None = None  # by which other requests find the prompt's partly filled last block
 
     def keys(self, index: int) -> tuple[str, ...]:
-        """Return all that a block's KV depends on besides tokens."""
+        """Return everything except tokens that a block's KV depends on."""
         if not self.spans and self.positions is None:
             return self.extra_keys
         start, end = index * self.block_size, (index + 1) * self.block_size
@@ -46,9 +42,9 @@ class BlockChain:
 
 
 class BlockChains:
-    """The chains by request id. The only writer of `Request.block_hashes`.
+    """The chains by request id. Only this class writes `Request.block_hashes`.
 
-    extra_keys: the engine's, as in `hash_block_tokens`.
+    extra_keys: extra keys of all blocks (see `hash_block_tokens`).
     """
 
     def __init__(self, block_size: int, extra_keys: tuple[str, ...] = ()) -> None:
@@ -84,7 +80,7 @@ class BlockChains:
         return chain
 
     def extended(self, request: Request) -> BlockChain:
-        """Return the chain, extended to all full blocks."""
+        """Return a request's chain, extended to all full blocks."""
         chain = self.of(request)
         token_ids = request.sequence.token_ids
         extend_block_hashes(chain.hashes, token_ids, self._block_size, chain.keys, self.hash_function)
@@ -95,6 +91,6 @@ class BlockChains:
         self._chains.pop(request_id, None)
 
     def advance_weights_epoch(self) -> None:
-        """Drop all chains. Blocks of the new weights get other hashes."""
+        """Drop all chains. Blocks that new weights compute get other hashes."""
         self._weights_epoch += 1
         self._chains.clear()

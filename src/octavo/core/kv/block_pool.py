@@ -1,7 +1,7 @@
 """The blocks of the paged KV cache and their reference counts.
 
-A block is FREE, CACHED (unheld, but findable), OWNED (in block tables, or pinned) or QUARANTINED (never allocated again
-after wrong bookkeeping).
+A block is FREE, CACHED (lookups find it, but nothing holds it), OWNED (in block tables, or pinned) or QUARANTINED (out
+of use after wrong bookkeeping).
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ BlockLink = tuple[int, int]
 class Block:
     """One block of the device.
 
-    generation: grows with each new content. token_ids, extra_keys, parent: a lookup by hash is a hit only if these are
-    equal, too. parent: name of the previous content. name: identifies findable content: the `link` of the first block
-    registered with it, while the device or host memory has it. canonical: the `link` of another block registered with
-    this content earlier.
+    name: identifies the content while the device or host memory has it: the `link` of the first block that was
+    registered with this content.
     """
 
     block_id: int
     ref_count: int = 0
-    generation: int = 0
+    generation: int = 0  # increases with each new content
     hash: BlockHash | None = None
     token_ids: tuple[int, ...] = ()
     extra_keys: tuple[str, ...] = ()
-    parent: BlockLink | None = None
+    parent: BlockLink | None = None  # name of the previous block
     name: BlockLink | None = None
-    canonical: BlockLink | None = None
+    canonical: BlockLink | None = None  # of another block that was registered with this content earlier
 
     @property
     def link(self) -> BlockLink:
@@ -62,7 +60,7 @@ class BlockPool(ContentPool[Block, Block]):
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        super().__init__(self.blocks[::-1])  # the last released block may still be cached in the processor
+        super().__init__(self.blocks[::-1])  # the processor's cache may still have the last released block
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
@@ -79,11 +77,11 @@ class BlockPool(ContentPool[Block, Block]):
 
     @property
     def usage(self) -> float:
-        """Share of held blocks."""
+        """Share of blocks that are held, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     def states(self) -> bytes:
-        """Return `BlockState` bytes."""
+        """Return a `BlockState` byte for each block."""
         free, cached, owned, shared, quarantined = map(int, BlockState)
         states = bytearray(
             (owned if block.ref_count == 1 else shared) if block.ref_count else free if block.hash is None else cached
@@ -114,17 +112,17 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Add references."""
+        """Add a reference to each block."""
         for block in blocks:
             if block.ref_count == 0:
                 del self._cached[block.block_id]
             block.ref_count += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Release blocks. Pass the last block first: the first released is the first evicted.
+        """Release blocks. Pass the last block first, because the block released first is evicted first.
 
-        A private block's release renews the indexed block with its content, the parent of the request's next block.
-        Raises AssertionError for an unheld block.
+        Renews the other block that is indexed with the same content, if any. Raises AssertionError if a block is not
+        held.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -139,7 +137,7 @@ class BlockPool(ContentPool[Block, Block]):
                     self._cached[block.block_id] = block
 
     def renew(self, link: BlockLink) -> None:
-        """Evict this content last, if it is cached."""
+        """Make this content the last to be evicted, if it is cached."""
         block_id, generation = link
         if block_id in self._cached and self.blocks[block_id].generation == generation:
             self._cached.move_to_end(block_id)
@@ -155,7 +153,7 @@ class BlockPool(ContentPool[Block, Block]):
     ) -> Block:
         """Make a full, computed block findable. Returns the block that lookups find.
 
-        If the content is indexed already, `block` remains private. name: in host memory.
+        If the content is indexed already, `block` remains private. name: the content's name in host memory, if any.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):
@@ -172,7 +170,7 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Return whether no lookup can reach the block, because the previous content is missing."""
+        """No lookup can reach an orphan, because the previous content is missing."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:
@@ -182,7 +180,7 @@ class BlockPool(ContentPool[Block, Block]):
             self._free.append(block)
 
     def reset(self) -> bool:
-        """Discard all cached content. Returns False, with nothing changed, if any block is held."""
+        """Discard all cached content. If any block is held, change nothing and return False."""
         if self.num_free_blocks + len(self.quarantined) != self.num_blocks:
             return False
         for block in self.cached_blocks():

@@ -25,17 +25,17 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A miss. position: of the first differing token, if known."""
+    """A miss."""
 
     reason: MissReason
-    position: int | None = None
+    position: int | None = None  # of the first differing token, if known
 
 
 MOST_REMEMBERED = 1 << 16  # blocks; each takes about 1.2 kB
 
 
 class CacheHistory:
-    """Remembers the last `capacity` findable blocks. O(1) per block."""
+    """Remembers the last `capacity` blocks that lookups could find."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -51,7 +51,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> None:
-        """Remember a sequence's block."""
+        """Remember a block. index: position of the block in its sequence."""
         _remember(self._hashes, block_hash, None, self._capacity)
         _remember(self._keys, (index, token_ids), extra_keys, self._capacity)
         _remember(self._child, parent, token_ids, self._capacity)
@@ -64,7 +64,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> Miss:
-        """Explain a miss."""
+        """Return why a lookup missed."""
         if block_hash in self._hashes:
             return Miss(MissReason.EVICTED)
         if self._keys.get((index, tuple(token_ids)), extra_keys) != extra_keys:

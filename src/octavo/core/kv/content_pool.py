@@ -1,4 +1,4 @@
-"""Base of both block pools."""
+"""Base class of both block pools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Found = TypeVar("Found", "Block", "HostBlock")
 
 
 class ContentPool(Generic[Taken, Found]):
-    """Free and findable blocks."""
+    """Free blocks, and blocks that lookups can find."""
 
     def __init__(self, free: list[Taken]) -> None:
         self._free = free
@@ -30,7 +30,7 @@ class ContentPool(Generic[Taken, Found]):
 
     @property
     def num_cached_blocks(self) -> int:
-        """Findable blocks, held or not."""
+        """Blocks that lookups can find, held or not."""
         return len(self._index)
 
     def find(
@@ -40,18 +40,18 @@ class ContentPool(Generic[Taken, Found]):
         parent: BlockLink | None,
         extra_keys: tuple[str, ...] = (),
     ) -> Found | None:
-        """Return the block with this content. An equal hash alone is a miss."""
+        """Return the block with this content, if any. An equal hash alone is no hit."""
         found = self._index.get(block_hash)
         if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
             return None
         return found
 
     def has_name(self, name: BlockLink | None) -> bool:
-        """Return whether this content exists."""
+        """Return True if a block has the content with this name."""
         return name in self._names
 
     def indexed(self, block_hash: BlockHash | None) -> Found | None:
-        """Return a hash's block."""
+        """Return the block with this hash."""
         return None if block_hash is None else self._index.get(block_hash)
 
     def cached_blocks(self) -> list[Found]:
@@ -59,7 +59,7 @@ class ContentPool(Generic[Taken, Found]):
         return list(self._cached.values())
 
     def take(self, count: int) -> list[Taken] | None:
-        """Take free blocks, then the least recently used ones. Returns None if too few."""
+        """Allocate free blocks, then the least recently used blocks. Returns None if there are too few."""
         if count > self.num_free_blocks:
             return None
         return [self._take_one() for _ in range(count)]

@@ -1,7 +1,7 @@
 """Blocks of host memory.
 
-A host block is free, SAVED (with KV of a preempted request), CACHED (with findable content that the device evicted), or
-LENT (the next step copies from it).
+A host block is free, SAVED (with KV of a preempted request), CACHED (with content that the device evicted and lookups
+find), or LENT (the next step copies from it).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONLY_FIRST_GROUP = frozenset({0})
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A cached host block's content. See `Block`. groups: the KV groups whose content it has."""
+    """A cached host block's content (see `Block`). groups: the KV groups that the content is from."""
 
     block_id: int
     hash: BlockHash
@@ -38,13 +38,13 @@ class HostBlock:
 
 
 class HostBlockPool(ContentPool[int, HostBlock]):
-    """The host blocks. KV of preempted requests evicts cached content, never the reverse."""
+    """The host blocks. Cached content is evicted for KV of preempted requests, never the reverse."""
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
-        self.lent: dict[int, HostBlock | None] = {}  # None: free after the copy
+        self.lent: dict[int, HostBlock | None] = {}  # None: the block is free after the copy
         super().__init__(list(range(num_blocks - 1, -1, -1)))
-        self._num_followers: Counter[BlockLink | None] = Counter()  # by their parent's name
+        self._num_followers: Counter[BlockLink | None] = Counter()  # number of blocks by their parent's name
         self._emit = emit
 
     # --- for preempted requests ---------------------------------------------------------------------------------------
@@ -64,15 +64,14 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     # --- for evicted content of the device ----------------------------------------------------------------------------
 
     def is_followed(self, name: BlockLink | None) -> bool:
-        """Return whether a block after this content is here."""
+        """Return True if host memory has a block that follows this content."""
         return name in self._num_followers
 
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
         """Return the host block to which a device block must be copied, if any.
 
-        groups: KV groups of which the device has the content. None: host memory has the content already (which becomes
-        the most recently used), or no block is available. Content with the same hash is replaced if it has another
-        name, because lookups cannot find it, or if the device has more groups of it.
+        groups: KV groups of which the device has the content. If host memory has the content already, the content
+        becomes the most recently used, and no copy is needed.
         """
         assert block.hash is not None
         assert block.name is not None
@@ -115,20 +114,17 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     # --- lend ---------------------------------------------------------------------------------------------------------
 
     def lend(self, block_ids: Iterable[int]) -> None:
-        """Protect blocks until the next step has copied from them.
-
-        Lookups still find cached blocks.
-        """
+        """Protect blocks until the next step has copied from them. Lookups still find cached blocks."""
         for block_id in block_ids:
             if block_id not in self.lent:
                 self.lent[block_id] = self._cached.pop(block_id, None)
 
     def end_lending(self) -> None:
-        """Take back the lent blocks, once the step that copies from them is decided.
+        """Take back the lent blocks after the step that copies from them is decided.
 
-        Cached blocks are cached again, saved ones free. In reverse order, tails of chains are evicted before heads.
+        Blocks with cached content become CACHED again, all other blocks become free.
         """
-        for block_id, content in reversed(self.lent.items()):
+        for block_id, content in reversed(self.lent.items()):  # the end of a chain is evicted first
             if content is None:
                 self._free.append(block_id)
             else:

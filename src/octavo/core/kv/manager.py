@@ -32,10 +32,9 @@ class _Saved:
 
 
 class KVCacheManager:
-    """Allocates blocks of `block_size` tokens: all or nothing over all KV groups.
+    """Allocates blocks of `block_size` tokens. An allocation succeeds in all KV groups or in none.
 
-    Only its methods change block tables. num_blocks: of the first KV group. max_step_tokens: per request. extra_keys:
-    see `BlockChains`. grown: requests with blocks unknown to the worker.
+    Block tables change only through this class. num_blocks: blocks of the first KV group.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         cache_decoded_blocks: bool = True,
         num_host_blocks: int = 0,
-        max_step_tokens: int = 1,
+        max_step_tokens: int = 1,  # of one request
         extra_keys: tuple[str, ...] = (),
         emit: Callable[..., None] = emit_nothing,
     ) -> None:
@@ -79,18 +78,18 @@ class KVCacheManager:
         )
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
-        self._pins: dict[int, list[list[int]]] = {}  # by transfer, then by group
-        self.grown: set[str] = set()
+        self._pins: dict[int, list[list[int]]] = {}  # by transfer id and group
+        self.grown: set[str] = set()  # requests with blocks that the worker does not know yet
         self._copies = BlockCopies()
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit into the empty cache."""
+        """Number of tokens that fit into the empty cache."""
         return self.pool.num_usable_blocks * self.block_size
 
     @property
     def bounded_usage(self) -> float:
-        """The fullest bounded group's usage."""
+        """Usage of the fullest bounded group."""
         return max(group.usage for group in self.bounded) if self.bounded else 0.0
 
     @property
@@ -99,20 +98,20 @@ class KVCacheManager:
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks tokens need."""
+        """Return how many blocks these tokens need."""
         return -(-num_tokens // self.block_size)
 
     def has_free(self, num_blocks: int) -> bool:
-        """Return whether every group has enough free or cached blocks."""
+        """Return True if every group has enough free or cached blocks."""
         return all(group.num_free_blocks >= num_blocks for group in self.groups)
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Look up the cached blocks from a request's start. Changes nothing.
+        """Look up a request's prefix. Changes nothing.
 
-        KV saved at preemption, or another request's partly filled block, is used if it gives more tokens. The last
-        token is always computed, for its logits.
+        KV that was saved at a preemption is used if it has more tokens than the cached blocks. The last token is always
+        computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
@@ -122,17 +121,17 @@ class KVCacheManager:
         return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
-        """Count tokens found in host memory."""
+        """Count the tokens of a prefix hit that host memory has cached."""
         if computed.is_saved or not computed.host_blocks:
             return 0
         return computed.num_tokens - len(computed.blocks) * self.block_size
 
     def update_block_hashes(self, request: Request) -> None:
-        """Hash all full blocks."""
+        """Hash all full blocks of a request."""
         self.prefix_cache.chains.extended(request)
 
     def add_tables(self, request: Request) -> None:
-        """Create empty block tables."""
+        """Create a request's empty block tables."""
         sequence = request.sequence
         sequence.block_tables = [[] for _ in self.groups]
         sequence.first_held = [0] * len(self.groups)
@@ -148,11 +147,11 @@ class KVCacheManager:
         num_reserved_tokens: int = 0,
         is_loaded: bool = False,
     ) -> list[int] | None:
-        """Allocate blocks for `num_new_tokens` after the computed ones.
+        """Allocate blocks for `num_new_tokens` after the computed tokens.
 
-        num_reserved_tokens: tokens to allocate for in total, if more. is_loaded: the tokens come from a store, so a
-        group needs only the blocks that the row after them reads. Returns the ids added to the first group's table,
-        found ones included; None, with nothing changed, if blocks are lacking.
+        num_reserved_tokens: allocate for at least so many tokens in all. is_loaded: new tokens come from a store, so a
+        group needs only the blocks that the next row (token) reads. Returns the ids added to the first group's table,
+        including found blocks. If blocks are lacking, changes nothing and returns None.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -183,12 +182,12 @@ class KVCacheManager:
         if not num_held:
             saved = self._saved.pop(request.request_id, None)
             if saved is not None:
-                self.host.lend(saved.host_blocks)  # it is swapped in, or no longer needed
+                self.host.lend(saved.host_blocks)  # the saved KV is swapped in, or no longer needed
             self.prefix_cache.announce(request, len(computed.blocks))
         return sequence.block_table[num_held:]
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
-        """Hold found blocks before new ones are taken. Returns blocks to copy from."""
+        """Hold found blocks before new blocks are allocated."""
         for group, claim in claims:
             group.hold(claim)
         self.host.lend(computed.host_blocks)  # before evictions, which may take host blocks
@@ -203,24 +202,20 @@ class KVCacheManager:
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
-        """Return whether a new request fits and `num_spare_blocks` of each group stay free."""
+        """Return True if a new request fits and `num_spare_blocks` of each group stay free."""
         num_blocks = self.num_blocks_for(num_tokens)
         return all(
             group.can_hold(computed.blocks, computed.num_tokens, num_blocks, num_spare_blocks) for group in self.groups
         )
 
     def _adopt(self, request: Request, computed: ComputedBlocks, source_ids: Sequence[int | None]) -> None:
-        """Record found blocks as the request's, and order copies.
-
-        source_ids: unheld blocks, by group, which may have been taken meanwhile, even as the copy's target.
-        """
         sequence = request.sequence
         if computed.blocks:
             self.prefix_cache.adopt(request, computed.blocks)
         first = len(computed.blocks)
         for group, source_id in zip(self.groups, source_ids, strict=True):
             table = sequence.block_tables[group.index]
-            if source_id is not None and table[first] != source_id:
+            if source_id is not None and table[first] != source_id:  # nothing holds the source
                 self._copies.block_copies.append((group.index, source_id, table[first]))
             for index in self._read_in_host(sequence, computed, group):
                 self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
@@ -233,11 +228,11 @@ class KVCacheManager:
         return range(max(sequence.first_held[group.index], first), end)
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
-        """Count blocks copied from host memory, by group."""
+        """Count by group the blocks that are copied from host memory."""
         return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
 
     def take_copies(self) -> BlockCopies:
-        """Take the next step's copies."""
+        """Take the copies for the next step."""
         copies, self._copies = self._copies, BlockCopies()
         if self.host.lent:
             self.host.end_lending()
@@ -251,7 +246,7 @@ class KVCacheManager:
     # --- share --------------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
-        """Make full blocks findable. Call it after their step is done."""
+        """Make a request's full blocks findable. Call this after a step has computed them."""
         num_tokens = request.num_computed_tokens
         if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
@@ -259,7 +254,7 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release unread blocks. Call it after saves were ordered."""
+        """Release blocks that no later row (token) reads. Call this after saves were ordered."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
@@ -269,7 +264,7 @@ class KVCacheManager:
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Release blocks, but keep hashes: the request may resume."""
+        """Release a request's blocks, but keep its hashes, because it may resume."""
         for group in self.groups:
             group.clear(request.sequence)
         self.grown.discard(request.request_id)
@@ -277,9 +272,9 @@ class KVCacheManager:
         self.prefix_cache.release(request)
 
     def swap_out(self, request: Request) -> bool:
-        """Save computed KV in host memory. Returns False with nothing changed if it does not fit.
+        """Save a request's KV in host memory. If the KV does not fit, change nothing and return False.
 
-        The blocks can be released immediately: the next step begins with the copies.
+        The blocks can be released immediately, because the next step begins with the copies.
         """
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None
@@ -294,16 +289,13 @@ class KVCacheManager:
         return True
 
     def drop_saved(self, request_id: str) -> None:
-        """Discard saved KV."""
+        """Discard a request's saved KV."""
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)
 
     def _evicted(self, block: Block) -> None:
-        """Keep an evicted block in host memory, if lookups can use it.
-
-        If a bounded group lacks its part, they need the same content or the block directly after it in host memory.
-        """
+        """Keep an evicted block in host memory, if lookups can use the block there."""
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
             self._keep_in_host(block)
@@ -329,11 +321,11 @@ class KVCacheManager:
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
 
     def saved_blocks(self) -> dict[str, list[int]]:
-        """Map preempted requests to host blocks."""
+        """Map ids of preempted requests to host blocks."""
         return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
 
     def free(self, request: Request) -> None:
-        """Release blocks and records."""
+        """Release a request's blocks and records."""
         self.release(request)
         self.drop_saved(request.request_id)
         self.prefix_cache.chains.forget(request.request_id)
@@ -352,18 +344,18 @@ class KVCacheManager:
         self._pins[transfer_id] = [[block_id for block_id in ids if block_id != NO_BLOCK] for ids in block_ids]
 
     def unpin(self, transfer_id: int) -> None:
-        """Unpin a transfer's blocks. Ignores unknown and ended ones."""
+        """Unpin a transfer's blocks. Ignores unknown and ended transfers."""
         if (pinned := self._pins.pop(transfer_id, None)) is not None:
             for group, ids in zip(self.groups, pinned, strict=True):
                 group.unpin(ids)
 
     @property
     def num_transfers(self) -> int:
-        """Transfers with pins."""
+        """Transfers that pin blocks."""
         return len(self._pins)
 
     def pinned_ids(self, group: int) -> list[int]:
-        """Return pinned ids, once for every pin."""
+        """Return a group's pinned ids, once for every pin."""
         return [block_id for ids in self._pins.values() for block_id in ids[group]]
 
     # --- forget -------------------------------------------------------------------------------------------------------
@@ -376,7 +368,7 @@ class KVCacheManager:
         return True
 
     def advance_weights_epoch(self) -> bool:
-        """Discard all KV of the old weights. Returns False, with nothing changed, if any block is held."""
+        """Discard all KV of the old weights. If any block is held, change nothing and return False."""
         if not self.reset_prefix_cache():
             return False
         for request_id in list(self._saved):

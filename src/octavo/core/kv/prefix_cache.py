@@ -26,22 +26,20 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """A request's first `num_tokens` tokens, already computed. Valid until the next allocation.
+    """A prefix hit: the first `num_tokens` tokens of a request are computed. Valid until the next allocation.
 
-    blocks: shared full blocks on the device. After them, `host_blocks` or `source` (never both) may be copied into the
-    request's own blocks. host_blocks: cached ones; if `is_saved`, from the request's preemption. source: a block with
-    all known tokens after `blocks`; the last is computed again.
+    The request shares `blocks`. After them, either `host_blocks` or `source` may be copied into new blocks.
     """
 
-    blocks: list[Block]
+    blocks: list[Block]  # full blocks on the device
     num_tokens: int
     host_blocks: list[int] = field(default_factory=list)
-    source: Block | None = None
-    is_saved: bool = False
+    source: Block | None = None  # has all known tokens after `blocks`; the last token is computed again
+    is_saved: bool = False  # the host blocks are from a preemption, not from the cache
 
     @property
     def num_blocks(self) -> int:
-        """Blocks on both tiers."""
+        """Blocks on the device and in host memory."""
         return len(self.blocks) + len(self.host_blocks)
 
 
@@ -50,19 +48,17 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
-    """Cached full blocks. The request can resume after the first `num_usable`."""
+    """Cached full blocks of a request."""
 
     on_device: list[Block]
     in_host: list[HostBlock]
-    num_usable: int
+    num_usable: int  # the request can resume after so many blocks
 
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """A partly filled block. content: tokens, the previous block's name, and extra keys."""
-
     block: Block
-    content: tuple[list[int], BlockLink | None, tuple[str, ...]]
+    content: tuple[list[int], BlockLink | None, tuple[str, ...]]  # tokens, previous block's name, extra keys
 
 
 class PrefixCache:
@@ -90,7 +86,7 @@ class PrefixCache:
         self._bounded = bounded
         self._block_size = block_size
         self._emit = emit
-        self._computing: dict[BlockHash, str] = {}  # the request that will commit a block
+        self._computing: dict[BlockHash, str] = {}  # request that will commit the block
         self._partials: dict[BlockHash, _Partial] = {}
 
     @property
@@ -100,11 +96,11 @@ class PrefixCache:
 
     @property
     def num_partial_blocks(self) -> int:
-        """Partly filled blocks to copy."""
+        """Partly filled blocks that requests can copy."""
         return len(self._partials)
 
     def reads_cache(self, request: Request) -> bool:
-        """Return whether a request may use other requests' blocks."""
+        """Return True if a request may use other requests' blocks."""
         return self.is_enabled and request.reads_prefix_cache
 
     # --- look up ------------------------------------------------------------------------------------------------------
@@ -112,7 +108,7 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks from a request's start.
 
-        If a device block lacks a part, host memory is searched from there for a longer hit.
+        If a device block lacks a part in a bounded group, search host memory from this block on for a longer hit.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -146,12 +142,11 @@ class PrefixCache:
         return found
 
     def _num_useful_blocks(self, request: Request) -> int:
-        """Count full blocks that could save computation. The last token is always computed."""
-        num_tokens = len(request.sequence.token_ids)
+        num_tokens = len(request.sequence.token_ids)  # the last token is always computed
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
-        """Return the tokens that need not be computed."""
+        """Return the prefix hit of `full`, extended by a partly filled block if possible."""
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
         found, num_found = full.on_device, full.num_usable
         if num_found > len(found):
@@ -183,7 +178,6 @@ class PrefixCache:
         return request.sequence.token_ids[start : request.num_prompt_tokens]
 
     def _partial_name(self, request: Request, chain: BlockChain) -> BlockHash | None:
-        """Return the hash of the prompt's partly filled last block; None if sharing saves nothing."""
         num_full = request.num_prompt_tokens // self._block_size
         tail = self._prompt_tail(request)
         if len(tail) < 2:
@@ -194,7 +188,7 @@ class PrefixCache:
     # --- misses -------------------------------------------------------------------------------------------------------
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Return why the next full block was not found; None if it would save nothing."""
+        """Return why the next full block was not found, or None if finding it would save nothing."""
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None
@@ -209,7 +203,7 @@ class PrefixCache:
         return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
-        """Return the first missing block's hash, and the id of another request that will commit it."""
+        """Return the first missing block's hash and the id of another request that will commit the block, if any."""
         index = len(computed.blocks)
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None
@@ -220,18 +214,18 @@ class PrefixCache:
         return None if owner is None or owner == request.request_id else (name, owner)
 
     def is_being_computed(self, block_hash: BlockHash) -> bool:
-        """Return whether a running request will commit this block."""
+        """Return True if a running request will commit this block."""
         return block_hash in self._computing
 
     # --- share --------------------------------------------------------------------------------------------------------
 
     def adopt(self, request: Request, blocks: list[Block]) -> None:
-        """Record a request's shared blocks."""
+        """Record that a request shares these blocks."""
         chain = self.chains.of(request)
         chain.num_committed, chain.name = len(blocks), blocks[-1].name
 
     def announce(self, request: Request, num_found: int) -> None:
-        """Record blocks to share, after the first `num_found`."""
+        """Record that a request will commit its blocks after the first `num_found`."""
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
@@ -239,7 +233,7 @@ class PrefixCache:
             self._computing.setdefault(block_hash, request.request_id)
 
     def commit(self, request: Request) -> None:
-        """Make full blocks findable, and a computed prompt's partly filled last block."""
+        """Make full blocks findable. After the prompt, also make its partly filled last block findable."""
         num_tokens = request.num_computed_tokens
         chain = self.chains.of(request)
         if not self.cache_decoded_blocks:
@@ -272,7 +266,7 @@ class PrefixCache:
 
     def _register_partial(self, request: Request, chain: BlockChain) -> None:
         if request.num_computed_tokens // self._block_size > request.num_prompt_tokens // self._block_size:
-            return  # already full
+            return
         name = self._partial_name(request, self.chains.extended(request)) if self.reads_cache(request) else None
         if name is not None and name not in self._partials:
             index = request.num_prompt_tokens // self._block_size

@@ -1,4 +1,4 @@
-"""A request's blocks by group."""
+"""The KV groups of the scheduler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hi
 def longest_hit(
     groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
 ) -> int:
-    """Return the most leading blocks after which every group has all for a request's next row.
+    """Return the largest number of leading blocks after which a request can continue in every group.
 
-    host_blocks: found after `blocks`. If one group shortens the hit, another may lack a block for it, so all are asked
-    again.
+    If one group shortens the hit, another group may lack a block for the
+    shorter hit, so all groups are asked again.
     """
     count, is_shortened = len(blocks) + len(host_blocks), True
     while is_shortened:
@@ -35,5 +35,5 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Count the blocks before the first that lacks a part the row at position `num_tokens` reads."""
+    """Return how many leading blocks have all parts that the row (token) at position `num_tokens` reads."""
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

@@ -1,12 +1,10 @@
-"""Every KV group but the first: a request holds only the blocks that a later row can still read.
+"""All KV groups except the first. A request holds only the blocks that a later row (token) can still read.
 
-Each block is the part of one block of the first group: the same positions in this group's layers. A block is FREE, HELD
-(in block tables, or pinned), CACHED (unheld, but findable) or QUARANTINED. Free blocks are taken first, then cached
-ones that running requests released, then the least recently used ones.
+A block of a bounded group is called a part of the first group's block with the same positions. A block is FREE, HELD
+(in block tables, or pinned), CACHED (lookups find it, but nothing holds it) or QUARANTINED.
 
-If memory is set aside for a request, it reserves the most blocks that it may ever hold; lookups do not find them before
-their release. Found blocks stay findable if other free blocks cover the whole reservation; otherwise they become the
-request's own.
+If memory is reserved for a request, its new blocks are private: lookups do not find them before their release. Found
+blocks become private, too, unless other free blocks suffice for the whole reservation.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class BoundedGroup:
-    """A `KVGroup` whose kind limits how many positions a row (token) reads, such as a sliding window.
+    """A `KVGroup` with a limit on the positions that a row (token) reads.
 
-    blocks: the first group's, by id. on_evict: called with the first group's block before its part is evicted.
+    on_evict: called with the first group's block before its part is evicted.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class BoundedGroup:
         *,
         block_size: int,
         max_step_tokens: int,
-        blocks: Sequence[Block],
+        blocks: Sequence[Block],  # of the first group
         on_evict: Callable[[Block], None] | None = None,
     ) -> None:
         most_read = num_blocks_read(spec.kind, block_size)
@@ -56,8 +54,8 @@ class BoundedGroup:
         self._on_evict = on_evict or (lambda _block: None)
         self._free = list(range(spec.num_blocks - 1, -1, -1))
         self._left: OrderedDict[int, None] = OrderedDict()  # cached, released by running requests
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the others, least recently used first
-        self._id_of: dict[int, int] = {}  # by the first group's block
+        self._cached: OrderedDict[int, None] = OrderedDict()  # all other cached blocks, least recently used first
+        self._id_of: dict[int, int] = {}  # by id of the first group's block
         self._block_of: list[int | None] = [None] * spec.num_blocks
         self._num_holders = [0] * spec.num_blocks
         self._private: set[int] = set()
@@ -69,7 +67,7 @@ class BoundedGroup:
 
     @property
     def usage(self) -> float:
-        """Share of held blocks."""
+        """Share of blocks that are held, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     # --- look up ------------------------------------------------------------------------------------------------------
@@ -79,12 +77,12 @@ class BoundedGroup:
         return self.kind.first_position(num_tokens) // self._block_size
 
     def id_of(self, block: Block) -> int | None:
-        """See `KVGroup`; also None if private."""
+        """See `KVGroup`. Also returns None if the part is private."""
         block_id = self._id_of.get(block.block_id)
         return None if block_id in self._private else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
-        """Return the part of a sequence's block at `index`; None if evicted."""
+        """Return the part of the sequence's block at `index`, or None if the part was evicted."""
         table = sequence.block_tables[self.index]
         if sequence.first_held[self.index] <= index < len(table):
             return table[index]
@@ -98,13 +96,13 @@ class BoundedGroup:
     def longest_hit(
         self, blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int, limit: int
     ) -> int:
-        """Return the most leading blocks, up to `limit`, after which a request can continue."""
+        """Return the largest number of leading blocks after which a request can continue."""
         is_there = [self.id_of(block) is not None for block in blocks]
         is_there += [self.index in block.groups for block in host_blocks]
         return longest_hit(self.kind, is_there, num_tokens, self._block_size, limit=limit)
 
     def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Return whether a sequence holds all blocks for the row at position `num_tokens`."""
+        """Return True if a sequence holds all blocks that the row (token) at position `num_tokens` reads."""
         return self.first_read(num_tokens) >= sequence.first_held[self.index]
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -134,10 +132,6 @@ class BoundedGroup:
         return ids, sum(not self._num_holders[block_id] for block_id in ids)
 
     def _num_new(self, num_unheld: int, num_blocks_ahead: int) -> int:
-        """Return how many new blocks a request may need.
-
-        Each unheld found block saves one.
-        """
         return min(self._most_held - num_unheld, num_blocks_ahead)
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
@@ -146,25 +140,22 @@ class BoundedGroup:
         return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
 
     def num_needed(self, found: Sequence[Block], num_read: int, num_all_blocks: int) -> int:
-        """Return how many blocks a new request takes at most."""
+        """Return how many free or cached blocks a new request uses at most."""
         first = self.first_read(num_read)
         _, num_unheld = self._read(found[first:])
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return how many blocks a row reads, plus one for the next row; at most all blocks.
-
-        `can_reserve` adds a long step's blocks once.
-        """
+        """Return how many blocks a row (token) reads, plus one for the next row; at most `num_all_blocks`."""
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """See `KVGroup`. The blocks of a step stay free. A request that runs alone always fits."""
+        """See `KVGroup`. The blocks for one step stay free. A request that runs alone always fits."""
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
     def num_spare_blocks(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
-        """Return how many blocks `max_num_seqs` requests and a step do not need."""
+        """Return how many blocks remain after those for `max_num_seqs` requests and one step."""
         return self.num_blocks - max_num_seqs * self.num_reserved(num_all_blocks) - num_step_blocks
 
     def hold(self, claim: Claim) -> None:
@@ -221,10 +212,9 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        The blocks are evicted before other cached ones, because prefix hits end at the end of a request. Exceptions are
-        blocks that the row after the last full block reads, and found blocks, which other requests may find, too. For
-        each own block released, the request takes one for a later position, while its table in the first group is
-        longer.
+        The released blocks are evicted before other cached blocks, because prefix hits end at the end of a request.
+        Exceptions are found blocks, and blocks that the row after the last full block reads. For each released private
+        block, the request allocates a block for a later position, if its table in the first group is longer.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -258,7 +248,7 @@ class BoundedGroup:
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Release blocks. Returns how many own ones are unheld."""
+        """Release blocks. Returns how many private blocks are no longer held."""
         num_private = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
@@ -279,7 +269,7 @@ class BoundedGroup:
     # --- changes in the first group -----------------------------------------------------------------------------------
 
     def block_forgotten(self, block: Block) -> None:
-        """Free a block's part: lookups no longer find the block."""
+        """Free a block's part, because lookups no longer find the block."""
         block_id = self._id_of.get(block.block_id)
         if block_id is None:
             return
@@ -289,7 +279,7 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Give the part of `block` to the findable `canonical`, unless it has one."""
+        """Move the part of `block` to `canonical`, which lookups find, unless `canonical` has a part."""
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)
@@ -325,9 +315,9 @@ class BoundedGroup:
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return this part's block."""
+        """Return the first group's block of which this block is a part."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:
-        """Map blocks to parts."""
+        """Map the first group's blocks to their parts."""
         return dict(self._id_of)

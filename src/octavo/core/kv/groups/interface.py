@@ -13,23 +13,18 @@ if TYPE_CHECKING:
 
 
 class Claim(NamedTuple):
-    """A group's blocks for a request to continue.
+    """The blocks of a group that a request needs to continue. Lookups do not find private blocks."""
 
-    first: table index of the first needed block. found: ids from there on. num_new: blocks after them. num_unheld: new
-    blocks and unheld found ones. is_private: new blocks are hidden from other requests until their release.
-    is_found_private: so are unheld found blocks.
-    """
-
-    first: int
-    found: list[int]
-    num_new: int
-    num_unheld: int
-    is_private: bool = False
-    is_found_private: bool = False
+    first: int  # table index of the first needed block
+    found: list[int]  # ids of found blocks from `first` on
+    num_new: int  # blocks to allocate after the found blocks
+    num_unheld: int  # new blocks plus found blocks that nothing holds
+    is_private: bool = False  # new blocks are private until their release
+    is_found_private: bool = False  # found blocks that nothing holds become private, too
 
 
 class KVGroup(Protocol):
-    """One group's blocks. Only the group writes its block tables and `Sequence.first_held`."""
+    """One group's blocks. Only the group writes the group's block tables and `Sequence.first_held`."""
 
     @property
     def index(self) -> int:
@@ -38,7 +33,7 @@ class KVGroup(Protocol):
 
     @property
     def kind(self) -> KVGroupKind:
-        """Which positions rows read."""
+        """The positions that rows (tokens) read."""
         ...
 
     @property
@@ -48,7 +43,7 @@ class KVGroup(Protocol):
 
     @property
     def quarantined(self) -> set[int]:
-        """Blocks never allocated again."""
+        """Blocks that are never allocated again."""
         ...
 
     @property
@@ -63,7 +58,7 @@ class KVGroup(Protocol):
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return this group's part of a block; None if evicted."""
+        """Return this group's part of a block, or None if the part was evicted."""
         ...
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -73,56 +68,55 @@ class KVGroup(Protocol):
     ) -> Claim:
         """Return a request's claim. Changes nothing.
 
-        found: the first group's found blocks, not yet held. num_read: tokens before the next row. num_step_blocks:
-        table length for the next step. num_all_blocks: for all tokens with memory set aside; at least
-        `num_step_blocks`.
+        found: found blocks of the first group. num_read: tokens before the next row (token). num_step_blocks,
+        num_all_blocks: table length for the next step, and for all reserved tokens.
         """
         ...
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return whether a new request of `num_all_blocks` fits and `num_spare_blocks` stay free.
+        """Return True if a new request of `num_all_blocks` fits and `num_spare_blocks` stay free.
 
         found, num_read: as in `claim`.
         """
         ...
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return how many of `num_all_blocks` to set aside."""
+        """Return how many blocks to reserve for a table of `num_all_blocks`."""
         ...
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """Return whether the sum of all reservations can be set aside.
+        """Return True if `num_blocks` can be reserved in total.
 
-        num_saved: blocks that saves may pin in addition. is_only: there is one reservation.
+        num_saved: blocks that saves may pin in addition. is_only: True for a single reservation.
         """
         ...
 
     def hold(self, claim: Claim) -> None:
-        """Hold found blocks."""
+        """Hold a claim's found blocks."""
         ...
 
     def renew(self, block: Block) -> None:
-        """Evict a cached block last."""
+        """Make a cached block the last to be evicted."""
         ...
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
-        """Append a claim's blocks. Call `hold` before."""
+        """Append a claim's blocks to the table. Call `hold` first."""
         ...
 
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Release blocks that no row from position `num_tokens` on reads."""
+        """Release the blocks that only rows (tokens) before position `num_tokens` read."""
         ...
 
     def clear(self, sequence: TokenSequence) -> None:
-        """Release all, the last first."""
+        """Release all blocks of a request, the last first."""
         ...
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def pin(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks once more."""
+        """Add a reference to each block."""
         ...
 
     def unpin(self, block_ids: Sequence[int]) -> None:
@@ -136,7 +130,7 @@ class KVGroup(Protocol):
         ...
 
     def num_holders(self, block_id: int) -> int:
-        """Count a block's holders."""
+        """Return a block's reference count."""
         ...
 
     def free_ids(self) -> list[int]:
