@@ -1,4 +1,4 @@
-"""Base of formats with sections: an opening mark, calls, a closing mark."""
+"""Base of call formats with sections. A section is an opening mark, calls, and a closing mark."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[\w.:/-]*")
 _MAX_FRAMES = 2  # in a row
-MAX_HEAD_CHARS = 256  # between two marks, with a name, an id or both
+MAX_HEAD_CHARS = 256  # between two marks: a name, an id or both
 
 
 class SectionFormat(ToolFormat):
     """A section is `opens`, calls and `closes`; `between` separates two calls.
 
-    The parser does not require the white space in these marks. strays: begin a call outside of a section. one_each:
-    each call has its own section. frames: marks around content or before calls, which the parser drops.
+    The parser does not require the white space in these marks. opener: beginning of `opens` that the parser searches
+    for. strays: marks that begin a call outside of a section. one_each: True if each call has its own section. frames:
+    marks around content or before calls; the parser drops them.
     """
 
     opens: ClassVar[str]
@@ -38,7 +39,7 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Answers without tools have frames, too."""
+        """Set `frames_content`, because answers without tools have frames, too."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -52,7 +53,7 @@ class SectionFormat(ToolFormat):
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules of `call`."""
+        """Return grammar rules for `call`."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -78,7 +79,7 @@ class SectionFormat(ToolFormat):
         return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
 
     def content(self, schema: str) -> str | None:
-        """Return a grammar of JSON within frames; None without frames."""
+        """Return a grammar for JSON within frames, or None if the format has no frames."""
         if not self.frames:
             return None
         return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
@@ -118,7 +119,7 @@ class SectionParser(ToolParser):
         self._is_list = not form.one_each and not form.call_opens  # calls have no marks
         self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
-        self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
+        self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is not a mark
         self._call_closers = tuple(each for each in (form.closes.strip(),) if len(each) > 1)
 
     def _read(self) -> Wait[None]:
@@ -150,7 +151,7 @@ class SectionParser(ToolParser):
     def _skips_broken_member(self) -> Wait[bool]:
         """Emit a malformed member of a list of calls as content.
 
-        Returns False if its end is not certain: the text after it may be part of a string.
+        Returns False if the end of the member is uncertain, because the text after it may be part of a string.
         """
         while not self._is_over:  # search once
             yield
@@ -170,7 +171,7 @@ class SectionParser(ToolParser):
         yield from self._drop_space()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip these marks and white space. Drops a mark that was cut off."""
+        """Skip these marks and white space. Returns False if a mark is missing. Drops a mark that was cut off."""
         for mark in (word for each in marks for word in each.split()):
             if not (yield from self._takes_next(mark)):
                 self._drop_cut(mark)

@@ -60,7 +60,7 @@ class MuseGlimmerFormat(TaggedFormat):
         return f"start: begun? messages\n{self._messages(functions, only_one=only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text, or messages: an optional one to the user, then calls."""
+        """Allow text, a message to the user, or calls, which such a message may precede."""
         more = f"({self._literal(f'<|eom|>{_BEGINS}')} messages | end)?"
         start = f"TEXT | begun? user SAID {more} | begun? messages"
         said = f"SAID: /(.|\\n)*/ {FEW_BLANKS} & ~/(.|\\n)*<\\|eo(.|\\n)*/"

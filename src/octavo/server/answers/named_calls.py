@@ -42,7 +42,7 @@ class NamedFormat(SectionFormat):
         return f"{self.call_opens}{head}{self.arguments_open}{json_text(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """One for each function."""
+        """See `SectionFormat`."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             before, _, after = f"{self.call_opens}{self.head}{self.arguments_open}".partition("{index}")
@@ -120,7 +120,7 @@ class KimiK2Format(NamedFormat):
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a function's name after the opener of a call, within or without a section."""
+        """Require a function's name after the opener of a call. The opener of a section may precede the call."""
         names = [f"{prefix}{each.name}" for each in functions for prefix in ("functions.", "")]
         call_starts = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
         return {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """A call is an object. id_key: its first key, for the number of the call; None without numbers."""
+    """A call is an object. id_key: key of the call's number, or None if calls have no numbers."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
@@ -34,7 +34,7 @@ class ObjectFormat(SectionFormat):
         return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return the rules of such objects."""
+        """See `SectionFormat`."""
         id_key = json.dumps(json.dumps(self.id_key))
         counted = "" if self.id_key is None else f'{id_key} COLON /"[0-9]{{1,3}}"/ COMMA '
         return object_rules(functions, self.name_key, self.arguments_key, counted)
@@ -53,7 +53,7 @@ class ObjectParser(SectionParser):
         yield from self._members(call)
 
     def _has_next_call(self) -> Wait[bool]:
-        """See `SectionParser`. Without a mark between calls, any object is the next call."""
+        """See `SectionParser`. If no mark separates calls, any object is the next call."""
         return (yield from super()._has_next_call()) if self._between else (yield from self._skip_space()) == "{"
 
 
@@ -135,7 +135,7 @@ class GigaChat3Format(ObjectFormat):
 
 
 class OldGigaChat3Format(ObjectFormat):
-    """GigaChat 3: one object in a turn of its own."""
+    """GigaChat 3: one object in a separate turn."""
 
     name = "gigachat3"
     markers = ("<|role_sep|>",)
@@ -158,7 +158,7 @@ class ApertusFormat(SectionFormat):
         return json_text({name: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """One for each function."""
+        """See `SectionFormat`."""
         rules = [choice_of(len(functions)), "COLON: /: ?/"]
         for index, function in enumerate(functions):
             name = json.dumps(json.dumps(function.name))

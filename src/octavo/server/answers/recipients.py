@@ -1,4 +1,4 @@
-"""Functionary 3.2's answers: each part begins with a mark and a recipient, `all` or a function."""
+"""Functionary 3.2's answers. Each part begins with a mark and a recipient: `all` or a function."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RecipientsFormat(ToolFormat):
         return f'start: "{_MARK}"? call{more}\n{self._calls(functions)}'
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text and calls. A function's name at the beginning or after a mark begins a call."""
+        """Allow text and calls. A call begins with a function's name at the beginning of the answer or after a mark."""
         names = "|".join(pattern(each.name) for each in functions)
         text = f"/(.|\\n)*/ {FEW_BLANKS} & ~/({names})\\n(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", self._calls(functions)]
@@ -74,7 +74,7 @@ _HEAD_RULE = f'head: "{_MARK}"? {_head(_USER)}'
 
 
 class RecipientsParser(ToolParser):
-    """A mark without a known recipient is content."""
+    """Reads the parts. A mark without a known recipient is content."""
 
     _ends = ending(_MARK)
     _call_openers = (_MARK,)

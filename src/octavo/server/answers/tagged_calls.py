@@ -1,4 +1,4 @@
-"""Call formats made of tags, with strings without quotes."""
+"""Call formats that consist of tags and write strings without quotes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 
 
 class TaggedFormat(SectionFormat):
-    """A call is `call_opens`, the name, `named`, arguments and `call_closes`.
+    """A call is `call_opens`, the name, `named`, the arguments, and `call_closes`.
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
-    is_padded: one line feed before a value and one after it are not part of it. raw_marks: may enclose any value.
-    head_pattern: matches the text between `call_opens` and `named`. text_mark, json_mark: follow the name of a string
-    argument, and of any other one.
+    is_padded: True if the line feeds directly before and after a value do not belong to the value. raw_marks: pair of
+    marks that may enclose any value. head_pattern: matches the text between `call_opens` and `named`. text_mark:
+    follows the name of a string argument. json_mark: follows the name of any other argument.
     """
 
     named: ClassVar[str]
@@ -48,7 +48,7 @@ class TaggedFormat(SectionFormat):
         return TaggedParser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts that begin arguments."""
+        """Return the texts that begin arguments of these names."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
@@ -64,7 +64,7 @@ class TaggedFormat(SectionFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order."""
+        """Require arguments in the schema's order."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
@@ -199,7 +199,7 @@ class GLM47Format(TaggedFormat):
 
 
 class DeepSeekV32Format(TaggedFormat):
-    """DeepSeek V3.2: the tag of an argument says whether the value is a string."""
+    """DeepSeek V3.2: the tag of an argument shows whether the value is a string."""
 
     name = "deepseek_v32"
     markers = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")

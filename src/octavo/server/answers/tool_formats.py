@@ -64,7 +64,7 @@ class LlamaFormat(ToolFormat):
         return "; ".join(json_text({"name": name, "parameters": arguments}) for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow a tag first."""
+        """Allow a tag before the calls."""
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -98,7 +98,7 @@ class MistralFormat(ToolFormat):
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse `NamedMistralFormat`, too."""
+        """Return a parser that also reads `NamedMistralFormat`."""
         return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -107,7 +107,7 @@ class MistralFormat(ToolFormat):
         return f"[TOOL_CALLS][{', '.join(written)}]"
 
     def new_call_id(self) -> str:
-        """Mistral's templates require nine characters."""
+        """Return nine characters, as Mistral's templates require."""
         return new_id()[:9]
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:

@@ -31,9 +31,9 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """Llama 3: {"name": ..., "parameters": ...}; several calls have semicolons or line feeds between them.
+    """Llama 3: {"name": ..., "parameters": ...}; semicolons or line feeds separate several calls.
 
-    Within text the name must be first and the arguments second: another object that names a tool may describe it.
+    Within text, the name must be first and the arguments second, because other objects may describe a tool.
     """
 
     opener = "<|python_tag|>"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PromptTokensDetails(Struct):
-    """Kinds of prompt tokens. cached_tokens: tokens with a prefix hit."""
+    """Kinds of prompt tokens. cached_tokens: tokens found in the prefix cache."""
 
     cached_tokens: int = 0
 
@@ -32,8 +32,8 @@ class CompletionTokensDetails(Struct):
 class Receipt(Struct):
     """The cost of a request.
 
-    computed_tokens: positions that the model computed. recomputed_tokens: lost by a preemption, or rejected drafts.
-    wasted_tokens: generated after a stop string. Positions after a request's end do not count.
+    computed_tokens: positions that the model computed. recomputed_tokens: positions lost by a preemption, and rejected
+    drafts. wasted_tokens: tokens generated after a stop string. Positions after a request's end do not count.
     """
 
     computed_tokens: int = 0

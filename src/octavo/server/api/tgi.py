@@ -150,7 +150,7 @@ async def generate_either(service: Service, http_request: Request, request: Gene
 async def _generate(
     service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
 ) -> Response:
-    """in_list: return a list of one answer, as TGI does at /."""
+    """in_list: True to return a list of one answer, as TGI does at /."""
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
     service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)
@@ -278,7 +278,7 @@ class GenerateReply:
         self._num_tokens = 0
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return an event for each token, but at least one."""
+        """Return an event for each token, and at least one event."""
         completion = update.completion
         self._text += completion.text
         tokens = self._tokens(completion)
@@ -314,7 +314,7 @@ class GenerateReply:
             last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
-        """The last event ends the stream."""
+        """Return nothing, because the last event ends the stream."""
         return b""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:
@@ -338,7 +338,7 @@ class GenerateReply:
         return [generated] if self._in_list else generated
 
     def error(self, error: HttpError) -> bytes:
-        """Return its event."""
+        """Return an event."""
         return TGI.event(error)
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:

@@ -65,7 +65,7 @@ _THINKING = BlockTypes(
 )
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off(), "chat_template", "compaction", "container", "thread"),
-    **each(Off(), "output_format"),  # its older name
+    **each(Off(), "output_format"),  # older name of output_config.format
     **each(Off([]), "fallbacks", "mcp_servers"),
     **UNSUPPORTED_OR_ALIAS,
 }
@@ -87,7 +87,7 @@ class ThreadsUnsupportedError(RequestError):
 class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens.
 
-    An undeclared field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
+    An undeclared field is refused if it would change the answer (`_UNSUPPORTED`); otherwise it is ignored.
     """
 
     model: str
@@ -334,7 +334,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Clients send back only signed thoughts. This server never reads the signature."""
+    """Sign thoughts, because clients send back only signed thoughts. This server never reads the signature."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -43,8 +43,8 @@ class Answer(Struct):
     """A whole answer, or a line of a stream.
 
     message: set by /api/chat. response, thinking: set by /api/generate. cached_tokens, receipt: octavo's own fields;
-    cached_tokens counts the prompt's tokens that were found in the prefix cache. The counts are the last fields: a
-    router reads them from the end, so text of the model cannot be mistaken for them.
+    cached_tokens counts the prompt's tokens that were found in the prefix cache. The counts are the last fields. A
+    router reads them from the end, so that it cannot mistake text of the model for counts.
     """
 
     model: str

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_INPUTS = 2048  # as in OpenAI's API
-# Of vLLM, llama.cpp, TEI and gateways.
+# Fields of vLLM, llama.cpp, TEI and gateways.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in OF_PROMPTS.items() if name not in TruncationFields.model_fields},
     **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},

@@ -22,7 +22,7 @@ class TopLogprob(Struct):
 
 
 class TokenLogprob(TopLogprob):
-    """The chosen token, and the most probable ones at its position."""
+    """The chosen token, and the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -178,7 +178,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One of the choices: n for each prompt, in the order of the prompts. In a stream: an update of a choice."""
+    """One of the n choices for each prompt, in the order of the prompts. In a stream: an update of a choice."""
 
     index: int
     text: str

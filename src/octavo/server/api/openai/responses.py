@@ -1,4 +1,4 @@
-"""OpenAI's Responses API. Nothing is stored: each request contains its whole conversation."""
+"""OpenAI's Responses API. Nothing is stored, so each request contains its whole conversation."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _NESTED = {
     "prompt_cache_options": fields(
         harmless=each(CACHE, "comparison_response_id", "mode", "ttl"),
-        prewarm=(None, False),  # true requests no answer
+        prewarm=(None, False),  # true asks for no answer
     ),
     "reasoning": fields(
         "effort",
@@ -90,7 +90,7 @@ _NESTED = {
 class ResponsesRequest(SamplingControls):
     """POST /v1/responses, with vLLM's extra fields.
 
-    An undeclared field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
+    An undeclared field is refused if it would change the answer (`_UNSUPPORTED`); otherwise it is ignored.
     """
 
     model: str | None = None
