@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 1 << 18  # parsed within milliseconds
 _BLOCK_BYTES = 1 << 18
-# Texts at these limits are parsed in about 0.1 s. By default prompts of a million tokens may wait at the server.
+# Texts at these limits are parsed in about 0.1 s.
 MAX_LISTS_AND_OBJECTS, MAX_NAMES, MAX_VALUES = 1 << 17, 1 << 18, (1 << 20) + (1 << 18)
 _QUOTE, _MARKS = ord('"'), (b"[{", b":", b",")
 

@@ -101,7 +101,7 @@ class Service(HttpService):
 
     @property
     def model_info(self) -> ModelInfo:
-        """The description of the model."""
+        """The model's description."""
         return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
@@ -262,7 +262,6 @@ class Service(HttpService):
         await self._end(still_open)
 
     def _cut_off(self, open_ids: list[str], why: Callable[[], OctavoError]) -> None:
-        """Set the error of each request that will be aborted, unless it has one."""
         for request_id in open_ids:
             opened = self._open[request_id]
             opened.cut_off = opened.cut_off or why()

@@ -51,7 +51,7 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """The style in one line."""
+        """One log line."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"

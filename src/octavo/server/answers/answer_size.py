@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import SamplingParams
 
-_NUMBERS_PER_ENTRY = 16  # numbers of an embedding
+_NUMBERS_PER_ENTRY = 16
 
 
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:

@@ -183,7 +183,7 @@ async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait for a task, at most `patience_s` seconds. Return the task, which may still run."""
+    """Wait at most `patience_s` seconds. Return the task, which may still run."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:

@@ -152,10 +152,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Repair a faulty list or object, and return its value and its JSON.
-
-    If the text can be read in no way or in two ways, return `value` and `written`.
-    """
+    """Repair a faulty list or object; return its value and JSON. Return the arguments if it has no single reading."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
@@ -203,8 +200,8 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 def schema_comment(function: Function) -> str:
     """Return a comment with the parameters' schema if the schema has a `pattern`, otherwise "".
 
-    The compiler's errors about a lexeme do not name the request's field. `octavo.structured_output.schema_faults` finds
-    the field in this comment.
+    The compiler's errors do not name the request's field. `octavo.structured_output.schema_faults` finds it in this
+    comment.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
@@ -234,8 +231,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
     """Return a copy of a schema in which each `$ref` names a definition of `json_of`.
 
-    Mutated: `names` maps the `id()` of a referenced schema to its definition's name; new schemas are appended to
-    `left`.
+    Mutated: new schemas are appended to `left`, and named in `names` by their `id()`.
     """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]

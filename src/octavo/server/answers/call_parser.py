@@ -44,9 +44,7 @@ def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
     is_wrapped: True if a closing bracket may precede the mark.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
-    either = [
-        rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either
-    ]  # a "]" within text is not a mark
+    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" within text is no mark
     bracket = r"(?:\}\s*+)?" if is_wrapped else ""
     return re.compile(rf"\s*+{bracket}(?:{'|'.join([*either, _END_OF_TEXT])})")
 
@@ -96,7 +94,7 @@ class ToolParser:
         self._held: list[Part] | None = None  # parts of a possible call
         self._held_text: list[str] = []  # the text of `_held`
         self._num_held_chars = 0  # of arguments in `_held`
-        self._broken = ""  # the last malformed call
+        self._broken = ""
         self._budget = SearchBudget()
         self._steps = self._read()
 
@@ -302,7 +300,6 @@ class ToolParser:
         return bool(closers) and '"}' in self._text[self._position : min(closers)]
 
     def _recover(self, call: Call, reported: str) -> Wait[None]:
-        """Wait for the end of the answer, then repair the arguments."""
         while not self._is_over:
             yield
         text, known = reported + self._text, self._known_keys(call)
@@ -464,7 +461,6 @@ class ToolParser:
         return char
 
     def _peek(self) -> Wait[str]:
-        """Return the next character, or "" at the end of the answer."""
         while self._position == len(self._text):
             if self._is_over:
                 return ""

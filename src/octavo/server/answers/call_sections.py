@@ -53,18 +53,18 @@ class SectionFormat(ToolFormat):
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return grammar rules for `call`."""
+        """Return grammar rules for `call`. Arguments have the schema's order."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow sections within frames."""
+        """See `ToolFormat`."""
         opens, between = self._literal(self.opens), self._literal(self.between)
         more = f" ({between} {opens} section)*" if self.one_each and not only_one else ""
         start = self._framed(f"{opens} section{more}")
         return f"start: {start}\n{self._section(functions, only_one=only_one)}\n{self._frame_rule()}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text and sections."""
+        """See `ToolFormat`."""
         framed = [f"framed{index}" for index in range(len(self.frames))]
         text = "TEXT" if not framed else f"({' | '.join(framed)})* TEXT"
         several = " | ".join(["head rest", *framed])
@@ -74,12 +74,12 @@ class SectionFormat(ToolFormat):
         return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON within frames."""
+        """See `ToolFormat`."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
 
     def content(self, schema: str) -> str | None:
-        """Return a grammar for JSON within frames, or None if the format has no frames."""
+        """See `ToolFormat`."""
         if not self.frames:
             return None
         return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
@@ -146,13 +146,10 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Handle the end of a call or of a malformed member."""
+        """Handle member ends."""
 
     def _skips_broken_member(self) -> Wait[bool]:
-        """Emit a malformed member of a list of calls as content.
-
-        Returns False if the end of the member is uncertain, because the text after it may be part of a string.
-        """
+        """Emit a malformed member of a list of calls as content. Returns False if the member's end is uncertain."""
         while not self._is_over:  # search once
             yield
         num_chars = member_end(self._broken + self._text)

@@ -68,7 +68,6 @@ class GemmaFormat(SectionFormat):
         return "\n".join(rules)
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return rules, of which the first is `value<place>`."""
         schema = merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")

@@ -46,9 +46,8 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 
     The job's permit limits how many prompts run in parallel. usage: the generator adds the last output of a request
     that failed or was cut off, because it does not yield this output. The caller adds all other outputs. Iteration
-    raises the request's error: `RequestFailedError`, `ExecutionError` if a step failed, `DeadlineError`, `RequestError`
-    if the request was refused or its grammar failed, `AuthenticationError` if its key was removed, or
-    `ServerClosingError`.
+    raises the request's error: `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`,
+    `AuthenticationError` or `ServerClosingError`.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
@@ -103,7 +102,6 @@ class MergedOutputs:
 async def _pump(
     waiting: Iterator[AsyncGenerator[RequestOutput, None]], queue: asyncio.Queue[RequestOutput | BaseException | None]
 ) -> None:
-    """Queue the outputs of streams, one stream after another, and finally None or an error."""
     try:
         for stream in waiting:
             async with aclosing(stream):

@@ -36,16 +36,16 @@ class StreamForm:
 
 
 EVENTS = StreamForm("text/event-stream", b": still at work\n\n")
-LINES = StreamForm("application/x-ndjson", b" ")  # clients ignore the blank
+LINES = StreamForm("application/x-ndjson", b" ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A client's request to answer.
 
-    model: the name in the answer. place: permit that the job holds until it is answered. counts_completions: False if
-    prompts are only scored or computed. deadline: time on the event loop's clock. client_names: maps the engine's name
-    of a field to the client's. check: called with each tokenized prompt; may raise `RequestError`.
+    place: permit that the job holds until it is answered. counts_completions: False if prompts are only scored or
+    computed. deadline: time on the event loop's clock. client_names: maps the engine's name of a field to the client's.
+    check: called with each tokenized prompt; may raise `RequestError`.
     """
 
     request_id: str
@@ -66,7 +66,7 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # a copy skips the checks, which passed before
+        params = copy(self.params)  # a copy skips the checks
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 

@@ -13,8 +13,8 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 def member_end(text: str) -> int | None:
     """Return the length of the object or Python call that begins the text, or None if it is uncertain.
 
-    A string that contains an unescaped quote would end too early. So strings must be between punctuation marks of JSON
-    or Python, and brackets must match.
+    An unescaped quote would end a string too early, so strings must be between punctuation marks of JSON or Python.
+    Brackets must match.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:

@@ -74,7 +74,7 @@ class NamedParser(SectionParser):
 
 
 class DeepSeekV3Format(NamedFormat):
-    """DeepSeek V3, R1 and its derivatives: arguments in a block of code."""
+    """DeepSeek V3, R1 and its derivatives."""
 
     name = "deepseek_v3"
     markers = (
@@ -92,7 +92,7 @@ class DeepSeekV3Format(NamedFormat):
 
 
 class DeepSeekV31Format(NamedFormat):
-    """DeepSeek V3.1: only a name and arguments."""
+    """DeepSeek V3.1."""
 
     name = "deepseek_v31"
     markers = DeepSeekV3Format.markers
@@ -103,7 +103,7 @@ class DeepSeekV31Format(NamedFormat):
 
 
 class KimiK2Format(NamedFormat):
-    """Kimi K2: the call's number follows the name."""
+    """Kimi K2."""
 
     name = "kimi_k2"
     markers = (
@@ -120,7 +120,7 @@ class KimiK2Format(NamedFormat):
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a function's name after the opener of a call. The opener of a section may precede the call."""
+        """See `ToolFormat`."""
         names = [f"{prefix}{each.name}" for each in functions for prefix in ("functions.", "")]
         call_starts = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
         return {
@@ -130,7 +130,7 @@ class KimiK2Format(NamedFormat):
 
 
 class SolarFormat(NamedFormat):
-    """Solar Open: calls have ids."""
+    """Solar Open."""
 
     name = "solar_open"
     markers = (

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 MARK = "]<]minimax[>["
-_ITEM = "item"  # a list item's tag
+_ITEM = "item"
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
 _ANY_TEXT = "/[^\\]](.|\\n)*/"  # cannot be read as a tag, even if the mark is not a token
@@ -55,7 +55,7 @@ class MiniMaxM3Format(SectionFormat):
         return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Require arguments in the schema's order. A part without a schema may be any value."""
+        """Return rules. A part without a schema may be any value."""
         mark = self._marker(MARK)
         rules = [
             choice_of(len(functions)),
@@ -71,7 +71,6 @@ class MiniMaxM3Format(SectionFormat):
         return "\n".join(rules)
 
     def _members(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """Return rules, of which the first is `members<place>`."""
         options = alternatives(schema, root)
         if len(options) == 1:
             return self._members_of(place, options[0], root)
@@ -97,7 +96,6 @@ class MiniMaxM3Format(SectionFormat):
         return [f"members{place}: {' '.join(uses)}", *rules]
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return the rules of a value and of the mark after it. The first rule is `value<place>`."""
         mark, schema = self._marker(MARK), merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")

@@ -63,7 +63,7 @@ class AnswerParser(Protocol):
 
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Join neighbouring parts of one kind, and drop empty parts. Content is joined only if no text lies between."""
-    if len(parts) == 1 and parts[0].text:  # usual
+    if len(parts) == 1 and parts[0].text:
         return [*parts]
     runs: list[list[Part]] = []
     for part in parts:
@@ -81,7 +81,7 @@ def _go_together(part: Part, following: Part) -> bool:
 
 
 def without_space(text: str) -> int:
-    """Return the length without final white space, of which at most `MAX_HELD_SPACE` characters are held back."""
+    """Return the length of the text without its final white space, which may be at most `MAX_HELD_SPACE` characters."""
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
@@ -125,8 +125,8 @@ class PlainParser:
 class ReasoningParser:
     """Splits off the reasoning at the beginning, and drops the white space around the marks of the reasoning.
 
-    is_open: True if the prompt ends with the opening mark. interrupts: marks of calls that end the reasoning, each with
-    the texts of which one must follow. `next_parser` gets these marks.
+    is_open: True if the prompt ends with the opening mark. interrupts: maps other marks that end the reasoning to the
+    texts that may follow them. `next_parser` gets these marks.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class PythonFormat(SectionFormat):
         return f"{name}({', '.join(written)})"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Require arguments in the schema's order."""
+        """See `SectionFormat`."""
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
             found = [_argument_rules(place, each, function.parameters) for place, each in _options_of(index, function)]
@@ -104,8 +104,7 @@ class PythonicFormat(PythonFormat):
         """Return a grammar of text and a list of calls.
 
         An answer that begins with a bracket must be a list of calls. Within text, a list must begin with the call of a
-        function. The grammar recognizes such a call by the name of its first argument, or by its end if it has no
-        arguments.
+        function.
         """
         call_starts = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(call_starts)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
@@ -148,7 +147,7 @@ def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 class LFM2Format(PythonFormat):
-    """LFM2: a list between marks."""
+    """LFM2."""
 
     name = "lfm2"
     markers = ("<|tool_call_start|>", "<|tool_call_end|>")
@@ -156,7 +155,7 @@ class LFM2Format(PythonFormat):
 
 
 class OLMo3Format(PythonFormat):
-    """OLMo 3: one call on each line, between tags."""
+    """OLMo 3."""
 
     name = "olmo3"
     markers = ("<function_calls>", "</function_calls>")

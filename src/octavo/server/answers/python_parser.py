@@ -35,7 +35,6 @@ class PythonParser(ValueParser):
         self._commit()
 
     def _has_next_call(self) -> Wait[bool]:
-        """See `SectionParser`. Calls on separate lines have no mark between them."""
         if self._between:
             return (yield from super()._has_next_call())
         char = yield from self._skip_space()
@@ -156,7 +155,7 @@ class PythonListParser(PythonParser):
         super()._report_content()
 
     def _is_cut_here(self) -> bool:
-        """See `ToolParser`. Without marks, the text must also begin like a list of calls."""
+        """Without marks, the text must also begin like a list of calls."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -165,8 +164,5 @@ class PythonListParser(PythonParser):
 
 
 def _may_become(text: str, head: str) -> bool:
-    """Return True if a text that was cut off may be the beginning of a call with this head.
-
-    The text may end within the head, within an argument's name after the head, or after the closing bracket.
-    """
+    """Return True if a text that was cut off may be the beginning of a call with this head."""
     return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)

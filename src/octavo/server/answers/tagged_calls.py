@@ -64,7 +64,7 @@ class TaggedFormat(SectionFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Require arguments in the schema's order."""
+        """See `SectionFormat`."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
@@ -146,7 +146,7 @@ class Qwen3CoderFormat(TaggedFormat):
 
 
 class SeedOSSFormat(TaggedFormat):
-    """ByteDance's Seed-OSS: values share a line with their tags."""
+    """ByteDance's Seed-OSS."""
 
     name = "seed_oss"
     markers = ("<seed:tool_call>", "</seed:tool_call>", *Qwen3CoderFormat.markers[2:])
@@ -156,7 +156,7 @@ class SeedOSSFormat(TaggedFormat):
 
 
 class MiniMaxM2Format(TaggedFormat):
-    """MiniMax M2: one tag encloses all calls."""
+    """MiniMax M2."""
 
     name = "minimax_m2"
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -181,7 +181,7 @@ class GLMFormat(TaggedFormat):
     value_closes, argument_closes = "</arg_value>", "\n"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a function's name after the opener."""
+        """See `ToolFormat`."""
         return _named_after(self, functions)
 
 
@@ -194,7 +194,7 @@ class GLM47Format(TaggedFormat):
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a function's name after the opener."""
+        """See `ToolFormat`."""
         return _named_after(self, functions)
 
 
@@ -220,7 +220,7 @@ class DeepSeekV4Format(DeepSeekV32Format):
 
 
 class MiniCPM5Format(TaggedFormat):
-    """MiniCPM 5: names are in attributes."""
+    """MiniCPM 5."""
 
     name = "minicpm5"
     markers = ("<function", "</function>")

@@ -59,7 +59,7 @@ class ToolFormat:
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Return the marks that begin a call within reasoning, each with the texts of which one must follow."""
+        """Map each mark that may begin a call within reasoning to the texts that may follow the mark."""
         return {}
 
     def new_call_id(self) -> str:

@@ -67,7 +67,7 @@ class LlamaParser(ToolParser):
         return True
 
     def _is_cut_here(self) -> bool:
-        """See `ToolParser`. Without a tag, the text must also begin like a call."""
+        """Without a tag, the text must also begin like a call."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -120,7 +120,7 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a name and its marks; skip all text if the answer was cut off there."""
+        """Skip a name and its marks. If the answer was cut off there, skip all text."""
         if head is not None:
             self._position = brace
             return

@@ -181,8 +181,7 @@ def _lenient(function: Function) -> Function:
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
     """Store the name of the request's field in each schema, for errors of the grammar compiler.
 
-    Raises `RequestError` if a schema is malformed, or if all schemas together are too long: a format may repeat a part
-    for each reference to it.
+    Raises `RequestError` if a schema is malformed, or if all schemas together are too long.
     """
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0

@@ -30,7 +30,7 @@ class CompletionTokensDetails(Struct):
 
 
 class Receipt(Struct):
-    """The cost of a request.
+    """The cost of a request, octavo's extension.
 
     computed_tokens: positions that the model computed. recomputed_tokens: positions lost by a preemption, and rejected
     drafts. wasted_tokens: tokens generated after a stop string. Positions after a request's end do not count.
@@ -51,7 +51,7 @@ class Receipt(Struct):
 
 
 class Usage(Struct):
-    """Token counts over all prompts and choices. receipt: octavo's extension, set after a request ends."""
+    """Token counts over all prompts and choices. receipt: set after a request ends."""
 
     prompt_tokens: int
     completion_tokens: int

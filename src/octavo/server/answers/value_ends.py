@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tagged_calls import TaggedFormat
 
     _Verdict: TypeAlias = tuple[int, int] | Literal[False] | None
-    """The indices at which a value and its closing tag end; False if the mark is text; None if more text is needed."""
+    """The indices at which a value and its closing tag end; False: the mark is text; None: more text is needed."""
 
 _MAX_MARK_CHARS = 512
 _NO_BLANK = re.compile(r"\S")
@@ -85,8 +85,7 @@ class TagEnd:
     """Ends a value at its closing tag, or before another mark.
 
     A closing tag is text unless an argument, the end of the call or the end of the answer follows. If the closing tag
-    is missing, the value ends before a known new argument or before the end of the call. The methods raise
-    `MalformedError` if another reading is equally likely, and return None if more text is needed.
+    is missing, the value ends before a known new argument or before the end of the call.
 
     call_starts: texts that begin the known arguments that may follow. is_text: False if the value is JSON, which
     contains no tag.
@@ -248,10 +247,7 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a section or a call begins or ends directly after the mark at `place`.
-
-        At the end of the answer, return whether the format has only one closing mark.
-        """
+        """Return whether a section or a call begins or ends directly after the mark at `place`."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:  # the value may be cut
@@ -351,10 +347,7 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return the index of the next call (or the length of the text), and whether the call is certain.
-
-        It is certain if its head is complete, or if the answer ends within the head.
-        """
+        """Return the index of the next call (or the length of the text), and whether the call is certain."""
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
         while (found := text.find(opener, self._call_at)) >= 0:

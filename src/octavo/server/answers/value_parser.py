@@ -53,7 +53,6 @@ class ValueParser(SectionParser):
             yield
 
     def _read_value(self, text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-        """Return a value's JSON, or None to omit the value."""
         try:
             return value_text(text, schema, root)
         except UnreadableError:

@@ -91,7 +91,7 @@ class GenerateRequest(Body):
 
 
 class Details(Struct):
-    """Details of a whole answer. receipt: octavo's own field."""
+    """Details of a whole answer."""
 
     finish_reason: str
     generated_tokens: int
@@ -110,7 +110,7 @@ class Generated(Struct):
 
 
 class StreamDetails(Struct):
-    """Details in a stream's last event. receipt: octavo's own field."""
+    """Details in a stream's last event."""
 
     finish_reason: str
     generated_tokens: int
@@ -225,7 +225,6 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
 
 
 def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_tokens: int) -> None:
-    """Raise TGI's error if prompt and `max_new_tokens` exceed the context."""
     num_tokens = len(processed.prompt_token_ids)
     if num_new_tokens and num_tokens + num_new_tokens > max_total_tokens:
         raise RequestError(
@@ -236,7 +235,6 @@ def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_to
 
 
 def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
-    """Read a grammar; a schema may be a JSON string."""
     if grammar is None:
         return None
     kind = {"json": "json", "json_schema": "json", "regex": "regex"}.get(grammar.type)

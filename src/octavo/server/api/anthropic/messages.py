@@ -85,10 +85,7 @@ class ThreadsUnsupportedError(RequestError):
 
 
 class CountTokensRequest(Body):
-    """POST /v1/messages/count_tokens.
-
-    An undeclared field is refused if it would change the answer (`_UNSUPPORTED`); otherwise it is ignored.
-    """
+    """POST /v1/messages/count_tokens."""
 
     model: str
     messages: Annotated[Any, Shown(types.Turns)]
@@ -114,7 +111,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class MessageUsage(Struct):
-    """Token counts. input_tokens excludes tokens found in the prefix cache. receipt: octavo's own field."""
+    """Token counts. input_tokens excludes tokens found in the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -124,7 +121,7 @@ class MessageUsage(Struct):
 
 
 class Message(Struct):
-    """The answer of POST /v1/messages."""
+    """A whole answer."""
 
     id: str
     model: str

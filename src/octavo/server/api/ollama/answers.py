@@ -62,7 +62,7 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
 async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
     """Answer a prompt.
 
-    The chat template is not applied if `raw` is true, or if it is missing and the request has no `system`.
+    The chat template is not applied if `raw` is true, or if the model has none and the request has no `system`.
     """
     options = _job_options(service, request)
     if not request.prompt:

@@ -127,7 +127,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         token_ids = completion.token_ids if self._request.return_token_ids else None
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
-            return None  # held back
+            return None
         choice = ChatChunkChoice(update.choice, delta or ChatDelta(content=""), self._logprobs(completion))
         choice.token_ids = token_ids
         if update.is_first:

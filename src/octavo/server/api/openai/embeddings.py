@@ -55,7 +55,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class EmbeddingRequest(Body, TruncationFields):
-    """POST /v1/embeddings. The route checks `input`: a text, texts, token ids or lists of token ids."""
+    """POST /v1/embeddings."""
 
     model: str | None = None
     input: Annotated[Any, Shown(Prompts)]
@@ -81,7 +81,7 @@ class Embedding(Struct):
 
 
 class EmbeddingUsage(Struct):
-    """Token counts over all inputs. receipt: octavo's own field."""
+    """Token counts over all inputs."""
 
     prompt_tokens: int
     total_tokens: int

@@ -179,7 +179,7 @@ class ChatFields(BaseModel):
 
 
 class CompletionRequest(SamplingFields):
-    """POST /v1/completions. The route checks `prompt`: a text, texts, token ids or lists of token ids."""
+    """POST /v1/completions."""
 
     prompt: Annotated[Any, Shown(types.Prompts)]
     best_of: int | None = None
@@ -195,7 +195,7 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatCompletionRequest(ChatFields, SamplingFields):
-    """POST /v1/chat/completions. The route checks `messages`."""
+    """POST /v1/chat/completions."""
 
     messages: Annotated[Any, Shown(types.ChatMessages)]
     max_completion_tokens: types.MaxTokens | None = None

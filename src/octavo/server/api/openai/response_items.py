@@ -87,7 +87,7 @@ class _Turn:
         self.calls += other.calls
 
     def message(self) -> dict[str, Any]:
-        """Return a message. The chat template renders calls without text, and joins text parts."""
+        """The chat template renders calls without text, and joins text parts."""
         content: Any = None if self.calls else ""
         if self.role in {"assistant", "system"}:
             content = ("" if self.role == "assistant" else "\n\n").join(self.texts) or content
@@ -132,7 +132,7 @@ def _texts(content: str | list[dict[str, str]]) -> list[str]:
 
 
 def _read_thoughts(item: dict[str, Any], place: str) -> list[str]:
-    """Return the texts of a reasoning item. Other servers send a summary without content."""
+    """Other servers send a summary without content."""
     for name, types in (("content", THOUGHTS), ("summary", SUMMARIES)):
         parts = item.get(name)
         texts = []

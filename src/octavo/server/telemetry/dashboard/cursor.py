@@ -83,7 +83,7 @@ _DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
 
 
 def _changes(old: bytes, new: bytes) -> Iterator[list[int]]:
-    """Yield [index, new byte] for each byte that differs. The lengths must be equal."""
+    """Yield [index, new byte] for each byte that differs."""
     for start in range(0, len(new), _PIECE):
         piece = new[start : start + _PIECE]
         if old[start : start + _PIECE] != piece:

@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 class Dashboard:
     """One engine's live view. Used on the server's event loop only.
 
-    The engine sends snapshots until `LINGER_S` seconds after the last viewer disconnected.
+    The engine sends snapshots until `LINGER_S` after the last viewer disconnected.
     """
 
     def __init__(self, service: Service) -> None:
@@ -111,7 +111,7 @@ class Dashboard:
                 self._closing.cancel()
                 self._closing = None
             if self._view is None:
-                # Set before `watch`: if the viewer disconnects meanwhile, `_close` must find a view to close.
+                # Set before `watch`, so that `_close` finds the view if the viewer disconnects.
                 view = self._view = LiveView(self._service.engine.clock)
                 loop = asyncio.get_running_loop()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class _Frames(StreamingResponse):
     """A stream of frames for one viewer.
 
-    Takes a viewer's place or raises `QueueFullError`. The end of the stream releases the place.
+    Takes a viewer's place or raises `QueueFullError`. Its end releases the place.
     """
 
     def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.data.snapshot import BlockMap, Snapshot
 
 HISTORY_S = 600
-_RECENT_S = 10  # for current percentiles
+_RECENT_S = 10
 _MOST_OPEN_STEPS = 2
 _NUM_STEPS = 240
 _NUM_ENDED = 200
@@ -218,7 +218,7 @@ class LiveView:
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the last seconds' figures, computed once."""
+        """Return the last seconds' figures."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -360,7 +360,7 @@ class LiveView:
         second.running, second.waiting, second.usage = event.num_running, event.num_waiting, event.kv_cache_usage
 
     def _close_step(self, end: events.StepCompleted | events.StepFailed) -> None:
-        """Record a step. If it was scheduled ahead, it began when the previous step ended."""
+        """A step that was scheduled ahead began when the previous step ended."""
         opened = self._open_steps.pop(end.step, None)
         if opened is not None:
             event, parts = opened
