@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they were ready
-_NO_NAMES = ("tgi", "dummy")  # sent by TGI's clients, because TGI has only one model
-_ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
-_BODIES = 16  # of the largest size, at the same time
+_NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
+_ENGINE_GRACE_S = 1.0  # to end aborted requests
+_BODIES = 16  # bodies of the largest size
 
 
 @dataclass(slots=True)
@@ -182,7 +182,8 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
-        check: called with the prompt's tokens; may raise to refuse the request. unsent, errors: see `outputs_of`.
+        check: called with the prompt's tokens; may raise to refuse the request. unsent: called with the output that
+        ends a failed request. Errors: see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0

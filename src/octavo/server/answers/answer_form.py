@@ -85,7 +85,7 @@ class AnswerForm:
     """How to read the answers to one request.
 
     in_reasoning: True if the prompt ends with the opening mark of the reasoning. shown_ids: special tokens that stay in
-    the text as marks. frame: the call format if its marks also enclose content; then its parser is needed without
+    the text as marks. frame: the call format, if its marks also enclose content. Its parser then reads answers without
     tools, too. is_whole: True to emit only complete calls.
     """
 

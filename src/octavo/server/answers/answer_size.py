@@ -17,7 +17,7 @@ _NUMBERS_PER_ENTRY = 16
 
 
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
-    """Return the size of the JSON: the number of tokens, log probabilities, and groups of 16 numbers of an embedding.
+    """Return the size of an answer: the number of tokens, log probabilities, and groups of 16 embedding numbers.
 
     with_prompt: True to also count the prompt, once for each completion.
     """

@@ -146,7 +146,7 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Handle member ends."""
+        """Handle a member's end."""
 
     def _skips_broken_member(self) -> Wait[bool]:
         """Emit a malformed member of a list of calls as content. Returns False if the member's end is uncertain."""

@@ -37,7 +37,8 @@ class Part:
 class ReasoningForm:
     """The marks around reasoning of a model family.
 
-    is_found_by_opens: detect the form by `opens`, because chat templates of other families also contain `closes`.
+    is_found_by_opens: True to detect the form by `opens`, because chat templates of other families also contain
+    `closes`.
     """
 
     name: str
@@ -81,7 +82,10 @@ def _go_together(part: Part, following: Part) -> bool:
 
 
 def without_space(text: str) -> int:
-    """Return the length of the text without its final white space, which may be at most `MAX_HELD_SPACE` characters."""
+    """Return the length of the text without its final white space.
+
+    At most `MAX_HELD_SPACE` characters are cut off.
+    """
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
@@ -125,8 +129,8 @@ class PlainParser:
 class ReasoningParser:
     """Splits off the reasoning at the beginning, and drops the white space around the marks of the reasoning.
 
-    is_open: True if the prompt ends with the opening mark. interrupts: maps other marks that end the reasoning to the
-    texts that may follow them. `next_parser` gets these marks.
+    is_open: True if the prompt ends with the opening mark. interrupts: maps other marks to texts. Such a mark ends the
+    reasoning if one of its texts follows; `next_parser` gets the mark.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class ToolFormat:
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Map each mark that may begin a call within reasoning to the texts that may follow the mark."""
+        """Map marks to texts. Within reasoning, a mark begins a call if one of its texts follows."""
         return {}
 
     def new_call_id(self) -> str:

@@ -77,7 +77,7 @@ class UsageCounter:
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count an output's prompt once, and the tokens of `completions`."""
+        """Count the tokens of `completions` and, once, the prompt's tokens."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None:
             self._ended.setdefault(output.request_id, output.metrics)

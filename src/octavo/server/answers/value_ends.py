@@ -274,7 +274,7 @@ class TagEnd:
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
         """Return whether a closing tag ends the value.
 
-        It does if a known argument or exactly the text that the format writes after a value follows. Otherwise it does
+        It does if a known argument follows, or exactly the text that the format writes after a value. Otherwise it does
         if no later closing tag may end the value.
         """
         if follows == "head":

@@ -62,7 +62,7 @@ _LOADED = "time to keep a model loaded: it always stays loaded"
 
 
 def each(value: T, *names: str) -> dict[str, T]:
-    """Return a table with one entry for all names."""
+    """Return a table that maps each name to `value`."""
     return dict.fromkeys(names, value)
 
 
@@ -232,7 +232,7 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **{name: Off(*value.nothing) for name, value in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
-# Routes that generate no answer refuse the first and ignore the second.
+# Routes that generate no answer refuse OF_PROMPTS and ignore OF_ANSWERS.
 OF_PROMPTS: dict[str, tuple[Any, ...]] = _joined(OffPrompt, UNSUPPORTED_OR_ALIAS)
 OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)

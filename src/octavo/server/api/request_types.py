@@ -175,7 +175,7 @@ Items = str | Some[MessageItem | CallItem | CallOutputItem | ReasoningItem]
 
 
 class ResponsesTool(Function):
-    """A function that a model may call."""
+    """A callable function."""
 
     type: NotRequired[Literal["function"]]
 

@@ -68,7 +68,7 @@ class Tracing:
             child.end(round(1e9 * end_s) + shift)
         if reason is not None:
             span.set_attribute("error.type", reason)
-            if status < 400 or status >= 500:  # by convention, a client's error is not the span's
+            if status < 400 or status >= 500:  # by convention, a client's error is not the span's error
                 span.set_status(trace.StatusCode.ERROR)
         span.end(end)
 

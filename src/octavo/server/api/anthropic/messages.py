@@ -264,7 +264,7 @@ class MessageReply:
         return self._emit("message_delta", delta=self._end, usage=_usage_of(usage)) + self._emit("message_stop")
 
     def error(self, error: HttpError) -> bytes:
-        """Return an error's event."""
+        """Return an event."""
         return ANTHROPIC.event(error)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:

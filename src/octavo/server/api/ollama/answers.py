@@ -135,7 +135,7 @@ class OllamaReply:
         return self._ended(self._take(completion, outputs[0]), usage)
 
     def error(self, error: HttpError) -> bytes:
-        """Return an error's line."""
+        """Return a line."""
         return OLLAMA.event(error)
 
     def _take(self, completion: CompletionOutput, output: RequestOutput) -> Answer:

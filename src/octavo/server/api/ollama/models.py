@@ -85,7 +85,7 @@ async def show(service: Service, http_request: Request, request: ShowRequest) ->
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    """Clients identify a model by its digest."""
+    """Describe a served name. Clients identify a model by its digest."""
     tagged = name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
     digest = hashlib.sha256(name.encode()).hexdigest()
     size = service.model_info.weight_bytes

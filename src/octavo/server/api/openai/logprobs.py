@@ -73,7 +73,7 @@ class ContentLogprobs:
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_returned = False  # the first token was returned: the content ended within it
+        self._is_returned = False  # the content ended within the first token
 
     def add(self, completion: CompletionOutput) -> None:
         """Add tokens."""
@@ -85,7 +85,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the tokens of the answer's next part that no earlier call returned."""
+        """Return the tokens of the answer's next part, without the tokens that an earlier call returned."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_returned = False

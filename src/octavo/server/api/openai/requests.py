@@ -162,7 +162,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         return client_field_names(self._sent_as, in_text=True)
 
     def client_names(self, **names: str) -> dict[str, str]:
-        """Map the engine's names of fields to the client's. names: maps the engine's names to the route's."""
+        """Map the engine's names of fields to the client's names. names: maps the engine's names to the route's."""
         return {**self._sent_as, **{engine_name: self._sent_as.get(name, name) for engine_name, name in names.items()}}
 
 

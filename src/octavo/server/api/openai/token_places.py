@@ -60,7 +60,7 @@ class TokenPlaces:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._offset = offset  # the end of the text that is certain
-        self._run = b""  # bytes, with the prompt's bytes
+        self._run = b""  # bytes of the run, after the prompt's bytes
         self._num_prompt_bytes = 0
         self._waiting: list[tuple[int, int]] = []  # tokens of the run, and the number of bytes before each
 

@@ -182,7 +182,7 @@ class LiveView:
     # --- reading ---
 
     def numbers(self) -> dict[str, int]:
-        """Map request ids to numbers."""
+        """Map ids to numbers."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
