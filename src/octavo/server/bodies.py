@@ -34,8 +34,9 @@ async def read_body(
 ) -> Schema:
     """Read a request's body and check it against `schema`.
 
-    any_type: accept any Content-Type, except from browsers. Sets `deadline` (on the event loop's clock), `is_count`,
-    `num_body_bytes` and `kv_transfer` in `request.state`. Raises `RequestError` and the errors of `received`.
+    any_type: True to accept any Content-Type, except from browsers. Sets `deadline` (on the event loop's clock),
+    `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`. Raises `RequestError` and the errors of
+    `received`.
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
@@ -68,7 +69,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run `work`; on a thread if the body is large."""
+    """Run `work`, on a thread if the body is large."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await run_text_work(

@@ -23,7 +23,7 @@ class Endpoint:
     """A route's handler.
 
     handler: called with the service, the HTTP request and, unless `body` is None, the checked body. answer: type of the
-    answer's body; None if the document shows none.
+    answer's body, or None if the OpenAPI document shows no type.
     """
 
     handler: Handler
@@ -51,6 +51,6 @@ def endpoint(
 
 
 def find_endpoint(route: Route) -> Endpoint:
-    """Import a route's endpoint. Raises `ImportError` or `AttributeError` if it does not exist."""
+    """Import a route's endpoint. Raises `ImportError` or `AttributeError` if the endpoint does not exist."""
     found: Endpoint = pkgutil.resolve_name(f"{_ROOM}.{route.endpoint}")
     return found

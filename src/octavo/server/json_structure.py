@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 1 << 18  # parsed within milliseconds
 _BLOCK_BYTES = 1 << 18
-# Texts at these limits are parsed in about 0.1 s. By default prompts of a million tokens may wait at the server.
+# Texts at these limits are parsed in about 0.1 s.
 MAX_LISTS_AND_OBJECTS, MAX_NAMES, MAX_VALUES = 1 << 17, 1 << 18, (1 << 20) + (1 << 18)
 _QUOTE, _MARKS = ord('"'), (b"[{", b":", b",")
 
@@ -39,7 +39,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
     tables = [np.isin(np.arange(256), list(marks)) for marks in _MARKS]
     counts, is_inside = [0] * len(tables), 0
     for block in _blocks(body):
-        inside = (np.cumsum(block == _QUOTE, dtype=np.uint8) + np.uint8(is_inside)) & 1  # keeps parity at 256
+        inside = (np.cumsum(block == _QUOTE, dtype=np.uint8) + np.uint8(is_inside)) & 1  # an overflow keeps the parity
         is_inside = int(inside[-1])
         outside = block[inside == 0]
         for index, table in enumerate(tables):
@@ -48,7 +48,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
 
 
 def _blocks(body: bytes) -> Iterator[NDArray[np.uint8]]:
-    """Yield uint8 [num_bytes], without escaped backslashes and quotes."""
+    """Yield arrays of uint8 [num_bytes], without escaped backslashes and quotes."""
     start = 0
     while start < len(body):
         end = start + _BLOCK_BYTES

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they were ready
-_NO_NAMES = ("tgi", "dummy")  # sent by TGI's clients, because TGI has only one model
-_ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
-_BODIES = 16  # of the largest size, simultaneously
+_NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
+_ENGINE_GRACE_S = 1.0  # to end aborted requests
+_BODIES = 16  # bodies of the largest size
 
 
 @dataclass(slots=True)
@@ -101,13 +101,13 @@ class Service(HttpService):
 
     @property
     def model_info(self) -> ModelInfo:
-        """The description of the model."""
+        """The model's description."""
         return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
         """Return the model name to write in the answer. Raises `ModelNotFoundError`.
 
-        None, and unserved names in `aliases`, select the first served name.
+        If `name` is None, or is in `aliases` and not served, this is the first served name.
         """
         if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]
@@ -135,7 +135,7 @@ class Service(HttpService):
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take the places of a request's streams before any work for it (`RequestLimiter.enter`).
+        """Reserve the places of a request's streams before any work for the request (`RequestLimiter.enter`).
 
         Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`.
         """
@@ -145,7 +145,7 @@ class Service(HttpService):
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
         """Run `work` on a request's texts; see `TextWork.do`.
 
-        A deadline or a disconnect stops it. Read tokens are charged even if the request fails.
+        The deadline or a disconnect stops the work. The tokens that were read are charged even if the request fails.
         """
         state = http_request.state
         reading = self.engine.text.do(
@@ -182,7 +182,8 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
-        check: called with the prompt's tokens; may raise to refuse the request. unsent, errors: see `outputs_of`.
+        check: called with the prompt's tokens; may raise to refuse the request. unsent: called with the output that
+        ends a failed request. Errors: see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -199,7 +200,7 @@ class Service(HttpService):
             num_waiting = num_tokens
             if "prompt" not in prompt:
                 place.charge(num_tokens)
-            if opened.cut_off is not None:  # before it began
+            if opened.cut_off is not None:  # cut off before it began
                 raise opened.cut_off
 
         with client_field_names(job.client_names):
@@ -262,7 +263,6 @@ class Service(HttpService):
         await self._end(still_open)
 
     def _cut_off(self, open_ids: list[str], why: Callable[[], OctavoError]) -> None:
-        """Set the errors of requests that will be aborted, unless they have one."""
         for request_id in open_ids:
             opened = self._open[request_id]
             opened.cut_off = opened.cut_off or why()
@@ -278,7 +278,7 @@ class Service(HttpService):
             logger.warning("the engine is already dead; its requests have failed")
 
     def _announce(self, open_ids: list[str]) -> None:
-        """Fail the requests that the engine has not ended: it may be in a long step."""
+        """Fail the requests that the engine has not ended, because it may be in a long step."""
         for request_id in open_ids:
             opened = self._open.get(request_id)
             if opened is not None and opened.cut_off is not None:

@@ -23,9 +23,9 @@ def make_server(
     max_connections: int = MAX_CONNECTIONS,
     settings: Mapping[str, Any] | None = None,
 ) -> GracefulServer:
-    """Make a server; call its `run(sockets=[...])` with a socket from `bind`. The caller still owns the engine.
+    """Make a server. The caller still owns the engine.
 
-    Arguments and errors: see `Service`.
+    Call the server's `run(sockets=[...])` with a socket from `bind`. Arguments and errors: see `Service`.
     """
     service = Service(engine, config, settings)
     return http_server(create_app(service), service, max_connections=max_connections)

@@ -1,4 +1,4 @@
-"""Forms of answers."""
+"""Detect the form of a model's answers, and read answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark if the chat template shows no tools or no calls, else ""."""
+    """Return a remark if the chat template shows no tools or no calls, otherwise ""."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -39,8 +39,8 @@ def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
 class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
-    tools: None if the call format is not known. reasoning_end_id: None if the end of reasoning is not one token.
-    special_ids: of marks that are special tokens.
+    reasoning_end_id: None if the mark that ends reasoning is not one token. special_ids: ids of the marks that are
+    special tokens.
     """
 
     tools: ToolFormat | None = None
@@ -51,7 +51,7 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """The style in one line."""
+        """One log line."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
@@ -63,7 +63,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Find the named forms; "auto" reads the chat templates."""
+        """Find the forms with these names. For "auto", detect the form in the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
@@ -82,11 +82,11 @@ class AnswerStyle:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How one request's answers are read.
+    """How to read the answers to one request.
 
-    in_reasoning: the prompt ends with the opening mark of the reasoning. shown_ids: special tokens that stay in the
-    text as marks. frame: the call format if its marks also enclose content, so that its parser is needed without tools.
-    is_whole: emit calls when they are complete.
+    in_reasoning: True if the prompt ends with the opening mark of the reasoning. shown_ids: special tokens that stay in
+    the text as marks. frame: the call format, if its marks also enclose content. Its parser then reads answers without
+    tools, too. is_whole: True to emit only complete calls.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -101,7 +101,7 @@ class AnswerForm:
     def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str, *, is_whole: bool = False) -> AnswerForm:
         """Derive the form from the prompt.
 
-        A prompt that ends with the closing mark of reasoning begins answers without reasoning.
+        If the prompt ends with the closing mark of reasoning, answers have no reasoning.
         """
         end, reasoning = prompt.rstrip(), style.reasoning
         if reasoning is not None and end.endswith(reasoning.closes):
@@ -134,7 +134,7 @@ class AnswerForm:
         return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with `shown_ids` and the grammar of all text after the reasoning."""
+        """Return the parameters with `shown_ids` and with a grammar for the text after the reasoning."""
         structure = self._framed(self.toolbox.structure(params.structured_outputs))
         if structure is not None and self.reasoning is not None and structure.starts_after is None:
             free_from = None if self.in_reasoning else self.reasoning.opens
@@ -167,7 +167,7 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Reasoning tokens with the end token; 0 if the end is not one token."""
+        """The number of reasoning tokens, with the end token; 0 if the end is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:

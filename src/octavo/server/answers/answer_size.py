@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import SamplingParams
 
-_NUMBERS_PER_ENTRY = 16  # numbers of an embedding
+_NUMBERS_PER_ENTRY = 16
 
 
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
-    """Count the entries of the JSON: tokens, log probabilities, and groups of 16 numbers of an embedding.
+    """Return the size of an answer: the number of tokens, log probabilities, and groups of 16 embedding numbers.
 
-    with_prompt: also count the prompt, once for each completion.
+    with_prompt: True to also count the prompt, once for each completion.
     """
     prompt = len(output.prompt_token_ids) + _num_logprobs(output.prompt_logprobs) if with_prompt else 0
     vector = len(output.pooled or b"") // (4 * _NUMBERS_PER_ENTRY)
@@ -35,7 +35,7 @@ def _num_logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> int:
 class LogprobLimit:
     """Limits the log probabilities over all prompts of a request.
 
-    No prompt starts if those of the answers exceed the limit.
+    The log probabilities of the answers are checked before any prompt starts.
     """
 
     def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:

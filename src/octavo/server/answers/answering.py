@@ -40,10 +40,10 @@ _ANSWERING = "it was answered"
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
-    """Answer a job; abort its requests if the client disconnects.
+    """Answer a job. Abort its requests if the client disconnects.
 
-    The HTTP status of a stream is sent after the first output, or after `stream_keep_alive_s`. So an earlier refusal
-    gets an error status.
+    A stream's HTTP status is sent after the first output or after `stream_keep_alive_s`, so that a refusal before then
+    can have an error status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -66,7 +66,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 
 async def answer_complete(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
-    """Answer a job as a whole; abort its requests if the client disconnects."""
+    """Answer a job with one complete response. Abort its requests if the client disconnects."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
@@ -82,7 +82,7 @@ async def answer_complete(service: Service, http_request: Request, job: Job, rep
 
 @contextlib.contextmanager
 def _failing_alone(job: Job) -> Iterator[None]:
-    """Name the request in the error of an unexpected exception."""
+    """Convert an unexpected exception to an error that names the request."""
     try:
         yield
     except (OctavoError, ClientDisconnect):
@@ -100,10 +100,10 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 
 
 class EventStreamResponse(StreamingResponse):
-    """Streams events.
+    """Streams events, and keep-alive bytes because proxies close idle connections.
 
-    Its end, even before the first event, aborts the job's open requests and releases its place. Proxies close idle
-    connections, so keep-alive bytes are sent.
+    When the response ends, even before the first event, it aborts the job's open requests and releases the job's
+    permit.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class EventStreamResponse(StreamingResponse):
             self._place.release()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
-        """An event is one ASGI message, so keep-alive bytes never split an event."""
+        """Send keep-alive bytes. They never split an event, because an event is one ASGI message."""
         while True:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
             if self._is_open and clock() >= self._last_sent + self._keep_alive_s:
@@ -163,7 +163,7 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return an output's updates, except choices that ended or have nothing new."""
+        """Return one update for each choice of an output that has something new and did not end before."""
         updates = []
         for completion in output.outputs:
             choice = self._first_choice[output.request_id] + completion.index
@@ -183,7 +183,7 @@ async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait at most `patience_s` seconds; return the task, which may still run."""
+    """Wait at most `patience_s` seconds. Return the task, which may still run."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:

@@ -1,4 +1,4 @@
-"""Convert arguments from text without quotes to JSON by their schema. Every `$ref` points into `root`."""
+"""Convert arguments from text without quotes to JSON by their schema. `root` is the schema that `$ref` refers to."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class UnreadableError(Exception):
 
 
 def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a property's schema: an `anyOf` if options of `parameters` differ, {} if none names it."""
+    """Return a property's schema, or {} if no option of `parameters` has the property.
+
+    If the options have different schemas for it, return an `anyOf` of these schemas.
+    """
     found = list[Any]()
     for each in [parameters] if is_merged(parameters) else alternatives(parameters, root):
         properties = each.get("properties")
@@ -56,19 +59,19 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
 
 
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return possible names of properties; None: any."""
+    """Return the allowed names of properties, or None if any name is allowed."""
     is_any = any(map(is_open, alternatives(schema, schema)))
     return None if is_any else frozenset(property_names(schema, schema))
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the properties' names, including those of references and options."""
+    """Return the names of all properties, including the properties of references and options."""
     named = [each.get("properties") for each in alternatives(schema, root)]
     return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the part of a schema for objects or arrays (`kind`), or {}."""
+    """Return the part of a schema that describes objects or arrays (`kind`), or {}."""
     for part in _parts(schema, root):
         types = _declared_types(part)
         if kind in types or (
@@ -116,15 +119,15 @@ def _declared_types(schema: dict[str, Any]) -> set[str]:
 
 
 def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Only strings allowed."""
+    """Return True if the schema allows only strings."""
     return types_of(schema, root) == {"string"}
 
 
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-    """Return an argument's JSON; None to omit the argument: its text is blank and the schema allows no string.
+    """Return an argument's JSON, or None to omit the argument because it is blank and the schema allows no string.
 
     Accepts Python's literals unless only strings are allowed. If no string is allowed, a value of a wrong type is kept
-    and plain words become a string, for the client to report the error to the model. Any other text then raises
+    and plain words become a string, so that the client can report the error to the model. Any other text then raises
     `UnreadableError`.
     """
     kinds = types_of(schema, root)
@@ -149,7 +152,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Repair a list or object with errors, as a value and as JSON, if it has one reading."""
+    """Repair a faulty list or object; return its value and JSON. Return the arguments if it has no single reading."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
@@ -167,9 +170,9 @@ class LookaheadError(RequestError):
 
 
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
-    """Return a Lark lexeme for the strings that a merged schema allows. Raises `LookaheadError`.
+    """Return a Lark lexeme for the strings that a merged schema allows.
 
-    ending: an appended regular expression.
+    ending: an appended regular expression. Raises `LookaheadError` if a pattern has a lookahead.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
@@ -195,18 +198,19 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a comment with the parameters' schema, if it has a `pattern`.
+    """Return a comment with the parameters' schema if the schema has a `pattern`, otherwise "".
 
-    The compiler's errors about a lexeme name no field; `octavo.structured_output.schema_faults` finds it here.
+    The compiler's errors do not name the request's field. `octavo.structured_output.schema_faults` finds it in this
+    comment.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return a grammar expression for the JSON of `schema`, with the definitions in `root` that it uses.
+    """Return a grammar expression for the JSON of `schema`, with the definitions in `root` that the schema uses.
 
-    Raises `RequestError` if it is too long for any grammar.
+    Raises `RequestError` if the expression is too long for any grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()
@@ -225,9 +229,9 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 
 
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
-    """Let each `$ref` name a definition of `json_of`.
+    """Return a copy of a schema in which each `$ref` names a definition of `json_of`.
 
-    Mutated: names, `id()` of a referenced schema -> its definition's name; left, to which new schemas are appended.
+    Mutated: new schemas are appended to `left`, and named in `names` by their `id()`.
     """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]
@@ -237,7 +241,7 @@ def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: 
     reference = schema.get("$ref")
     referred = resolve(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
     if isinstance(referred, dict):
-        if id(referred) not in names:  # two spellings share a definition
+        if id(referred) not in names:  # two spellings of a reference share a definition
             names[id(referred)] = f"part{len(names)}"
             left.append(referred)
         renamed["$ref"] = f"#/$defs/{names[id(referred)]}"

@@ -1,8 +1,8 @@
 """Base of the parsers that read tool calls while an answer arrives.
 
-A call is held back until it ends; in a stream, until its arguments have more than `HELD_CHARS` characters. Arguments
-that turn out to be malformed later stay broken JSON. Text that looks like a call is content if its arguments have
-several readings, no tool has its name, or a tag is not closed.
+A parser holds a call back until the call ends. In a stream, it emits a call as soon as the arguments have more than
+`HELD_CHARS` characters; if the rest is malformed, the client gets broken JSON. Text that looks like a call is content
+if its arguments can be read in several ways, no tool has its name, or a tag is not closed.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _MAX_CLOSERS = 8  # surplus brackets before a closing mark
 HALF = "\ufffd"  # an incomplete character
 _AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"
-_AFTER_ARGUMENTS = "}],;{[<>`"  # these begin a mark
+_AFTER_ARGUMENTS = "}],;{[<>`"  # a mark may begin with these
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
 
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
-    """Return a pattern for the text after arguments: a mark, or the end.
+    """Return a pattern for the text after a call's arguments: one of `marks`, or the end of the answer.
 
-    is_wrapped: a closing bracket may precede the mark.
+    is_wrapped: True if a closing bracket may precede the mark.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
     either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" within text is no mark
@@ -50,14 +50,14 @@ def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
 
 
 class MalformedError(Exception):
-    """The text is not a call. Any step may raise this error."""
+    """The text is not a call."""
 
 
 @dataclass(slots=True)
 class Call:
-    """A call being read.
+    """A call that is being read.
 
-    arguments: emitted at the end of the call. index: None until the name is emitted.
+    arguments: set only if the arguments are emitted at the end of the call. index: None until the name is emitted.
     """
 
     name: str | None = None
@@ -68,7 +68,8 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    _ends: matches the text after malformed arguments. num_held_chars: None to hold back whole calls.
+    _ends: pattern of the text that must follow repaired arguments. num_held_chars: how many characters of arguments to
+    hold back, or None to hold back whole calls.
     """
 
     num_held_chars: int | None = HELD_CHARS
@@ -88,12 +89,12 @@ class ToolParser:
         self._num_reported = 0  # characters of the answer before `_text`
         self._position = 0  # in `_text`
         self._is_over = False
-        self._is_cut = False  # the model did not end the answer
+        self._is_cut = False  # True if the model did not end the answer
         self._parts: list[Part] = []
         self._held: list[Part] | None = None  # parts of a possible call
         self._held_text: list[str] = []  # the text of `_held`
         self._num_held_chars = 0  # of arguments in `_held`
-        self._broken = ""  # the last malformed call
+        self._broken = ""
         self._budget = SearchBudget()
         self._steps = self._read()
 
@@ -116,9 +117,9 @@ class ToolParser:
         raise NotImplementedError
 
     def _content(self, *openers: str) -> Wait[str]:
-        """Emit content up to an opener, and return the opener; "" at the end of the answer.
+        """Emit the content before the next opener. Return the opener, or "" at the end of the answer.
 
-        White space before it is content only if no call follows.
+        White space before an opener is content only if no call follows.
         """
         while True:
             found = [(start, each) for each in openers if (start := self._text.find(each)) >= 0]
@@ -145,7 +146,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
-        """Drops the text if the answer was cut off within a head."""
+        """Return True if a call begins at `start`. If the answer was cut off within the call's head, drop the text."""
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -165,7 +166,7 @@ class ToolParser:
         return (yield from self._attempt(call, self._members(call)))
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
-        """Read a call. If the text is no call, emit it as content and return False."""
+        """Read a call. If the text is not a call, emit it as content and return False."""
         self._held, self._held_text, self._num_held_chars = [], [], 0
         start = self._position
         try:
@@ -205,7 +206,7 @@ class ToolParser:
         return True
 
     def _is_cut_here(self) -> bool:
-        """Return whether the answer was cut off within the call at the beginning of `_text`."""
+        """Return True if the answer was cut off within the call at the beginning of `_text`."""
         return self._is_at_cut()
 
     def _is_at_cut(self) -> bool:
@@ -274,7 +275,7 @@ class ToolParser:
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair arguments if their final quote and bracket may be text of a string."""
+        """Repair the arguments if the quote and bracket that seem to end them may belong to a string."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
@@ -299,7 +300,6 @@ class ToolParser:
         return bool(closers) and '"}' in self._text[self._position : min(closers)]
 
     def _recover(self, call: Call, reported: str) -> Wait[None]:
-        """Wait for the end of the answer, then repair the arguments."""
         while not self._is_over:
             yield
         text, known = reported + self._text, self._known_keys(call)
@@ -323,9 +323,9 @@ class ToolParser:
         return re.compile("|".join([*map(re.escape, self._call_openers), head]))
 
     def _broken_end(self, text: str, position: int) -> int:
-        """Return the end of a malformed call.
+        """Return the index at which a malformed call ends.
 
-        A call before the closing mark may be part of a string, so it is content.
+        Another call before the closing mark may be part of a string, so it is content.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -338,7 +338,7 @@ class ToolParser:
         return max(position, min(ends, default=position))
 
     def _reject(self, call: Call) -> NoReturn:
-        """Emit the remaining arguments of an emitted or cut-off call; raise `MalformedError`."""
+        """Raise `MalformedError`. If the call was emitted or the answer was cut off, emit the remaining arguments."""
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
             self._report("arguments", self._text[: self._position], call)
@@ -427,7 +427,7 @@ class ToolParser:
             yield
 
     def _follows(self, texts: Sequence[str]) -> Wait[str]:
-        """Return the text that follows, or "". Drops it if the answer was cut off within it."""
+        """Return the text of `texts` that follows, or "". If the answer was cut off within such a text, drop it."""
         while True:
             seen = self._text[self._position :]
             if found := next((each for each in texts if seen.startswith(each)), ""):
@@ -461,7 +461,6 @@ class ToolParser:
         return char
 
     def _peek(self) -> Wait[str]:
-        """Return the next character; "" at the end of the answer."""
         while self._position == len(self._text):
             if self._is_over:
                 return ""

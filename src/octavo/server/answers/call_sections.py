@@ -1,4 +1,4 @@
-"""Base of formats with sections: an opening mark, calls, a closing mark."""
+"""Base of call formats with sections. A section is an opening mark, calls, and a closing mark."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[\w.:/-]*")
 _MAX_FRAMES = 2  # in a row
-MAX_HEAD_CHARS = 256  # between two marks, with a name, an id or both
+MAX_HEAD_CHARS = 256  # between two marks: a name, an id or both
 
 
 class SectionFormat(ToolFormat):
     """A section is `opens`, calls and `closes`; `between` separates two calls.
 
-    The parser does not require the white space in these marks. strays: begin a call outside of a section. one_each:
-    each call has its own section. frames: marks around content or before calls, which the parser drops.
+    The parser does not require the white space in these marks. opener: beginning of `opens` that the parser searches
+    for. strays: marks that begin a call outside of a section. one_each: True if each call has its own section. frames:
+    marks around content or before calls; the parser drops them.
     """
 
     opens: ClassVar[str]
@@ -38,7 +39,7 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Answers without tools have frames, too."""
+        """Set `frames_content`, because answers without tools have frames, too."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -52,18 +53,18 @@ class SectionFormat(ToolFormat):
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules of `call`."""
+        """Return grammar rules for `call`. Arguments have the schema's order."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow sections within frames."""
+        """See `ToolFormat`."""
         opens, between = self._literal(self.opens), self._literal(self.between)
         more = f" ({between} {opens} section)*" if self.one_each and not only_one else ""
         start = self._framed(f"{opens} section{more}")
         return f"start: {start}\n{self._section(functions, only_one=only_one)}\n{self._frame_rule()}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text and sections."""
+        """See `ToolFormat`."""
         framed = [f"framed{index}" for index in range(len(self.frames))]
         text = "TEXT" if not framed else f"({' | '.join(framed)})* TEXT"
         several = " | ".join(["head rest", *framed])
@@ -73,12 +74,12 @@ class SectionFormat(ToolFormat):
         return "\n".join([*rules, self._frame_rule(), *map(self._text_and, framed, self.frames)])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON within frames."""
+        """See `ToolFormat`."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", f"start: calls | {self._framed('content')}", 1)
 
     def content(self, schema: str) -> str | None:
-        """Return a grammar of JSON within frames; None without frames."""
+        """See `ToolFormat`."""
         if not self.frames:
             return None
         return f"start: {self._framed('content')}\ncontent: {lark_json(schema)}\n{self._frame_rule()}"
@@ -118,7 +119,7 @@ class SectionParser(ToolParser):
         self._is_list = not form.one_each and not form.call_opens  # calls have no marks
         self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
-        self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is no mark
+        self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is not a mark
         self._call_closers = tuple(each for each in (form.closes.strip(),) if len(each) > 1)
 
     def _read(self) -> Wait[None]:
@@ -145,13 +146,10 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Handle the end of a call or of a malformed member."""
+        """Handle a member's end."""
 
     def _skips_broken_member(self) -> Wait[bool]:
-        """Emit a malformed member of a list of calls as content.
-
-        Returns False if its end is not certain: the text after it may be part of a string.
-        """
+        """Emit a malformed member of a list of calls as content. Returns False if the member's end is uncertain."""
         while not self._is_over:  # search once
             yield
         num_chars = member_end(self._broken + self._text)
@@ -170,7 +168,7 @@ class SectionParser(ToolParser):
         yield from self._drop_space()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip these marks and white space. Drops a mark that was cut off."""
+        """Skip these marks and white space. Returns False if a mark is missing. Drops a mark that was cut off."""
         for mark in (word for each in marks for word in each.split()):
             if not (yield from self._takes_next(mark)):
                 self._drop_cut(mark)

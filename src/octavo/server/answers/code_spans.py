@@ -19,7 +19,7 @@ _FENCE = 3
 
 
 class CodeSpans:
-    """Finds out whether a growing text ends within code. last: its last character, or ""."""
+    """Finds out whether a growing text ends within code. last: the text's last character, or ""."""
 
     def __init__(self) -> None:
         self.last = ""
@@ -28,7 +28,7 @@ class CodeSpans:
 
     @property
     def is_outside(self) -> bool:
-        """Whether the next character, if no backtick, is outside of code."""
+        """True if the next character is outside of code, unless it is a backtick."""
         return not self._num_open and not self._num_seen
 
     def feed(self, text: str) -> None:

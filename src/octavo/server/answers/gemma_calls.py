@@ -47,7 +47,7 @@ class GemmaFormat(SectionFormat):
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Allow any objects without named properties, and any values of several types."""
+        """Allow any object if no properties are named, and any value if several types are allowed."""
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")
@@ -68,7 +68,6 @@ class GemmaFormat(SectionFormat):
         return "\n".join(rules)
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """The first rule is `value<place>`."""
         schema = merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -117,7 +116,7 @@ def _written(value: Any) -> str:
 
 
 class GemmaParser(ValueParser):
-    """Strings may also have JSON's quotes."""
+    """Reads such calls. JSON's quotes may also enclose strings."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()

@@ -1,7 +1,7 @@
-"""Tool calls of models with chat templates without tools.
+"""Tool calls of models with chat templates that show no tools.
 
-As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. The history has
-such objects, too.
+As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. Earlier calls and
+results in the prompt are such objects, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SYSTEM_ROLES = {"system", "developer"}
 class GenericFormat(ToolFormat):
     """An answer is `{"tool_call": {...}}`, `{"tool_calls": [...]}` or `{"response": "..."}`.
 
-    `tool_calls` needs a client that allows several calls.
+    `tool_calls` is allowed only if the client allows several calls.
     """
 
     name = "generic"
@@ -55,11 +55,11 @@ class GenericFormat(ToolFormat):
         return f"start: {_calls(only_one)}\n{object_rules(functions, 'name', 'arguments')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow calls, or text in `response`."""
+        """See `ToolFormat`."""
         return self.or_content(functions, '{"type": "string"}', only_one=only_one)
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls, or JSON in `response`."""
+        """See `ToolFormat`."""
         start = f"start: {_calls(only_one)} | {_member(_RESPONSE, 'content')}\ncontent: {lark_json(schema)}"
         return f"{start}\n{object_rules(functions, 'name', 'arguments')}"
 
@@ -102,7 +102,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Write calls or a result as text. Mutated: names, a call's id -> its function's name."""
+    """Write a message's calls or result as text. Mutated: `names` maps a call's id to its function's name."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}

@@ -27,7 +27,7 @@ _CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
 class HarmonyFormat(ToolFormat):
-    """A call is a message to a function. Its end mark also ends the answer, so there is one call."""
+    """A call is a message to a function. The mark that ends a call also ends the answer, so an answer has one call."""
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
@@ -39,13 +39,13 @@ class HarmonyFormat(ToolFormat):
         return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write calls as the models do, not the chat templates."""
+        """Write calls as the models do; the chat templates differ."""
         return "<|start|>assistant".join(
             f"{self._head(name)}{json_text(arguments)}<|call|>" for name, arguments in calls
         )
 
     def shows(self, text: str, name: str) -> bool:
-        """Chat templates write the recipient before the channel."""
+        """See `ToolFormat`. Chat templates write the recipient before the channel."""
         return f"to=functions.{name}<|channel|>commentary" in text
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -53,18 +53,18 @@ class HarmonyFormat(ToolFormat):
         return f"start: begun? {self._calls(functions, only_one=only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow calls, or a message to the user with or without its head."""
+        """See `ToolFormat`."""
         start = f"start: TEXT | begun? {self._literal('<|channel|>final' + _MESSAGE)} SAID | begun? "
         texts = f"TEXT: /([^< \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS}\nSAID: /(.|\\n)*/ {FEW_BLANKS}"
         return f"{start}{self._calls(functions, only_one=only_one)}\n{texts}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls or JSON."""
+        """See `ToolFormat`."""
         start = f"start: begun? {self._literal('<|channel|>final' + _MESSAGE)} content | {lark_json(schema)} | begun? "
         return f"{start}{self._calls(functions, only_one=only_one)}\ncontent: {lark_json(schema)}"
 
     def content(self, schema: str) -> str:
-        """Allow JSON for the user."""
+        """See `ToolFormat`."""
         head = self._literal("<|channel|>final" + _MESSAGE)
         return f"start: begun? {head} content\ncontent: {lark_json(schema)}\n{self._begun()}"
 
@@ -104,7 +104,6 @@ class HarmonyParser(MessageParser):
         return name, "reasoning" if channel is not None and channel.group(1) == "analysis" else "content"
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Accept a head without `<|message|>`, if it has a channel and no recipient."""
         found = _BARE_HEAD.match(self._text)
         if found is None:
             return None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # `aclose` aborts open requests
 
-_MERGED = 16  # outputs; each stream limits its own unread outputs
+_MERGED = 16  # outputs; each stream also limits its unread outputs
 _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
     ErrorCode.DEADLINE_PASSED: DeadlineError,
     ErrorCode.GRAMMAR_EXCEEDED: partial(RequestError, parameter="structured_outputs"),
@@ -44,10 +44,10 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     """Return a generator of the outputs of all prompts, in their order of arrival.
 
-    The job's place limits how many prompts run in parallel. usage: gets the unyielded last output of a request that
-    failed or was cut off; the reader adds all other outputs. Reading raises the request's error: `RequestFailedError`,
-    `ExecutionError` if a step failed, `DeadlineError`, `RequestError` if it was refused or its grammar failed,
-    `AuthenticationError` if its key was removed, or `ServerClosingError`.
+    The job's permit limits how many prompts run in parallel. usage: the generator adds the last output of a request
+    that failed or was cut off, because it does not yield this output. The caller adds all other outputs. Iteration
+    raises the request's error: `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`,
+    `AuthenticationError` or `ServerClosingError`.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
@@ -68,7 +68,7 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 class MergedOutputs:
     """Yields the outputs of streams in their order of arrival.
 
-    At most `at_once` streams are open. Raises the first error; the reader must then call `aclose`.
+    At most `at_once` streams are open. Raises the first error; the caller must then call `aclose`.
     """
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:
@@ -102,7 +102,6 @@ class MergedOutputs:
 async def _pump(
     waiting: Iterator[AsyncGenerator[RequestOutput, None]], queue: asyncio.Queue[RequestOutput | BaseException | None]
 ) -> None:
-    """Queue the outputs of streams, one after another; then None, or an error."""
     try:
         for stream in waiting:
             async with aclosing(stream):

@@ -1,4 +1,4 @@
-"""Jobs, and protocols of the objects that write their answers."""
+"""Jobs, and the protocols of objects that write answers."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class StreamForm:
 
 
 EVENTS = StreamForm("text/event-stream", b": still at work\n\n")
-LINES = StreamForm("application/x-ndjson", b" ")  # clients ignore the blank
+LINES = StreamForm("application/x-ndjson", b" ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A client's request to answer.
 
-    model: the name in the answer. place: held until the job is answered. counts_completions: False if prompts are only
-    scored or computed. deadline: on the event loop's clock. client_names: the engine's name -> the client's. check:
-    called with each tokenized prompt; may raise `RequestError`.
+    place: permit that the job holds until it is answered. counts_completions: False if prompts are only scored or
+    computed. deadline: time on the event loop's clock. client_names: maps the engine's name of a field to the client's.
+    check: called with each tokenized prompt; may raise `RequestError`.
     """
 
     request_id: str
@@ -66,20 +66,20 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # skips passed checks
+        params = copy(self.params)  # a copy skips the checks
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
     @property
     def request_ids(self) -> list[str]:
-        """One per prompt."""
+        """One id per prompt."""
         count = len(self.prompts)
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
 
 @dataclass(slots=True)  # frozen would double the time to create it for each token
 class ChoiceUpdate:
-    """New output of one choice. choice: the index over all prompts."""
+    """New output of one choice. choice: its index over all prompts."""
 
     choice: int
     is_first: bool

@@ -44,12 +44,12 @@ class KimiK3Format(TaggedFormat):
         return KimiK3Parser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """The name may follow the type."""
+        """See `TaggedFormat`. An argument's name may follow its type."""
         before = ["", *(f' type="{each}"' for each in ("string", *_JSON_TYPES))]
         return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Require a call's mark without a name: attributes may have any order."""
+        """Require the mark of a call, but no name, because attributes may have any order."""
         return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
@@ -62,7 +62,7 @@ class KimiK3Format(TaggedFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order."""
+        """See `SectionFormat`."""
         sep, rules = self._marker(_SEP), [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f'{self.call_opens} tool="{function.name}" index="')
@@ -103,7 +103,7 @@ def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
 
 
 class KimiK3Parser(TaggedParser):
-    """Attributes may have any order; unknown ones are ignored."""
+    """Reads these tags. Attributes may have any order; unknown attributes are ignored."""
 
     def _name(self) -> Wait[str]:
         attributes = yield from self._attributes()

@@ -71,7 +71,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 _PROBE = (template_probe.NAME, template_probe.ARGUMENTS)
 _AS_CLIENTS = '"function": {'
 
-# A template must contain all texts of an entry.
+# An entry matches a template that contains all of its texts.
 _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<tool_call>", "<function=", "<parameter="), tagged_calls.Qwen3CoderFormat),
     (("<tool_call>", "<arg_key>"), tagged_calls.GLMFormat),
@@ -95,11 +95,12 @@ _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
 def find_tool_format(
     wanted: str, templates: Sequence[str], written: str | None, token_name: Callable[[str], str | None]
 ) -> ToolFormat | None:
-    """Return the format `wanted`; for "auto" the shown one, or `GenericFormat`.
+    """Return the format named `wanted`, or None if it is "none".
 
-    written: the call of `octavo.server.answers.template_probe` as the templates write it; None if they refuse it. If
-    several formats have this name, return the one that the templates show, or the first. Returns None for "none", and
-    for "auto" without a chat template.
+    If several formats have this name, return the one that the templates show, or the first if they show none. For
+    "auto", return the format that the templates show, `GenericFormat` if they show none, or None without a chat
+    template. written: the call of `octavo.server.answers.template_probe` as the templates write it, or None if they
+    refuse it.
     """
     if wanted == "none":
         return None
@@ -113,9 +114,9 @@ def find_tool_format(
 
 
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
-    """Return the format that writes the templates' call exactly, or the first that reads it.
+    """Return the format that writes the templates' call exactly, or the first format that can read it.
 
-    If the templates write no call, or copy the client's JSON, return the format that they describe.
+    If the templates write no call, or copy the client's JSON, return the format that the templates describe.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

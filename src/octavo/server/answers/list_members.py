@@ -1,4 +1,4 @@
-"""Malformed list members."""
+"""Find a malformed member's end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 
 
 def member_end(text: str) -> int | None:
-    """Return the length of an initial object or Python call; None if uncertain.
+    """Return the length of the object or Python call that begins the text, or None if it is uncertain.
 
-    An unescaped quote would end a string too early. So strings must be between punctuation marks of JSON or Python, and
-    brackets must match.
+    An unescaped quote would end a string too early, so strings must be between punctuation marks of JSON or Python.
+    Brackets must match.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:

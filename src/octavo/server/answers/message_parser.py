@@ -1,4 +1,4 @@
-"""Base of the parsers of messages: a head with the recipient, text, and an end mark."""
+"""Base of the parsers of messages. A message is a head with the recipient, text, and an end mark."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class MessageParser(ToolParser):
     """Reads messages. Text without a head is content.
 
-    A message that calls no known function is text of the kind that its head names. begins: texts that begin a head.
-    head_parts: marks within heads. head_closes: ends a head. ends: marks that end a message. breaks: marks that also
-    begin the next message.
+    If a message calls no known function, its text is content or reasoning, as its head says. begins: texts that begin a
+    head. head_parts: marks within a head. head_closes: mark that ends a head. ends: marks that end a message. breaks:
+    marks that end a message and begin the next.
     """
 
     begins: ClassVar[tuple[str, ...]]
@@ -28,11 +28,11 @@ class MessageParser(ToolParser):
     ends: ClassVar[tuple[str, ...]]
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
-        """Return the function that a head names, or None, and the kind of the message's text."""
+        """Return the name of the function that a head addresses, or None, and the kind of the message's text."""
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length of a head that lacks `head_closes`, and the kind of its text; else None."""
+        """Return the length of a head that lacks `head_closes`, and the kind of its text; or None."""
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:
@@ -79,7 +79,7 @@ class MessageParser(ToolParser):
         return self._text[:end]
 
     def _drop_cut_head(self) -> None:
-        """Drop a head that was cut off. Keep the text after a head that lacks `head_closes`."""
+        """Drop a head that was cut off. If only `head_closes` is missing, keep the text after the head."""
         bare = self._bare_head()
         rest = "" if bare is None else self._text[bare[0] :].rstrip(HALF)
         if not rest or any(each.startswith(rest) for each in (*self.head_parts, self.head_closes)):

@@ -60,7 +60,7 @@ class MuseGlimmerFormat(TaggedFormat):
         return f"start: begun? messages\n{self._messages(functions, only_one=only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text, or messages: an optional one to the user, then calls."""
+        """See `ToolFormat`."""
         more = f"({self._literal(f'<|eom|>{_BEGINS}')} messages | end)?"
         start = f"TEXT | begun? user SAID {more} | begun? messages"
         said = f"SAID: /(.|\\n)*/ {FEW_BLANKS} & ~/(.|\\n)*<\\|eo(.|\\n)*/"
@@ -68,12 +68,12 @@ class MuseGlimmerFormat(TaggedFormat):
         return f"start: {start}\n{texts}\n{self._messages(functions, only_one=only_one)}"
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls or JSON."""
+        """See `ToolFormat`."""
         start = f"start: begun? messages | (begun? user)? content end?\ncontent: {lark_json(schema)}"
         return f"{start}\n{self._messages(functions, only_one=only_one)}"
 
     def content(self, schema: str) -> str:
-        """Allow JSON for the user."""
+        """See `ToolFormat`."""
         return f"start: (begun? user)? content end?\ncontent: {lark_json(schema)}\n{self._call_starts()}"
 
     def _messages(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -97,7 +97,7 @@ class MuseGlimmerFormat(TaggedFormat):
 
 
 class MuseGlimmerParser(MessageParser, TaggedParser):
-    """Reads Muse Glimmer's messages."""
+    """Reads messages."""
 
     begins, head_closes, ends = ("<|start|>", "to="), _MESSAGE, _ENDS
 

@@ -42,7 +42,7 @@ class NamedFormat(SectionFormat):
         return f"{self.call_opens}{head}{self.arguments_open}{json_text(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """One for each function."""
+        """See `SectionFormat`."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             before, _, after = f"{self.call_opens}{self.head}{self.arguments_open}".partition("{index}")
@@ -74,7 +74,7 @@ class NamedParser(SectionParser):
 
 
 class DeepSeekV3Format(NamedFormat):
-    """DeepSeek V3, R1 and its derivatives: arguments in a block of code."""
+    """DeepSeek V3, R1 and its derivatives."""
 
     name = "deepseek_v3"
     markers = (
@@ -92,7 +92,7 @@ class DeepSeekV3Format(NamedFormat):
 
 
 class DeepSeekV31Format(NamedFormat):
-    """DeepSeek V3.1: only a name and arguments."""
+    """DeepSeek V3.1."""
 
     name = "deepseek_v31"
     markers = DeepSeekV3Format.markers
@@ -103,7 +103,7 @@ class DeepSeekV31Format(NamedFormat):
 
 
 class KimiK2Format(NamedFormat):
-    """Kimi K2: the call's number follows the name."""
+    """Kimi K2."""
 
     name = "kimi_k2"
     markers = (
@@ -120,7 +120,7 @@ class KimiK2Format(NamedFormat):
     arguments_open, call_closes = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a function's name after the opener of a call, within or without a section."""
+        """See `ToolFormat`."""
         names = [f"{prefix}{each.name}" for each in functions for prefix in ("functions.", "")]
         call_starts = [f"{name}{end}" for name in names for end in (":", self.arguments_open)]
         return {
@@ -130,7 +130,7 @@ class KimiK2Format(NamedFormat):
 
 
 class SolarFormat(NamedFormat):
-    """Solar Open: calls have ids."""
+    """Solar Open."""
 
     name = "solar_open"
     markers = (

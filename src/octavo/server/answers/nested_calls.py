@@ -1,4 +1,4 @@
-"""MiniMax M3's calls: values are tags within tags."""
+"""MiniMax M3's calls, with values as nested tags."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 MARK = "]<]minimax[>["
-_ITEM = "item"  # a list item's tag
+_ITEM = "item"
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
 _ANY_TEXT = "/[^\\]](.|\\n)*/"  # cannot be read as a tag, even if the mark is not a token
@@ -55,7 +55,7 @@ class MiniMaxM3Format(SectionFormat):
         return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order. A part without a schema may be any value."""
+        """Return rules. A part without a schema may be any value."""
         mark = self._marker(MARK)
         rules = [
             choice_of(len(functions)),
@@ -71,7 +71,6 @@ class MiniMaxM3Format(SectionFormat):
         return "\n".join(rules)
 
     def _members(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-        """The first rule is `members<place>`."""
         options = alternatives(schema, root)
         if len(options) == 1:
             return self._members_of(place, options[0], root)
@@ -97,7 +96,6 @@ class MiniMaxM3Format(SectionFormat):
         return [f"members{place}: {' '.join(uses)}", *rules]
 
     def _value(self, place: str, part: Any, root: dict[str, Any]) -> list[str]:
-        """Return the rules of a value and the mark after it; the first is `value<place>`."""
         mark, schema = self._marker(MARK), merged(part, root)
         kinds = types_of(schema, root)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -134,7 +132,7 @@ def _written(value: Any) -> str:
 
 
 class NestedParser(ValueParser):
-    """The schema decides the type of a value; without a schema, the value's form."""
+    """Takes the type of a value from the schema, or from the value's form if it has no schema."""
 
     def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -167,7 +165,7 @@ class NestedParser(ValueParser):
         self._say_closed("]", call)
 
     def _next_tag(self, around: str) -> Wait[str]:
-        """Return the name in an opening tag; "" for the closing tag of `around`."""
+        """Return the name in the next opening tag, or "" after the closing tag of `around`."""
         if (yield from self._takes_next(f"{MARK}</{around}>")):
             self._drop()
             return ""

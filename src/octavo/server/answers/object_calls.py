@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """A call is an object. id_key: its first key, for the number of the call; None without numbers."""
+    """A call is an object. id_key: key of the call's number, or None if calls have no numbers."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
@@ -34,7 +34,7 @@ class ObjectFormat(SectionFormat):
         return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return the rules of such objects."""
+        """See `SectionFormat`."""
         id_key = json.dumps(json.dumps(self.id_key))
         counted = "" if self.id_key is None else f'{id_key} COLON /"[0-9]{{1,3}}"/ COMMA '
         return object_rules(functions, self.name_key, self.arguments_key, counted)
@@ -53,12 +53,12 @@ class ObjectParser(SectionParser):
         yield from self._members(call)
 
     def _has_next_call(self) -> Wait[bool]:
-        """See `SectionParser`. Without a mark between calls, any object is the next call."""
+        """See `SectionParser`. If no mark separates calls, any object is the next call."""
         return (yield from super()._has_next_call()) if self._between else (yield from self._skip_space()) == "{"
 
 
 class GraniteFormat(ObjectFormat):
-    """Granite 3: a list of objects."""
+    """Granite 3."""
 
     name = "granite"
     markers = ("<|tool_call|>",)
@@ -66,7 +66,7 @@ class GraniteFormat(ObjectFormat):
 
 
 class Phi4MiniFormat(ObjectFormat):
-    """Phi-4-mini: a list of objects."""
+    """Phi-4-mini."""
 
     name = "phi4_mini_json"
     markers = ("<|tool_call|>", "<|/tool_call|>")
@@ -75,7 +75,7 @@ class Phi4MiniFormat(ObjectFormat):
 
 
 class FunctoolsFormat(ObjectFormat):
-    """Firefunction 2: a list of objects."""
+    """Firefunction 2."""
 
     name = "functools"
     markers = ()
@@ -83,7 +83,7 @@ class FunctoolsFormat(ObjectFormat):
 
 
 class NemotronFormat(ObjectFormat):
-    """Nemotron Nano 2: a list of objects."""
+    """Nemotron Nano 2."""
 
     name = "nemotron_json"
     markers = ("<TOOLCALL>", "</TOOLCALL>")
@@ -91,7 +91,7 @@ class NemotronFormat(ObjectFormat):
 
 
 class ToolCallsListFormat(ObjectFormat):
-    """Apriel, Jamba, Hunyuan: a list of objects."""
+    """Apriel, Jamba, Hunyuan."""
 
     name = "jamba"
     markers = ("<tool_calls>", "</tool_calls>")
@@ -99,7 +99,7 @@ class ToolCallsListFormat(ObjectFormat):
 
 
 class MiniMaxM1Format(ObjectFormat):
-    """MiniMax M1: one object on each line, between tags."""
+    """MiniMax M1."""
 
     name = "minimax"
     markers = ("<tool_calls>", "</tool_calls>")
@@ -107,7 +107,7 @@ class MiniMaxM1Format(ObjectFormat):
 
 
 class CohereFormat(ObjectFormat):
-    """Command R7B and Command A: a list of numbered objects."""
+    """Command R7B, Command A."""
 
     name = "cohere_command3"
     markers = ("<|START_ACTION|>", "<|END_ACTION|>")
@@ -117,7 +117,7 @@ class CohereFormat(ObjectFormat):
 
 
 class CommandRFormat(ObjectFormat):
-    """Command R and R+: a list in a block of code, after the word `Action:`."""
+    """Command R, R+."""
 
     name = "command_r"
     markers = ()
@@ -127,7 +127,7 @@ class CommandRFormat(ObjectFormat):
 
 
 class GigaChat3Format(ObjectFormat):
-    """GigaChat 3.1: one object after a mark."""
+    """GigaChat 3.1."""
 
     name = "gigachat3"
     markers = ("<|function_call|>",)
@@ -135,7 +135,7 @@ class GigaChat3Format(ObjectFormat):
 
 
 class OldGigaChat3Format(ObjectFormat):
-    """GigaChat 3: one object in a turn of its own."""
+    """GigaChat 3."""
 
     name = "gigachat3"
     markers = ("<|role_sep|>",)
@@ -158,7 +158,7 @@ class ApertusFormat(SectionFormat):
         return json_text({name: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """One for each function."""
+        """See `SectionFormat`."""
         rules = [choice_of(len(functions)), "COLON: /: ?/"]
         for index, function in enumerate(functions):
             name = json.dumps(json.dumps(function.name))

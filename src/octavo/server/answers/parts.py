@@ -1,4 +1,4 @@
-"""Splits an answer while it arrives. The parts do not depend on the pieces of text."""
+"""Split an answer into parts while it arrives. The parts do not depend on the sizes of the pieces that arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.engine.stop_strings import num_held_back_chars
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MAX_HELD_SPACE = 256  # characters; longer space is emitted
+MAX_HELD_SPACE = 256  # characters; longer white space is emitted
 MAX_BLANKS = 8  # between characters of a call's head
 _BLANKS = " \t\r\n"
 
@@ -22,9 +22,9 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    text: for `call` the tool's name; for `arguments` a piece of JSON, incomplete if the answer was cut off, broken if a
-    long call was malformed. call: the call's index. start: characters before the part in the answer; a call may begin
-    later.
+    text: the tool's name if `kind` is `call`; a piece of JSON if it is `arguments`. The JSON is incomplete if the
+    answer was cut off, and broken if a long call was malformed. start: index of the part in the answer; a call may
+    begin later.
     """
 
     kind: PartKind
@@ -35,9 +35,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """A family's marks of reasoning.
+    """The marks around reasoning of a model family.
 
-    is_found_by_opens: chat templates show this form by `opens`; other families' templates also contain `closes`.
+    is_found_by_opens: True to detect the form by `opens`, because chat templates of other families also contain
+    `closes`.
     """
 
     name: str
@@ -53,7 +54,7 @@ class AnswerParser(Protocol):
     """Parses one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """Add text; return the parts that are certain now."""
+        """Add text. Return the parts that are certain now."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
@@ -62,8 +63,8 @@ class AnswerParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join neighbouring parts of one kind, content only if adjacent; drop empty parts."""
-    if len(parts) == 1 and parts[0].text:  # usual
+    """Join neighbouring parts of one kind, and drop empty parts. Content is joined only if no text lies between."""
+    if len(parts) == 1 and parts[0].text:
         return [*parts]
     runs: list[list[Part]] = []
     for part in parts:
@@ -81,7 +82,10 @@ def _go_together(part: Part, following: Part) -> bool:
 
 
 def without_space(text: str) -> int:
-    """Return the length without final white space, of which at most `MAX_HELD_SPACE` characters are held back."""
+    """Return the length of the text without its final white space.
+
+    At most `MAX_HELD_SPACE` characters are cut off.
+    """
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
@@ -92,7 +96,7 @@ class CallStarts:
         self._texts = sorted(texts)
 
     def starts_at(self, text: str, start: int) -> bool | None:
-        """Return whether a text begins at `start`; None if more text is needed."""
+        """Return whether one of the texts begins at `start`, or None if more text is needed."""
         seen, num_blanks = "", 0
         for place in range(start, len(text)):
             is_blank = text[place] in _BLANKS
@@ -123,10 +127,10 @@ class PlainParser:
 
 
 class ReasoningParser:
-    """Splits off the reasoning at the beginning, and drops white space around its marks.
+    """Splits off the reasoning at the beginning, and drops the white space around the marks of the reasoning.
 
-    is_open: the prompt ends with an opening mark. interrupts: other marks that end the reasoning if one of their heads
-    follows; `next_parser` gets them.
+    is_open: True if the prompt ends with the opening mark. interrupts: maps other marks to texts. Such a mark ends the
+    reasoning if one of its texts follows; `next_parser` gets the mark.
     """
 
     def __init__(
@@ -198,7 +202,7 @@ class ReasoningParser:
     def _end(self) -> tuple[int, str | None]:
         """Return the end of the reasoning and the mark that ends it.
 
-        Without such a mark, return the index at which one may begin, and None.
+        Without such a mark, return the index at which a mark may begin, and None.
         """
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _BLANKS = r"[ \t\r\n]*"
 _KEY = r"""[^\s=,()\[\]{}"']+"""
-_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # a bracket after this text is no subscript and not in code
+_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # a bracket after it is neither subscript nor code
 _NOTHING = '""'
 _WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
 _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
@@ -43,7 +43,7 @@ class PythonFormat(SectionFormat):
         return f"{name}({', '.join(written)})"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order."""
+        """See `SectionFormat`."""
         rules = [choice_of(len(functions)), "COMMA: /, ?/"]
         for index, function in enumerate(functions):
             found = [_argument_rules(place, each, function.parameters) for place, each in _options_of(index, function)]
@@ -104,7 +104,7 @@ class PythonicFormat(PythonFormat):
         """Return a grammar of text and a list of calls.
 
         An answer that begins with a bracket must be a list of calls. Within text, a list must begin with the call of a
-        function. A call is certain after its first argument's name; without arguments, after its end.
+        function.
         """
         call_starts = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(call_starts)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
@@ -132,7 +132,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a pattern for each possible first argument's name, with the rules of the text after it."""
+    """Return a pattern for the name of each argument that may be first, with the rules of the text after the name."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:
@@ -147,7 +147,7 @@ def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 class LFM2Format(PythonFormat):
-    """LFM2: a list between marks."""
+    """LFM2."""
 
     name = "lfm2"
     markers = ("<|tool_call_start|>", "<|tool_call_end|>")
@@ -155,7 +155,7 @@ class LFM2Format(PythonFormat):
 
 
 class OLMo3Format(PythonFormat):
-    """OLMo 3: one call on each line, between tags."""
+    """OLMo 3."""
 
     name = "olmo3"
     markers = ("<function_calls>", "</function_calls>")

@@ -35,7 +35,6 @@ class PythonParser(ValueParser):
         self._commit()
 
     def _has_next_call(self) -> Wait[bool]:
-        """See `SectionParser`. Calls on separate lines have no mark between them."""
         if self._between:
             return (yield from super()._has_next_call())
         char = yield from self._skip_space()
@@ -69,7 +68,8 @@ class PythonParser(ValueParser):
     def _python_value(self, call: Call) -> Wait[str]:
         """Skip a value, and return its JSON.
 
-        If the answer was cut off within a string, list or dict, emit its beginning and raise `MalformedError`.
+        If the answer was cut off within a string, list or dict, emit the beginning of the value and raise
+        `MalformedError`.
         """
         start = self._position
         scanner = ValueScanner(start)
@@ -90,8 +90,8 @@ class PythonParser(ValueParser):
 class PythonListParser(PythonParser):
     """Reads lists of calls, with or without Llama 4's marks.
 
-    A list without marks may be code. Within text it must begin with the name of a function, and must not be a subscript
-    or in Markdown's code. Each of its calls must begin with a keyword argument or have no arguments.
+    A list without marks may be code. So, within text, it must begin with the name of a function, and be neither a
+    subscript nor in Markdown's code. Each call in it must begin with a keyword argument or have no arguments.
     """
 
     _is_tagged = False
@@ -114,7 +114,7 @@ class PythonListParser(PythonParser):
                 self._report_content()
 
     def _list(self) -> Wait[None]:
-        """A malformed member ends a list without marks, which may be code."""
+        """Read a list. If it has no marks, a malformed member ends it, because the list may be code."""
         self._is_list = self._is_tagged
         yield from self._calls()
 
@@ -155,7 +155,7 @@ class PythonListParser(PythonParser):
         super()._report_content()
 
     def _is_cut_here(self) -> bool:
-        """See `ToolParser`. Without marks, the text must also begin like a list of calls."""
+        """Without marks, the text must also begin like a list of calls."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -164,8 +164,5 @@ class PythonListParser(PythonParser):
 
 
 def _may_become(text: str, head: str) -> bool:
-    """Return whether a text that was cut off may begin a call with this head.
-
-    It may end within the head, or after it with the letters of an argument's name or a closing bracket.
-    """
+    """Return True if a text that was cut off may be the beginning of a call with this head."""
     return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)

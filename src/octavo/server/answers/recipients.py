@@ -1,4 +1,4 @@
-"""Functionary 3.2's answers: each part begins with a mark and a recipient, `all` or a function."""
+"""Functionary 3.2's answers. Each part begins with a mark and a recipient: `all` or a function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARK, _USER = ">>>", "all"
 
 
 class RecipientsFormat(ToolFormat):
-    """A call is a line with the function's name, and JSON. The prompt ends with the first mark."""
+    """A call is a line with the function's name, then JSON. The prompt ends with the first mark."""
 
     name = "functionary_v3_2"
     markers = ()
@@ -39,7 +39,7 @@ class RecipientsFormat(ToolFormat):
         return f'start: "{_MARK}"? call{more}\n{self._calls(functions)}'
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text and calls. A function's name at the beginning or after a mark begins a call."""
+        """See `ToolFormat`."""
         names = "|".join(pattern(each.name) for each in functions)
         text = f"/(.|\\n)*/ {FEW_BLANKS} & ~/({names})\\n(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", self._calls(functions)]
@@ -50,12 +50,12 @@ class RecipientsFormat(ToolFormat):
         return "\n".join([f"start: {start}", f"later: {later}", *rules])
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Allow calls or JSON."""
+        """See `ToolFormat`."""
         grammar = super().or_content(functions, schema, only_one=only_one)
         return grammar.replace("start: calls | content", "start: calls | head? content", 1) + f"\n{_HEAD_RULE}"
 
     def content(self, schema: str) -> str:
-        """Allow JSON for the user."""
+        """See `ToolFormat`."""
         return f"start: head? content\ncontent: {lark_json(schema)}\n{_HEAD_RULE}"
 
     def _calls(self, functions: Sequence[Function]) -> str:
@@ -74,7 +74,7 @@ _HEAD_RULE = f'head: "{_MARK}"? {_head(_USER)}'
 
 
 class RecipientsParser(ToolParser):
-    """A mark without a known recipient is content."""
+    """Reads the parts. A mark without a known recipient is content."""
 
     _ends = ending(_MARK)
     _call_openers = (_MARK,)

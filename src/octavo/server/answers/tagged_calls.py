@@ -1,4 +1,4 @@
-"""Call formats made of tags, with strings without quotes."""
+"""Call formats that consist of tags and write strings without quotes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 
 
 class TaggedFormat(SectionFormat):
-    """A call is `call_opens`, the name, `named`, arguments and `call_closes`.
+    """A call is `call_opens`, the name, `named`, the arguments, and `call_closes`.
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
-    is_padded: one line feed before a value and one after it are not part of it. raw_marks: may enclose any value.
-    head_pattern: matches the text between `call_opens` and `named`. text_mark, json_mark: follow the name of a string
-    argument, and of any other one.
+    is_padded: True if the line feeds directly before and after a value do not belong to the value. raw_marks: pair of
+    marks that may enclose any value. head_pattern: matches the text between `call_opens` and `named`. text_mark:
+    follows the name of a string argument. json_mark: follows the name of any other argument.
     """
 
     named: ClassVar[str]
@@ -48,7 +48,7 @@ class TaggedFormat(SectionFormat):
         return TaggedParser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts that begin arguments."""
+        """Return the texts that begin arguments of these names."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
@@ -64,7 +64,7 @@ class TaggedFormat(SectionFormat):
         return "".join([*written, self.call_closes])
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Keep the schema's order."""
+        """See `SectionFormat`."""
         rules = [choice_of(len(functions))]
         for index, function in enumerate(functions):
             head = self._literal(f"{self.call_opens}{function.name}{self.named}")
@@ -146,7 +146,7 @@ class Qwen3CoderFormat(TaggedFormat):
 
 
 class SeedOSSFormat(TaggedFormat):
-    """ByteDance's Seed-OSS: values share a line with their tags."""
+    """ByteDance's Seed-OSS."""
 
     name = "seed_oss"
     markers = ("<seed:tool_call>", "</seed:tool_call>", *Qwen3CoderFormat.markers[2:])
@@ -156,7 +156,7 @@ class SeedOSSFormat(TaggedFormat):
 
 
 class MiniMaxM2Format(TaggedFormat):
-    """MiniMax M2: one tag encloses all calls."""
+    """MiniMax M2."""
 
     name = "minimax_m2"
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -181,7 +181,7 @@ class GLMFormat(TaggedFormat):
     value_closes, argument_closes = "</arg_value>", "\n"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a function's name after the opener."""
+        """See `ToolFormat`."""
         return _named_after(self, functions)
 
 
@@ -194,12 +194,12 @@ class GLM47Format(TaggedFormat):
     named, argument_opens, argument_named, value_closes = "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>"
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:
-        """Require a function's name after the opener."""
+        """See `ToolFormat`."""
         return _named_after(self, functions)
 
 
 class DeepSeekV32Format(TaggedFormat):
-    """DeepSeek V3.2: the tag of an argument says whether the value is a string."""
+    """DeepSeek V3.2: the tag of an argument shows whether the value is a string."""
 
     name = "deepseek_v32"
     markers = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
@@ -220,7 +220,7 @@ class DeepSeekV4Format(DeepSeekV32Format):
 
 
 class MiniCPM5Format(TaggedFormat):
-    """MiniCPM 5: names are in attributes."""
+    """MiniCPM 5."""
 
     name = "minicpm5"
     markers = ("<function", "</function>")

@@ -23,10 +23,10 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 
 
 class TaggedParser(ValueParser):
-    """Emits strings piece by piece, other values when they are complete.
+    """Emits strings piece by piece, and other values when they are complete.
 
-    The closing tag of the section also ends a call that has an argument, and a call of a function without parameters.
-    Any other call without its own closing tag is text.
+    If a call has an argument, or its function has no parameters, the closing tag of the section also ends the call. Any
+    other call without its own closing tag is text.
     """
 
     _given: set[str]  # names of arguments so far; empty after a complete call
@@ -46,7 +46,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content: a call in it may be part of a value."""
+        """Emit the rest of a malformed call as content, because a call in it may be part of a value."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
@@ -88,7 +88,7 @@ class TaggedParser(ValueParser):
             for char in "/>":  # a misspelled tag
                 yield from self._takes(char)
             return True
-        # Otherwise it may be a sentence about the marks.
+        # Otherwise the text may be a sentence about the marks.
         parameters = self._parameters.get(call.name or "", {})
         may_end = self._given or not closes or not property_names(parameters, parameters)
         return bool(may_end) and (yield from self._sees(self._closes))
@@ -105,7 +105,7 @@ class TaggedParser(ValueParser):
         return (yield from self._run(NAME))
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Emit an argument after `separator`. Returns "" if the call has no emitted argument."""
+        """Emit `separator` and an argument. Returns "" if no argument of the call was emitted yet."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         is_named = key in property_names(parameters, parameters)
@@ -142,14 +142,14 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Refuse a value that begins with the mark before it, which may be written twice."""
+        """Refuse a value that begins with the mark before it, because the model may have written the mark twice."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):
                 raise MalformedError
 
     def _value_end(self) -> Wait[str]:
-        """Skip the first of `raw_marks`. Returns the mark that closes the value."""
+        """Skip the first of `raw_marks`, if it follows. Returns the mark that closes the value."""
         marks = self._form.raw_marks
         if marks is None or not (yield from self._takes(marks[0])):
             self._drop_cut("" if marks is None else marks[0])
@@ -162,7 +162,7 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Return the argument's name, and whether its mark means a string (None: no mark)."""
+        """Return the argument's name, and whether its mark means a string, or None without such a mark."""
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

@@ -30,9 +30,9 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
-    """A question's prompt, and the text that a tool call adds to it.
+    """The prompt of a test question, and the text that a test call adds to it.
 
-    None: the template refuses the messages.
+    A field is None if the template refuses the messages.
     """
 
     prompt: str | None = None
@@ -40,7 +40,7 @@ class TemplateProbe:
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render both. render: raises `RequestError` to refuse messages."""
+        """Render both texts. render: raises `RequestError` if the template refuses the messages."""
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])

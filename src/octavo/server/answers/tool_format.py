@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Function:
     """A client's tool.
 
-    parameters: the JSON schema of the arguments. strict: calls must match it. field: the request's field with the
-    schema.
+    parameters: JSON schema of the arguments. strict: True if calls must match the schema. field: name of the request's
+    field that has the schema.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Function:
 class ToolFormat:
     """A format of tool calls. Grammars are in llguidance's dialect of Lark.
 
-    takes_one: chat templates refuse several calls in one message, so an answer has several only if the client asks for
-    parallel calls. frames_content: marks enclose the content, too, so the parser also reads answers without tools.
-    reserved_names: mean no tool. needs_grammar: the models write no calls without a grammar. describes_tools: the chat
-    templates cannot show tools, so `messages_with_tools` writes them as text. markers: separate calls from text; the
-    detokenizer keeps them even if they are special tokens. token_name: returns a token's name in a grammar (`<[123]>`);
-    None if the text is not one token.
+    takes_one: True if chat templates refuse several calls in one message; an answer then has several only if the client
+    asks for parallel calls. frames_content: True if marks also enclose content, so that the parser is needed without
+    tools, too. reserved_names: names that no tool may have. needs_grammar: True if the models write no calls without a
+    grammar. describes_tools: True if the chat templates cannot show tools, so that `messages_with_tools` writes the
+    tools as text. markers: texts that separate calls from other text; the detokenizer keeps them even if they are
+    special tokens. token_name: returns a text's name in a grammar (`<[123]>`), or None if the text is not one token.
     """
 
     name: ClassVar[str]
@@ -55,11 +55,11 @@ class ToolFormat:
         self._token_name = token_name
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Make a parser. only_one: drop all calls after the first."""
+        """Make a parser. only_one: True to drop all calls after the first."""
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Return the marks that begin a call within reasoning, with the heads that must follow."""
+        """Map marks to texts. Within reasoning, a mark begins a call if one of its texts follows."""
         return {}
 
     def new_call_id(self) -> str:
@@ -74,7 +74,7 @@ class ToolFormat:
         is_required: bool,  # noqa: ARG002 - interface
         only_one: bool,  # noqa: ARG002 - interface
     ) -> list[dict[str, Any]]:
-        """Return the template's messages."""
+        """Return the chat template's messages."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -82,23 +82,23 @@ class ToolFormat:
         raise NotImplementedError
 
     def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - interface
-        """Return whether a chat template's text has the call in another spelling than `write`'s."""
+        """Return True if a chat template's text has the call in a spelling that `write` does not produce."""
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002 - interface
-        """Return the grammar of JSON of a schema; None if no marks enclose it."""
+        """Return a grammar for JSON of this schema within the format's marks, or None if no marks enclose content."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of calls only."""
+        """Return a grammar that allows only calls."""
         raise NotImplementedError
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return the grammar of text with or without calls."""
+        """Return a grammar that allows text and calls."""
         raise NotImplementedError
 
     def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """Return the grammar of calls, or of JSON of a schema."""
+        """Return a grammar that allows calls, or JSON of this schema."""
         forced = self.forced(functions, only_one=only_one).replace("start:", "calls:", 1)
         return f"start: calls | content\ncontent: {lark_json(schema)}\n{forced}"
 
@@ -124,15 +124,15 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule `call`."""
+    """Return the rule `call`, a choice of `count` rules."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
-    """Return the rules of arguments in the schema's order; a call uses the rule `first<place>_0`.
+    """Return rules for arguments in the schema's order. A call uses the rule `first<place>_0`.
 
-    `first<place>_<i>` allows the arguments from number i on if none precedes them; `further<place>_<i>` if one does.
-    are_needed: whether each argument is required.
+    `first<place>_<i>` allows argument i and later arguments if no argument precedes them, `further<place>_<i>` if one
+    does. are_needed: True for each required argument.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):
@@ -146,7 +146,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return rules of objects. Their lexemes are JSON's, so a grammar may allow other JSON, too."""
+    """Return rules for objects. The lexemes are JSON's, so a grammar may allow other JSON, too."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))
@@ -156,5 +156,5 @@ def object_rules(functions: Sequence[Function], name_key: str, arguments_key: st
 
 
 def json_text(value: Any) -> str:
-    """Write like chat templates."""
+    """Return JSON in the style of chat templates."""
     return json.dumps(value, ensure_ascii=False)

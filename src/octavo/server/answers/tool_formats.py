@@ -28,7 +28,7 @@ class HermesFormat(ToolFormat):
         return HermesParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write each object and tag on its own line."""
+        """See `ToolFormat`."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in written)
 
@@ -39,7 +39,7 @@ class HermesFormat(ToolFormat):
         return f"start: {opener} rest{more}\n{self._rest(functions)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text and calls."""
+        """See `ToolFormat`."""
         start = "start: TEXT | head rest" if only_one else "start: (head rest)* TEXT"
         return f"{start}\n{self._text_after(HermesParser.opener)}\n{self._rest(functions)}"
 
@@ -60,11 +60,11 @@ class LlamaFormat(ToolFormat):
         return LlamaParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Separate objects by semicolons."""
+        """See `ToolFormat`."""
         return "; ".join(json_text({"name": name, "parameters": arguments}) for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow a tag first."""
+        """See `ToolFormat`."""
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -98,7 +98,7 @@ class MistralFormat(ToolFormat):
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse `NamedMistralFormat`, too."""
+        """Return a parser that also reads `NamedMistralFormat`."""
         return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -107,7 +107,7 @@ class MistralFormat(ToolFormat):
         return f"[TOOL_CALLS][{', '.join(written)}]"
 
     def new_call_id(self) -> str:
-        """Mistral's templates require nine characters."""
+        """Return nine characters, as Mistral's templates require."""
         return new_id()[:9]
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -115,7 +115,7 @@ class MistralFormat(ToolFormat):
         return f"start: {self._marker(MistralParser.opener)} rest\n{self._rest(functions, only_one)}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow calls after text."""
+        """See `ToolFormat`."""
         head = self._text_after(MistralParser.opener)
         return f"start: TEXT | head rest\n{head}\n{self._rest(functions, only_one)}"
 

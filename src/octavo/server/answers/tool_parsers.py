@@ -31,9 +31,9 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """Llama 3: {"name": ..., "parameters": ...}; several calls have semicolons or line feeds between them.
+    """Llama 3 writes {"name": ..., "parameters": ...}. Semicolons or line feeds separate several calls.
 
-    Within text the name must be first and the arguments second: another object that names a tool may describe it.
+    Within text, the name must be first and the arguments second, because other objects may describe a tool.
     """
 
     opener = "<|python_tag|>"
@@ -67,7 +67,7 @@ class LlamaParser(ToolParser):
         return True
 
     def _is_cut_here(self) -> bool:
-        """See `ToolParser`. Without a tag, the text must also begin like a call."""
+        """Without a tag, the text must also begin like a call."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -76,7 +76,10 @@ class LlamaParser(ToolParser):
 
 
 class MistralParser(ToolParser):
-    """Mistral: [TOOL_CALLS] and a list; newer models: [TOOL_CALLS], a name, [ARGS] and arguments for each call."""
+    """Mistral writes [TOOL_CALLS] and a list.
+
+    Newer models write [TOOL_CALLS], a name, [ARGS] and arguments for each call.
+    """
 
     opener, arguments_marker = "[TOOL_CALLS]", "[ARGS]"
     _ends_in_list, _ends_named = ending("]", ", {", opener, is_wrapped=True), ending(opener)
@@ -120,7 +123,7 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a name and its marks; skip all text if the answer was cut off there."""
+        """Skip a head, or raise `MalformedError`. If the answer was cut off there, skip all text."""
         if head is not None:
             self._position = brace
             return

@@ -31,9 +31,10 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A request's choice of tools. mode: auto, none or required.
+    """A request's `tool_choice`.
 
-    named: None for any. allowed: None for all.
+    mode: auto, none or required. named: the tool that must be called, or None for any. allowed: the tools that may be
+    called, or None for all.
     """
 
     mode: str = "auto"
@@ -45,8 +46,9 @@ class Choice:
 class Toolbox:
     """A request's tools.
 
-    functions: may be called. given: all tools, as chat templates read them. is_limited: some of `given` may not be
-    called. is_required: the answer must have a call. format: None if no tool may be called.
+    functions: tools that may be called. given: all tools, in the form for chat templates. is_limited: True if some
+    tools of `given` may not be called. is_required: True if the answer must have a call. format: None if no tool may be
+    called.
     """
 
     functions: tuple[Function, ...] = ()
@@ -66,9 +68,9 @@ class Toolbox:
         *,
         parallel: bool | None = None,
     ) -> Toolbox:
-        """Make a toolbox. Raises `RequestError`.
+        """Make a toolbox. Raises `RequestError` if the tools or the choice are invalid.
 
-        parallel: allow several calls in an answer; None for the format's default.
+        parallel: True to allow several calls in an answer; None for the format's default.
         """
         choice = choice or Choice()
         if len(described) > MAX_TOOLS:
@@ -103,7 +105,7 @@ class Toolbox:
     def template_input(
         self, messages: Sequence[dict[str, Any]], tool_format: ToolFormat | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Return the chat template's messages and tools."""
+        """Return the messages and tools for the chat template."""
         if tool_format is None:
             return [*messages], None
         options = {"is_required": self.is_required, "only_one": self.only_one}
@@ -117,9 +119,10 @@ class Toolbox:
         return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the structure of an answer; None if it is free. Raises `RequestError`.
+        """Return the structure of an answer, or None if any text is allowed.
 
-        content: the structure without calls, which must be JSON.
+        content: the structure of an answer without calls. Raises `RequestError` if it is not JSON, or if the grammar
+        cannot express a schema.
         """
         if self.format is None:
             return content
@@ -176,10 +179,9 @@ def _lenient(function: Function) -> Function:
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Name the request's field in each schema, for errors of the grammar compiler.
+    """Store the name of the request's field in each schema, for errors of the grammar compiler.
 
-    Raises `RequestError` for a malformed schema, or if all are too long together: a format may repeat a part for each
-    reference.
+    Raises `RequestError` if a schema is malformed, or if all schemas together are too long.
     """
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
@@ -201,7 +203,7 @@ def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
 
 
 def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:
-    """Return a tool and its description. Raises `RequestError`."""
+    """Return a tool and its description. Raises `RequestError` if a field is invalid."""
     if not isinstance(fields, dict):
         raise RequestError(f"{place} must be an object with a name", parameter=place)
     name, description = fields.get("name"), fields.get("description")
@@ -220,7 +222,7 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
 
 
 def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
-    """Require the type `served`. form: an example for the error."""
+    """Raise `RequestError` unless the tool's type is `served`. form: an example for the error."""
     if not isinstance(tool, dict):
         raise RequestError(f"{place} must be {form}", parameter=place)
     kind = tool.get("type")

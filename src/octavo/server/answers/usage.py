@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PromptTokensDetails(Struct):
-    """Kinds of prompt tokens. cached_tokens: tokens with a prefix hit."""
+    """Kinds of prompt tokens. cached_tokens: tokens found in the prefix cache."""
 
     cached_tokens: int = 0
 
@@ -30,10 +30,10 @@ class CompletionTokensDetails(Struct):
 
 
 class Receipt(Struct):
-    """The cost of a request.
+    """The cost of a request, octavo's extension.
 
-    computed_tokens: positions that the model computed. recomputed_tokens: lost by a preemption, or rejected drafts.
-    wasted_tokens: generated after a stop string. Positions after a request's end do not count.
+    computed_tokens: positions that the model computed. recomputed_tokens: positions lost by a preemption, and rejected
+    drafts. wasted_tokens: tokens generated after a stop string. Positions after a request's end do not count.
     """
 
     computed_tokens: int = 0
@@ -51,7 +51,7 @@ class Receipt(Struct):
 
 
 class Usage(Struct):
-    """Token counts over all prompts and choices. receipt: octavo's extension, set after a request ends."""
+    """Token counts over all prompts and choices. receipt: set after a request ends."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -77,7 +77,7 @@ class UsageCounter:
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count an output's prompt once, and the tokens of `completions`."""
+        """Count the tokens of `completions` and, once, the prompt's tokens."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None:
             self._ended.setdefault(output.request_id, output.metrics)

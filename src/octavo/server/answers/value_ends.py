@@ -1,4 +1,4 @@
-"""Find the end of a value without quotes, which may contain tags."""
+"""Find the end of a value that has no quotes and may contain tags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_BLANK = re.compile(r"\S")
 
 
 def slips_of(tag: str) -> str:
-    """Return a pattern of a mark. A closing tag may be misspelled: `</a>`, `</a/>`, `</a >`, `</a`."""
+    """Return a pattern of a mark that also matches misspelled closing tags: `</a/>`, `</a >`, `</a` for `</a>`."""
     if tag.startswith("</") and tag.endswith(">"):
         return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
     return re.escape(tag)
@@ -33,22 +33,23 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 class ValueEnd(Protocol):
-    """Searches a growing text for the end of a value. looked_at: the end is not before this index."""
+    """Searches a growing text for the end of a value. looked_at: index before which the value cannot end."""
 
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Count the value's certain characters."""
+        """Return how many characters certainly belong to the value."""
         ...
 
     def drop(self, text: str) -> None:
-        """Adjust the indices: the caller removes `text` from the beginning."""
+        """Adjust the indices because the caller removes `text` from the beginning."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
-        """Return the indices at which the value and its closing mark end; None if more text is needed.
+        """Return the indices at which the value and its closing mark end, or None if more text is needed.
 
-        is_over: no more text follows. Raises `MalformedError` if the value then has no end, or has two readings.
+        is_over: True if no more text follows. Raises `MalformedError` if the value has no end or can be read in two
+        ways.
         """
         ...
 
@@ -83,11 +84,11 @@ class MarkEnd:
 class TagEnd:
     """Ends a value at its closing tag, or before another mark.
 
-    A closing tag is text unless an argument or the end of the call or answer follows. Without one, the value ends
-    before a known new argument, and before the end of the call. The methods raise `MalformedError` if another reading
-    is equally likely, and return None if more text is needed.
+    A closing tag is text unless an argument, the end of the call or the end of the answer follows. If the closing tag
+    is missing, the value ends before a known new argument or before the end of the call.
 
-    call_starts: known arguments that may follow. is_text: False if the value is JSON, which contains no tag.
+    call_starts: texts that begin the known arguments that may follow. is_text: False if the value is JSON, which
+    contains no tag.
     """
 
     def __init__(
@@ -108,23 +109,23 @@ class TagEnd:
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._call_starts, self._opens, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
-        # Marks that begin a call ("": a name) before one of `_call_follows`. The opener alone is text.
+        # The marks that begin a call, in order ("" is a name). One of `_call_follows` must come next.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
         self._num_open = 0  # open calls within the value
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
-        self._has_tags = False  # contains a closing tag as text
-        # Searched up to these indices; 0: not searched yet.
+        self._has_tags = False  # the value contains a tag as text
+        # The text before these indices was searched.
         self._ahead_at = self._inner_at = self._call_at = 0
         self._inner_depth = 0  # open calls at `_inner_at`
-        self._surplus_at = 0  # marks before it belong to calls within the value
+        self._surplus_at = 0  # marks before this index belong to calls within the value
         self.looked_at = 0
-        self._before = ""  # the end of removed text
+        self._before = ""  # the end of the removed text
 
     def num_certain(self, text: str) -> int:
         """See `ValueEnd`."""
         end = min(self.looked_at, len(text) - max(num_held_back_chars(text, each) for each in self._marks))
-        return end - (self._is_loose and text.endswith("\n", 0, end))  # may separate two arguments
+        return end - (self._is_loose and text.endswith("\n", 0, end))  # the line feed may separate two arguments
 
     def drop(self, text: str) -> None:
         """See `ValueEnd`."""
@@ -164,7 +165,7 @@ class TagEnd:
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return whether a mark belongs to a call within the value.
 
-        It does if all calls within the value end after it, and one more call ends after them.
+        It does if, after the mark, all open calls within the value end and then one more call ends.
         """
         if not self._num_open:
             return False
@@ -214,7 +215,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # The closing mark of a section alone is text: two tags would be missing.
+        # The closing mark of a section is text if it is alone, because two tags would be missing.
         is_placed = self._is_alone_on_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -235,7 +236,7 @@ class TagEnd:
         return self._broken_off(text, place) if is_line else False
 
     def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
-        """Judge an argument that is not in the schema: text, unless a closing tag lost a part."""
+        """Treat an argument that is not in the schema as text. Raises `MalformedError` after a damaged closing tag."""
         rest = text[place : place + _MAX_MARK_CHARS]
         if not is_over and any(each.startswith(rest) for each in self._call_starts):
             return None
@@ -246,10 +247,7 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a section or a call begins or ends after the mark at `place`.
-
-        At the end of the answer, return whether the format has only one closing mark.
-        """
+        """Return whether a section or a call begins or ends directly after the mark at `place`."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:  # the value may be cut
@@ -276,8 +274,8 @@ class TagEnd:
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
         """Return whether a closing tag ends the value.
 
-        It does if a known argument follows, or exactly the text that the format writes after a value. Otherwise a later
-        closing tag may end it.
+        It does if a known argument follows, or exactly the text that the format writes after a value. Otherwise it does
+        if no later closing tag may end the value.
         """
         if follows == "head":
             return True
@@ -314,10 +312,10 @@ class TagEnd:
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
-        """Return the kind of text after a closing tag; "" for plain text.
+        """Return the kind of the text after a closing tag, or None if more text is needed.
 
-        "head": a known argument, or the answer ends here or within a mark. "argument": an unknown argument, or the same
-        closing tag again. "end": the end of the call or of its section.
+        "head": a known argument begins, or the answer ends here or within a mark. "argument": an unknown argument
+        begins, or the closing tag is repeated. "end": the call or its section ends. "": the text is plain.
         """
         place = _after_blanks(text, place)
         rest = text[place : place + _MAX_MARK_CHARS]
@@ -331,7 +329,7 @@ class TagEnd:
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a closing tag, or its beginning at the answer's end, precedes the next call."""
+        """Return whether another closing tag, complete or cut off by the end of the answer, precedes the next call."""
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
@@ -349,10 +347,7 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return the index of the next call, or the length of the text.
-
-        The second value is True if the head of the call is complete, or if the answer ends within it.
-        """
+        """Return the index of the next call (or the length of the text), and whether the call is certain."""
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
         while (found := text.find(opener, self._call_at)) >= 0:
@@ -367,14 +362,14 @@ class TagEnd:
     def _broken_off(self, text: str, place: int) -> tuple[int, int]:
         written = self._written(text, place)
         if self._has_tags or not written.strip() or (self._is_text and self._is_padded and written.endswith("\n\n")):
-            raise MalformedError  # which line feeds belong to the value is unknown
+            raise MalformedError  # it is unknown which line feeds belong to the value
         if self._is_text and self._ends_in_part_of_tag(written, 1):
             raise MalformedError
         is_line = not self._is_padded and self._is_loose and text.endswith("\n", 0, place)
         return place - is_line, place
 
     def _ends_in_part_of_tag(self, written: str, num_chars: int) -> bool:
-        """Return whether a text ends with a closing tag that lost a part, but kept `num_chars` characters."""
+        """Return whether a text ends with a damaged closing tag that has at least `num_chars` of its characters."""
         pad, closes, size = "\n" if self._is_padded else "", self._closes, len(self._closes)
         nums = range(num_chars, size)
         parts = tuple(pad + closes[:end] + closes[size - num + end :] for num in nums for end in range(num + 1))

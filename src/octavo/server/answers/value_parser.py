@@ -53,13 +53,12 @@ class ValueParser(SectionParser):
             yield
 
     def _read_value(self, text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-        """Return a value's JSON; None to omit it."""
         try:
             return value_text(text, schema, root)
         except UnreadableError:
             raise MalformedError from None
 
-    # --- text before a mark
+    # --- values that end at a mark
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool = False) -> Wait[None]:
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
@@ -73,7 +72,7 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
-        """Return the ends of a string and its mark; None if more text is needed.
+        """Return the indices at which a string and its mark end, or None if more text is needed.
 
         If the answer was cut off, emit the known text and raise `MalformedError`.
         """

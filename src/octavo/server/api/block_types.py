@@ -20,9 +20,9 @@ MEDIA = "this server reads text only, no images, sound or files"
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One type's fields.
+    """The fields of one type.
 
-    harmless: field -> why it changes nothing. unsupported: field -> the only values that are not refused.
+    harmless: maps a field to the reason why it changes nothing. unsupported: maps a field to the only allowed values.
     """
 
     read: frozenset[str]
@@ -42,13 +42,13 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class BlockTypes:
-    """The types that one place accepts. taken: type -> its fields. refused: type -> the reason."""
+    """The types that one place accepts. taken: maps a type to its fields. refused: maps a type to the reason."""
 
     taken: Mapping[str, Fields]
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, block: Any, place: str, default: str | None = None) -> str:
-        """Check an object and return its type. default: if it has no field `type`."""
+        """Check an object and return its type. default: type of an object without the field `type`."""
         kind = block.get("type", default) if isinstance(block, dict) else None
         fields = self.taken.get(kind) if isinstance(kind, str) else None
         if isinstance(kind, str) and fields is not None:
@@ -63,7 +63,7 @@ class BlockTypes:
 
 
 def fields(*read: str, harmless: Mapping[str, str] | None = None, **unsupported: tuple[Any, ...]) -> Fields:
-    """`read` always includes `type`."""
+    """Make `Fields`. `read` always includes `type`."""
     return Fields(frozenset({"type", *read}), harmless or {}, unsupported)
 
 

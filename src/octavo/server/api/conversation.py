@@ -85,7 +85,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     is_answer = role == "assistant"
     refusal = result.pop("refusal", None) if is_answer else None
     content = message.get("content")
-    if content is None and is_answer:  # the template renders such calls
+    if content is None and is_answer:  # the template renders calls without content
         result["content"] = None if "tool_calls" in result else ""
     else:
         types = ANSWER_PARTS if is_answer else TEXT_PARTS
@@ -98,7 +98,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
-    """Check a message's content; return a string, or text parts, which the chat template joins."""
+    """Check a message's content. Return a string, or text parts, which the chat template joins."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -143,10 +143,7 @@ def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Return the options for a reasoning effort.
-
-    Some templates know only `enable_thinking`.
-    """
+    """Return the template options for a reasoning effort. Some templates know only `enable_thinking`."""
     if effort is None:
         return {}
     if not isinstance(effort, str):
@@ -155,13 +152,13 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Continue the assistant's last message, or begin one."""
+    """Return the template options that continue the assistant's last message, or begin a new one."""
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 
 
 def template_options(request: ChatFields) -> dict[str, Any]:
-    """Return a request's options."""
+    """Return template options."""
     options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     options |= {name: wanted for name in _GENERATION if (wanted := getattr(request, name)) is not None}
     options.setdefault("add_generation_prompt", True)
@@ -178,7 +175,7 @@ def template_arguments(
 ) -> dict[str, Any]:
     """Return the options in vLLM's chat_template_kwargs.
 
-    reserved: refused names. In most APIs the messages decide whether the answer continues the last one.
+    reserved: refused names. In most APIs, the messages decide whether the answer continues the last message.
     """
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
@@ -191,7 +188,7 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation and tokenize the text, on a thread unless the request is tiny.
 
-    is_prompt: refuse a prompt after which an answer has no room. Returns the prompt's text and token ids, and the
+    is_prompt: True to refuse a prompt after which no answer fits. Returns the prompt's text and token ids, and the
     prediction's token ids if the engine speculates.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation

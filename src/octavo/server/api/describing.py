@@ -1,4 +1,4 @@
-"""Routes that describe the server to people and gateways. No answer has a file's path."""
+"""Routes that describe the server to people and gateways. No answer contains a file's path."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ those of Ollama, which look here for the words "Ollama is running", under <code>
 
 @endpoint()
 async def front_page(service: Service, _http_request: Request) -> Response:
-    """Return a page with links to the pages that a browser can show."""
+    """Return a page of links for browsers."""
     links = {"/dashboard": "a live view of the engine", **_LINKS} if service.config.dashboard else _LINKS
     lines = [f'<li><a href="{path}">{path}</a>: {what}</li>' for path, what in links.items()]
     names = escape(", ".join(service.model_names))

@@ -1,4 +1,4 @@
-"""Fields of other servers' clients."""
+"""Fields that clients of other servers send."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_LOOKED_AT = 1000  # the event loop waits meanwhile
 
 @dataclass(frozen=True, slots=True)
 class As:
-    """An alias of the field `name`. `a.b` is part b of field a.
+    """An alias of the field `name`. A name `a.b` means part b of field a.
 
     nothing: values that, like null, request nothing.
     """
@@ -47,7 +47,7 @@ class OffPrompt(Off):
     __slots__ = ()
 
 
-Table = dict[str, As | Off | str]  # a string: why the field changes nothing
+Table = dict[str, As | Off | str]  # a string is the reason why the field changes nothing
 
 _WHO = "identifies the client: this server uses the API key"
 _CACHE = "hint for a prompt cache: this server caches every prefix, and no token depends on it"
@@ -62,12 +62,12 @@ _LOADED = "time to keep a model loaded: it always stays loaded"
 
 
 def each(value: T, *names: str) -> dict[str, T]:
-    """Return a table with one entry for all names."""
+    """Return a table that maps each name to `value`."""
     return dict.fromkeys(names, value)
 
 
 def _of(switch: str, *names: str) -> Table:
-    """These need `switch`, which is refused."""
+    """Return a table of fields that matter only with `switch`, which is refused."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 
@@ -218,13 +218,13 @@ def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
-# vLLM's, on few routes.
+# Fields of vLLM that few routes have.
 _TOKEN_FIELDS = {
     **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),
     "truncation_side": OffPrompt("left", "right"),
 }
-# Refused by routes without aliases.
+# Routes without aliases refuse these fields.
 UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **_TOKEN_FIELDS,
@@ -232,7 +232,7 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **{name: Off(*value.nothing) for name, value in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
-# Refused and ignored without an answer.
+# Routes that generate no answer refuse OF_PROMPTS and ignore OF_ANSWERS.
 OF_PROMPTS: dict[str, tuple[Any, ...]] = _joined(OffPrompt, UNSUPPORTED_OR_ALIAS)
 OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)
@@ -254,8 +254,8 @@ class ExtraFields:
     ) -> None:
         """Raise `RequestError` for an unsupported field that would change the answer.
 
-        unsupported: name -> the values that, like null, change nothing. A field in neither table is ignored, and is
-        logged once per process, at `level`.
+        unsupported: maps a name to the values that, like null, change nothing. A field in neither table is ignored, and
+        is logged once per process at `level`.
         """
         if not extra:
             return
@@ -280,7 +280,7 @@ class ExtraFields:
 
 
 def refuse(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `RequestError` for the first unsupported field."""
+    """Raise `RequestError` for the first unsupported field with a value that is not allowed."""
     for name, neutral in unsupported.items():
         value = given.get(name)
         if value is not None and not any(value == each for each in neutral):

@@ -33,7 +33,7 @@ class Shown:
 
 
 def within(name: str, *more: int) -> Shown:
-    """Show the limits of the field `name` of `SamplingParams`. more: further numbers."""
+    """Show the limits of the field `name` of `SamplingParams`. more: further numbers that are allowed."""
     limits = LIMITS[name]
     low = Field(gt=limits.low) if limits.is_open else Field(ge=limits.low)
     number = Annotated[int if limits.is_whole else float, low, Field(le=limits.high)]  # type: ignore[valid-type]
@@ -175,7 +175,7 @@ Items = str | Some[MessageItem | CallItem | CallOutputItem | ReasoningItem]
 
 
 class ResponsesTool(Function):
-    """A function that a model may call."""
+    """A callable function."""
 
     type: NotRequired[Literal["function"]]
 

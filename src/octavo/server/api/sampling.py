@@ -1,4 +1,4 @@
-"""Makes `SamplingParams` of fields."""
+"""Make `SamplingParams` from fields."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) -> SamplingParams:
-    """Build sampling parameters from fields with the same names.
+    """Build sampling parameters from a request's fields with the same names.
 
-    defaults: for missing and null fields. given: differing fields.
+    defaults: values of missing and null fields. given: values that replace the request's.
     """
     known = type(request).model_fields
     named = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
@@ -47,7 +47,7 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
 
 
 def token_limit(given: int | None, default: int | None) -> int | None:
-    """Return the maximum number of tokens; None if only the context limits it.
+    """Return the maximum number of tokens, or None if only the context limits it.
 
     given: -1 means no limit, None means `default`.
     """
@@ -57,7 +57,7 @@ def token_limit(given: int | None, default: int | None) -> int | None:
 
 
 def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
-    """Read OpenAI's response_format; None for plain text."""
+    """Read OpenAI's response_format. Return None for plain text."""
     if given is not None and not isinstance(given, dict):
         raise RequestError(f"{parameter} must be an object with a type", parameter=parameter)
     if given is None or given.get("type") == "text":

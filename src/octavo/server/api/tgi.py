@@ -91,7 +91,7 @@ class GenerateRequest(Body):
 
 
 class Details(Struct):
-    """Details of a whole answer. receipt: octavo's own field."""
+    """Details of a whole answer."""
 
     finish_reason: str
     generated_tokens: int
@@ -110,7 +110,7 @@ class Generated(Struct):
 
 
 class StreamDetails(Struct):
-    """Details in a stream's last event. receipt: octavo's own field."""
+    """Details in a stream's last event."""
 
     finish_reason: str
     generated_tokens: int
@@ -150,7 +150,7 @@ async def generate_either(service: Service, http_request: Request, request: Gene
 async def _generate(
     service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
 ) -> Response:
-    """in_list: return a list of one answer, as TGI does at /."""
+    """in_list: True to return a list of one answer, as TGI does at /."""
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
     service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)
@@ -225,7 +225,6 @@ def _params(wanted: GenerateParameters, *, stream: bool) -> SamplingParams:
 
 
 def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_tokens: int) -> None:
-    """Raise TGI's error if prompt and `max_new_tokens` exceed the context."""
     num_tokens = len(processed.prompt_token_ids)
     if num_new_tokens and num_tokens + num_new_tokens > max_total_tokens:
         raise RequestError(
@@ -236,7 +235,6 @@ def _check_total(processed: ProcessedInput, *, num_new_tokens: int, max_total_to
 
 
 def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
-    """Read a grammar; a schema may be a JSON string."""
     if grammar is None:
         return None
     kind = {"json": "json", "json_schema": "json", "regex": "regex"}.get(grammar.type)
@@ -278,7 +276,7 @@ class GenerateReply:
         self._num_tokens = 0
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return an event for each token, but at least one."""
+        """Return an event for each token, and at least one event."""
         completion = update.completion
         self._text += completion.text
         tokens = self._tokens(completion)
@@ -314,7 +312,7 @@ class GenerateReply:
             last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
-        """The last event ends the stream."""
+        """Return nothing, because the last event ends the stream."""
         return b""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:
@@ -338,7 +336,7 @@ class GenerateReply:
         return [generated] if self._in_list else generated
 
     def error(self, error: HttpError) -> bytes:
-        """Return its event."""
+        """Return an event."""
         return TGI.event(error)
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:

@@ -19,7 +19,7 @@ class PrefillToken(Struct):
 
 
 class Token(PrefillToken):
-    """A token with the text that the token adds to the answer; "" if the token completes no character.
+    """A token and the text that it adds to the answer, or "" if it completes no character.
 
     The text of a special token is the token's name in a whole answer, but "" in a stream, because clients join the
     texts of all events.
@@ -29,7 +29,7 @@ class Token(PrefillToken):
 
 
 class TokenTexts:
-    """Gives each token the text that it adds. The texts of visible (not special) tokens, joined, are the answer."""
+    """Gives each token the text that it adds. The joined texts of visible (not special) tokens are the answer."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         """detokenizer: starts after the prompt and skips special tokens."""

@@ -43,8 +43,8 @@ _UNSUPPORTED_BACK: dict[str, tuple[Any, ...]] = {
 class TokenizeRequest(ChatFields, Aliased, Body):
     """A text, or a conversation to be rendered by the chat template.
 
-    prompt: a text, which gets the tokenizer's special tokens by default. content: llama.cpp's field for the text,
-    which gets special tokens only with add_special. Of a chat's fields, only those that change the prompt are read.
+    prompt: a text, which gets the tokenizer's special tokens by default. content: llama.cpp's field for the text, which
+    gets special tokens only with add_special. Fields of a chat that do not change the prompt are ignored.
     """
 
     model: str | None = None

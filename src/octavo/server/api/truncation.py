@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Truncation:
     """How to truncate a prompt.
 
-    num_tokens: None keeps all. from_left: keep the last tokens.
+    num_tokens: number of tokens to keep, or None for all. from_left: True to keep the last tokens.
     """
 
     num_tokens: int | None = None
@@ -22,7 +22,7 @@ class Truncation:
 
     @classmethod
     def of(cls, request: TruncationFields, num_output_tokens: int, max_model_len: int) -> Truncation:
-        """-1 keeps as many tokens as fit in the context before `num_output_tokens`."""
+        """Read the fields. -1 keeps as many tokens as fit in the context together with `num_output_tokens`."""
         num_tokens = request.truncate_prompt_tokens
         if num_tokens == -1:
             num_tokens = max(1, max_model_len - num_output_tokens)

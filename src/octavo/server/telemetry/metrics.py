@@ -143,7 +143,7 @@ class EngineCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family each."""
+        """Yield the metrics."""
         engine, model = self._service.engine, [self._service.model_names[0]]
         stats = engine.client.stats
         for family, figures in ((gauge, _GAUGES), (counter, _COUNTERS)):
@@ -169,7 +169,6 @@ class EngineCollector(Collector):
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """As in vLLM, sizes of the KV cache are also labels of one metric."""
     for attribute, name, text in _CAPACITY:
         yield gauge(name, text, _MODEL, [(model, getattr(capacity, attribute))])
     config = [*model, *(str(getattr(capacity, name)) for name in _CACHE_CONFIG)]
@@ -178,7 +177,7 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
 
 
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """A tier's bandwidth is bytes / seconds. The time that it saved is computing time minus waiting time."""
+    """A tier's bandwidth is bytes / seconds. The time that a tier saved is computing time minus waiting time."""
     for attribute, name, text in _TIER_COUNTERS:
         yield counter(name, text, [*_MODEL, "tier"], _each(stats.tiers, attribute, model))
     counts = {

@@ -42,10 +42,10 @@ class Tracing:
     def record_span(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
-        """Make an ended request's spans.
+        """Make the spans of an ended request.
 
-        reason: why it was refused or cut off, or None. details: the fields of its audit line. Without the field "usage"
-        it was not admitted and gets no span.
+        reason: why the request was refused or cut off, or None. details: fields of the request's audit line. Without
+        the field "usage", the request was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
@@ -68,7 +68,7 @@ class Tracing:
             child.end(round(1e9 * end_s) + shift)
         if reason is not None:
             span.set_attribute("error.type", reason)
-            if status < 400 or status >= 500:  # by convention a client's fault is no error of the server's span
+            if status < 400 or status >= 500:  # by convention, a client's error is not the span's error
                 span.set_status(trace.StatusCode.ERROR)
         span.end(end)
 

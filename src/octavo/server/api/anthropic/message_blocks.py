@@ -13,7 +13,7 @@ from octavo.server.api.extra_fields import each
 
 if TYPE_CHECKING:
     Message = dict[str, Any]
-    Placed = tuple[Any, str]  # with its path
+    Placed = tuple[Any, str]  # a block and its path
 
 _ACCOUNTING = "x-anthropic-billing-header"
 _ROLES = {"user", "assistant", "system"}
@@ -77,7 +77,7 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 def _read_system(system: Any) -> list[Message]:
     """Drop Claude Code's note for Anthropic's accounting.
 
-    The note differs in every request, so a conversation with it would never hit the prefix cache.
+    The note differs in every request, so a conversation that contains the note would never hit the prefix cache.
     """
     blocks = system
     if isinstance(system, list):
@@ -127,7 +127,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
 
 
 def _read_turn(role: str, blocks: list[Placed]) -> list[Message]:
-    """Chat templates need a message for each tool result."""
+    """Convert a turn. Chat templates need a message for each tool result."""
     types = USER_BLOCKS if role == "user" else SYSTEM_BLOCKS
     kinds = [(types.check(block, place), block, place) for block, place in blocks]
     messages: list[Message] = []

@@ -65,7 +65,7 @@ _THINKING = BlockTypes(
 )
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off(), "chat_template", "compaction", "container", "thread"),
-    **each(Off(), "output_format"),  # its older name
+    **each(Off(), "output_format"),  # older name of output_config.format
     **each(Off([]), "fallbacks", "mcp_servers"),
     **UNSUPPORTED_OR_ALIAS,
 }
@@ -85,10 +85,7 @@ class ThreadsUnsupportedError(RequestError):
 
 
 class CountTokensRequest(Body):
-    """POST /v1/messages/count_tokens.
-
-    An undeclared field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
-    """
+    """POST /v1/messages/count_tokens."""
 
     model: str
     messages: Annotated[Any, Shown(types.Turns)]
@@ -114,7 +111,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class MessageUsage(Struct):
-    """Token counts. input_tokens excludes tokens found in the prefix cache. receipt: octavo's own field."""
+    """Token counts. input_tokens excludes tokens found in the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -124,7 +121,7 @@ class MessageUsage(Struct):
 
 
 class Message(Struct):
-    """The answer of POST /v1/messages."""
+    """A whole answer."""
 
     id: str
     model: str
@@ -267,7 +264,7 @@ class MessageReply:
         return self._emit("message_delta", delta=self._end, usage=_usage_of(usage)) + self._emit("message_stop")
 
     def error(self, error: HttpError) -> bytes:
-        """Return an error's event."""
+        """Return an event."""
         return ANTHROPIC.event(error)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
@@ -334,7 +331,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Clients send back only signed thoughts. This server never reads the signature."""
+    """Sign thoughts, because clients send back only signed thoughts. This server never reads the signature."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -62,7 +62,7 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
 async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
     """Answer a prompt.
 
-    With raw, the prompt is continued as it is; so is one without system if there is no chat template.
+    The chat template is not applied if `raw` is true, or if the model has none and the request has no `system`.
     """
     options = _job_options(service, request)
     if not request.prompt:
@@ -89,7 +89,7 @@ async def generate(service: Service, http_request: Request, request: PromptReque
 
 
 def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
-    """Check a request. Return its `Job`'s fields, except prompts and parameters."""
+    """Check a request. Return the fields of its `Job`, except prompts and parameters."""
     name, is_stream = request.settle(service), request.stream is not False
     client_names = {"structured_outputs": "tools" if request.format in (None, "") else "format"}
     return {
@@ -102,7 +102,7 @@ def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
 
 
 def _loaded(service: Service, request: AnswerRequest, body: Answer) -> Response:
-    """An empty request loads or unloads Ollama's models. Here the model stays loaded."""
+    """Answer an empty request. It loads or unloads a model in Ollama, but here the model stays loaded."""
     service.check_ready()
     body.done, body.done_reason = True, "unload" if request.is_unloading else "load"
     return json_response(body)
@@ -115,12 +115,12 @@ class OllamaReply:
         self._piece = service.engine.output_processor.piece
         self._request, self._form, self._is_chat = request, form, is_chat
         self._reader = AnswerReader(replace(form, is_whole=True))
-        self._called, self._arguments, self._num_calls = "", "", 0  # the unfinished call's
+        self._called, self._arguments, self._num_calls = "", "", 0  # of the unfinished call
         self._reason = ""
         self._metrics: RequestMetrics | None = None
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return a line, unless a parser waits for more."""
+        """Return a line, or nothing while the parser waits for more text."""
         body = self._take(update.completion, update.output)
         has_message = body.message is not UNSET and body.message != AnswerMessage()
         return line(body) if has_message or body.response or body.thinking or body.logprobs else b""
@@ -135,7 +135,7 @@ class OllamaReply:
         return self._ended(self._take(completion, outputs[0]), usage)
 
     def error(self, error: HttpError) -> bytes:
-        """Return an error's line."""
+        """Return a line."""
         return OLLAMA.event(error)
 
     def _take(self, completion: CompletionOutput, output: RequestOutput) -> Answer:
@@ -167,7 +167,7 @@ class OllamaReply:
     def _end_call(self, message: AnswerMessage) -> list[Call]:
         """Return the tool call that has ended, if any.
 
-        A call that was cut off or has invalid arguments becomes content: clients run every call.
+        A call that was cut off or has invalid arguments becomes content, because clients run every call.
         """
         name, text, self._called, self._arguments = self._called, self._arguments, "", ""
         if not name:
@@ -197,7 +197,7 @@ class OllamaReply:
 
 
 def durations(metrics: Sequence[RequestMetrics]) -> tuple[int, int, int]:
-    """Return (total, to the first token, from there to the end), in nanoseconds.
+    """Return durations in nanoseconds: in total, from the start to the first token, and from there to the end.
 
     Several requests count as one. All durations are 0 if no request has both started and finished.
     """

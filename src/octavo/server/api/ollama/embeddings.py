@@ -59,7 +59,7 @@ async def embed_one(service: Service, http_request: Request, request: Embeddings
 
 
 def _none(service: Service, reply: Struct) -> Response:
-    """An empty request asks whether the model is ready."""
+    """Answer an empty request, which asks whether the model is ready."""
     service.check_ready()
     return json_response(reply)
 

@@ -10,17 +10,17 @@ from octavo.server.api.conversation import read_messages
 
 
 def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
-    """Check messages and convert them to those of chat completions.
+    """Check messages and convert them to messages of chat completions.
 
     Some chat templates require ids of tool calls, which clients may omit. A missing id is made from the call's
-    position, equally in every turn.
+    position, so the id is the same in every turn.
     """
     open_calls: dict[Any, Any] = {}
     return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])
 
 
 def _openai_message(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
-    """Mutated: open_calls, call id -> tool name, for calls without a result."""
+    """Convert a message. Mutated: `open_calls` maps the id of each call without a result to the tool's name."""
     if not isinstance(message, dict):
         return message
     if message.get("images"):
@@ -49,7 +49,7 @@ def _with_id(call: Any, candidates: str) -> Any:
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
-    """`read_messages` reports malformed calls."""
+    """Skip malformed calls, because `read_messages` reports them."""
     named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
     functions = [call.get("function") for call in named]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]

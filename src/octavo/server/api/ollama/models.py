@@ -27,7 +27,7 @@ _SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
 
 @endpoint()
 async def refuse(_service: Service, _http_request: Request) -> Response:
-    """Raise `NotAllowedError`: only the operator may change models."""
+    """Raise `NotAllowedError`, because only the operator may change models."""
     raise NotAllowedError("this server cannot change models: it serves the one that it was started with")
 
 
@@ -105,7 +105,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _rounded(number: int) -> str:
-    """Write a number like 134.5M; "" for 0 (unknown)."""
+    """Write a number like 134.5M, or "" if it is 0 (unknown)."""
     for unit, suffix in _SUFFIXES.items():
         if number >= unit:
             return f"{number / unit:.1f}{suffix}"

@@ -16,7 +16,7 @@ def _now() -> datetime:
 
 
 class FunctionToCall(Struct):
-    """The called function and its arguments."""
+    """A called function."""
 
     index: int
     name: str
@@ -24,7 +24,7 @@ class FunctionToCall(Struct):
 
 
 class Call(Struct):
-    """A complete call of a tool."""
+    """A complete call."""
 
     id: str
     function: FunctionToCall
@@ -42,9 +42,9 @@ class AnswerMessage(Struct):
 class Answer(Struct):
     """A whole answer, or a line of a stream.
 
-    message: set by /api/chat. response, thinking: set by /api/generate. cached_tokens, receipt: octavo's own fields;
-    cached_tokens counts the prompt's tokens that were found in the prefix cache. The counts are the last fields: a
-    router reads them from the end, so text of the model cannot be mistaken for them.
+    message: set by /api/chat. response, thinking: set by /api/generate. cached_tokens: prompt tokens found in the
+    prefix cache. The counts are the last fields. A router reads them from the end, so that it cannot mistake text of
+    the model for counts.
     """
 
     model: str

@@ -56,7 +56,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _LAST_N = 64  # tokens; Ollama's default
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_NO_LIMIT = (-2, 0)  # no limit, like -1: a full context ends an answer
+_NO_LIMIT = (-2, 0)  # mean no limit, like -1; a full context ends the answer
 _ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # Go's durations
 _CLIENT_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
@@ -116,7 +116,7 @@ class AnswerRequest(Body):
         return name
 
     def params(self, service: Service) -> SamplingParams:
-        """Without num_predict, the checkpoint's limit applies."""
+        """Return sampling parameters. Without num_predict, the checkpoint's limit applies."""
         options, defaults = self.options or Options(), service.default_params
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -173,7 +173,7 @@ class PromptRequest(AnswerRequest):
 
 
 class _VectorsRequest(Body):
-    """options: ignored, because no token is sampled."""
+    """`options` is ignored, because no token is sampled."""
 
     model: str
     options: dict[str, Any] | None = None
@@ -185,7 +185,7 @@ class _VectorsRequest(Body):
 
 
 class EmbedRequest(_VectorsRequest):
-    """POST /api/embed. truncate: false refuses too long inputs; otherwise only their beginning is used."""
+    """POST /api/embed. truncate: false refuses inputs that are too long; otherwise only their beginning is used."""
 
     input: Annotated[Any, Shown(str | list[str])] = None
     truncate: bool | None = None
@@ -199,7 +199,7 @@ class EmbeddingsRequest(_VectorsRequest):
 
 
 class ShowRequest(Body):
-    """POST /api/show. name: the field of older clients for the model."""
+    """POST /api/show. name: the model, as older clients send it."""
 
     model: str | None = None
     name: str | None = None

@@ -87,7 +87,7 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
-    """max_completion_tokens replaces max_tokens. Without both, the checkpoint's limit applies."""
+    """max_completion_tokens replaces max_tokens. Without either, the checkpoint's limit applies."""
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
     given, names = request.max_tokens, {"logprobs": "top_logprobs"}
@@ -117,7 +117,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
         """Return the choice's next chunk, or None while all text is held back.
 
-        If all text is content, each step has a chunk: a client sees when tokens arrive.
+        If all text is content, each step has a chunk, so that the client sees when tokens arrive.
         """
         completion = update.completion
         if update.choice not in self._answers:
@@ -127,7 +127,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         token_ids = completion.token_ids if self._request.return_token_ids else None
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
-            return None  # held back
+            return None
         choice = ChatChunkChoice(update.choice, delta or ChatDelta(content=""), self._logprobs(completion))
         choice.token_ids = token_ids
         if update.is_first:

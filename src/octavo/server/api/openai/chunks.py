@@ -44,9 +44,9 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the chunks of an update. usage: for each chunk, or None.
+        """Return the chunks of an update. usage: counts for each chunk, or None.
 
-        The finish reason comes after all text, so a client may stop reading there.
+        The finish reason comes after all text, so that a client may stop reading there.
         """
         choices = [self._grown(update)]
         if update.completion.finished:

@@ -91,7 +91,7 @@ async def truncated(
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """An echo with logprobs also needs the prompt's log probabilities; with max_tokens 0 it only scores the prompt."""
+    """An echo with logprobs also needs the prompt's log probabilities. With max_tokens 0, it only scores the prompt."""
     if request.best_of not in (None, request.n or 1):
         raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
     max_tokens = token_limit(request.max_tokens, defaults.max_tokens)
@@ -128,7 +128,7 @@ def _is_token_ids(items: list[Any]) -> bool:
 class Echo:
     """The echo of prompts, computed once for all choices.
 
-    is_alone: the answer is only the echo.
+    is_alone: True if the answer is only the echo.
     """
 
     is_wanted: bool

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_INPUTS = 2048  # as in OpenAI's API
-# Of vLLM, llama.cpp, TEI and gateways.
+# Fields of vLLM, llama.cpp, TEI and gateways.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in OF_PROMPTS.items() if name not in TruncationFields.model_fields},
     **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},
@@ -55,7 +55,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class EmbeddingRequest(Body, TruncationFields):
-    """POST /v1/embeddings. The route checks `input`: a text, texts, token ids or lists of token ids."""
+    """POST /v1/embeddings."""
 
     model: str | None = None
     input: Annotated[Any, Shown(Prompts)]
@@ -81,7 +81,7 @@ class Embedding(Struct):
 
 
 class EmbeddingUsage(Struct):
-    """Token counts over all inputs. receipt: octavo's own field."""
+    """Token counts over all inputs."""
 
     prompt_tokens: int
     total_tokens: int

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
 Position = dict[int, "Logprob"]  # by token id; the token at the position is first
-_LOWEST = -9999.0  # JSON lacks -infinity; as in vLLM
+_LOWEST = -9999.0  # JSON has no -infinity; this is vLLM's value
 
 
 def chat_logprobs(
@@ -30,7 +30,8 @@ def chat_logprobs(
 ) -> replies.ChatLogprobs | None:
     """Convert the log probabilities of a chat choice, if any.
 
-    num_top: most probable tokens at each position. as_ids: write tokens as token_id:123, as in vLLM.
+    num_top: number of the most probable tokens at each position. as_ids: True to write tokens as token_id:123, as in
+    vLLM.
     """
     if positions is None:
         return None
@@ -44,7 +45,7 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs log probabilities with the tokens' places, once these are certain."""
+    """Pairs log probabilities with the places of the tokens, as soon as these places are certain."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
@@ -66,13 +67,13 @@ class ContentLogprobs:
     """
 
     def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
-        """hides_end: the token that ends the answer has no text in it."""
+        """hides_end: True if the text lacks the token that ends the answer."""
         self._places = PlacedLogprobs(places)
         self._num_top = num_top
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_returned = False  # content ended within the first token
+        self._is_returned = False  # the content ended within the first token
 
     def add(self, completion: CompletionOutput) -> None:
         """Add tokens."""
@@ -84,7 +85,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the tokens of the answer's next part that no earlier call returned."""
+        """Return the tokens of the answer's next part, without the tokens that an earlier call returned."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_returned = False
@@ -110,8 +111,8 @@ def completion_logprobs(
 ) -> replies.CompletionLogprobs:
     """Convert the log probabilities of a completion choice.
 
-    positions: None for the first token of an echoed prompt. Its other positions are `TokenLogprobs`: making objects for
-    up to 40,000 alternatives would take too long.
+    positions: None for the first token of an echoed prompt. The prompt's other positions are `TokenLogprobs`, because
+    making objects for up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))
@@ -162,7 +163,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         entries = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, entries, strict=True))
-        by_id[names[0]] = entries[0]  # its rank may differ: ties
+        by_id[names[0]] = entries[0]  # its rank may differ in a tie
         result.append(by_id)
     return result
 
@@ -181,7 +182,7 @@ def _all_finite(entry: TokenLogprobs) -> list[float]:
 
 
 def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
-    r"""Part of a character is `\xf0\x9f`, as in OpenAI's API."""
+    r"""Write a part of a character as `\xf0\x9f`, like OpenAI's API."""
     written = piece(token_id)
     text = written if isinstance(written, str) else piece_text(written).removeprefix(BYTES)
     data = written.encode() if isinstance(written, str) else written

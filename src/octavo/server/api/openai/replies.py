@@ -14,7 +14,7 @@ from octavo.server.answers.usage import (  # noqa: TC001 - msgspec reads it
 
 
 class TopLogprob(Struct):
-    """One token that was possible at a position."""
+    """A possible token."""
 
     token: str
     logprob: float
@@ -22,13 +22,13 @@ class TopLogprob(Struct):
 
 
 class TokenLogprob(TopLogprob):
-    """The chosen token, and the most probable ones at its position."""
+    """The chosen token, and the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Struct):
-    """Log probabilities of a chat choice."""
+    """A choice's logprobs."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -178,7 +178,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One of the choices: n for each prompt, in the order of the prompts. In a stream: an update of a choice."""
+    """One of the n choices for each prompt, in the order of the prompts. In a stream: an update of a choice."""
 
     index: int
     text: str
@@ -191,7 +191,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct):
-    """POST /v1/completions: a whole answer or one event of a stream. Events lack the fields that are always null."""
+    """POST /v1/completions: a whole answer or one event of a stream."""
 
     id: str
     created: int
@@ -205,14 +205,14 @@ class Completion(Struct):
 
 
 class InputTokensDetails(Struct):
-    """Counts of the prompt's tokens. cached_tokens: tokens with KV from the prefix cache."""
+    """Counts of prompt tokens."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class ResponseUsage(Struct):
-    """Token counts. receipt: octavo's own field."""
+    """Token counts."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails

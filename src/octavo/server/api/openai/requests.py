@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from octavo.server.api.extra_fields import ExtraFields
 
-# The check stops at the first bad element: millions of them must not become millions of errors.
+# The check stops at the first bad element, because millions of errors would take too long.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
-    """The body of a request to any route: types are strict, and the route checks unknown fields."""
+    """The body of a request to any route. Types are strict, and the route checks unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -119,7 +119,7 @@ class TruncationFields(BaseModel):
 
 
 class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
-    """Fields of chat completions and completions. A field with a name of `SamplingParams` means the same."""
+    """Fields that chat completions and completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -158,11 +158,11 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
             refuse({name: getattr(self, name) for name in PENALTY_RANGE}, PENALTY_RANGE)
 
     def named_as_sent(self) -> AbstractContextManager[None]:
-        """Let errors name fields as the client sent them."""
+        """Return a context in which errors name fields as the client sent them."""
         return client_field_names(self._sent_as, in_text=True)
 
     def client_names(self, **names: str) -> dict[str, str]:
-        """Return engine's name -> the client's. names: engine's name -> the route's."""
+        """Map the engine's names of fields to the client's names. names: maps the engine's names to the route's."""
         return {**self._sent_as, **{engine_name: self._sent_as.get(name, name) for engine_name, name in names.items()}}
 
 
@@ -179,7 +179,7 @@ class ChatFields(BaseModel):
 
 
 class CompletionRequest(SamplingFields):
-    """POST /v1/completions. The route checks `prompt`: a text, texts, token ids or lists of token ids."""
+    """POST /v1/completions."""
 
     prompt: Annotated[Any, Shown(types.Prompts)]
     best_of: int | None = None
@@ -195,7 +195,7 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatCompletionRequest(ChatFields, SamplingFields):
-    """POST /v1/chat/completions. The route checks `messages`."""
+    """POST /v1/chat/completions."""
 
     messages: Annotated[Any, Shown(types.ChatMessages)]
     max_completion_tokens: types.MaxTokens | None = None
@@ -217,7 +217,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """n_probs also sets logprobs, because top_logprobs needs it."""
+        """n_probs also sets logprobs, because top_logprobs needs logprobs."""
         super().settle(extra_fields)
         if self.n_probs:
             self.logprobs = True

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API. Nothing is stored: each request contains its whole conversation."""
+"""OpenAI's Responses API. Nothing is stored, so each request contains its whole conversation."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _NESTED = {
     "prompt_cache_options": fields(
         harmless=each(CACHE, "comparison_response_id", "mode", "ttl"),
-        prewarm=(None, False),  # true requests no answer
+        prewarm=(None, False),  # true asks for no answer
     ),
     "reasoning": fields(
         "effort",
@@ -88,10 +88,7 @@ _NESTED = {
 
 
 class ResponsesRequest(SamplingControls):
-    """POST /v1/responses, with vLLM's extra fields.
-
-    An undeclared field is refused if it would change the answer (`_UNSUPPORTED`), otherwise ignored.
-    """
+    """POST /v1/responses, with vLLM's extra fields."""
 
     model: str | None = None
     input: Annotated[Any, Shown(types.Items)]
@@ -114,7 +111,7 @@ class ResponsesRequest(SamplingControls):
 
 @endpoint(body=ResponsesRequest, answer=ResponseObject, is_streamed=True)
 async def create_response(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
-    """Answer a conversation. Nothing is stored."""
+    """Answer a conversation."""
     model = service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
     default_max_tokens = service.model_info.generation_defaults.get("max_tokens")

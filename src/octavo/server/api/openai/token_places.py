@@ -1,4 +1,4 @@
-"""Tokens' places."""
+"""Places of tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from octavo.engine.tokenizer_interface import DetokenizerFactory
 
 BYTES = "bytes:"  # begins bytes that are not text
-_MOST_SKIPPED_BYTES = 32  # of a prompt that belong to no token, such as white space
+_MOST_SKIPPED_BYTES = 32  # bytes of a prompt that belong to no token
 _CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a character
 
 
 class TokenPlace(NamedTuple):
-    """A token's place.
+    """A token's place in a text.
 
-    offset: characters before the token. text: the token's text, or a hidden token's name. num_chars: characters of
-    which the token has a part; 0 for a hidden token.
+    offset: number of characters before the token. text: the token's text, or the name of a hidden token. num_chars:
+    number of characters of which the token has a part; 0 for a hidden token.
     """
 
     offset: int
@@ -50,17 +50,17 @@ def _bytes_text(data: bytes) -> str:
 class TokenPlaces:
     """Finds the places of tokens while their text grows.
 
-    Places in a run of byte tokens (`octavo.engine.detokenizer`) are certain only after the run.
+    The places in a run of byte tokens (`octavo.engine.detokenizer`) are certain only after the run.
     """
 
     def __init__(
         self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], offset: int, *, skip_special_tokens: bool
     ) -> None:
-        """offset: of the first token, in characters."""
+        """offset: number of characters before the first token."""
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        self._offset = offset  # the end of certain text
-        self._run = b""  # with the prompt's bytes
+        self._offset = offset  # the end of the text that is certain
+        self._run = b""  # bytes of the run, after the prompt's bytes
         self._num_prompt_bytes = 0
         self._waiting: list[tuple[int, int]] = []  # tokens of the run, and the number of bytes before each
 
@@ -143,9 +143,9 @@ def _continues(data: bytes, position: int) -> bool:
 
 
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
-    """Find the places of a prompt's tokens. A missing token gets 0 characters.
+    """Find the places of a prompt's tokens. A token that is missing in the prompt gets 0 characters.
 
-    The tokens' joined text may differ from the prompt: a tokenizer may add a space.
+    The joined text of the tokens may differ from the prompt, because a tokenizer may add a space.
     """
     data, places, position = prompt.encode(), [], 0
     num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]

@@ -59,7 +59,7 @@ class Dashboard:
         """Yield server-sent events: a `hello`, then a `frame` a few times a second, and finally a `bye`.
 
         The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Frames do
-        not accumulate for slow viewers: each is made after the previous one.
+        not accumulate for slow viewers, because each frame is made after the previous frame was sent.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())
@@ -111,7 +111,7 @@ class Dashboard:
                 self._closing.cancel()
                 self._closing = None
             if self._view is None:
-                # Set first: if the viewer disconnects during `watch`, `_close` finds a view to close.
+                # Set before `watch`, so that `_close` finds the view if the viewer disconnects.
                 view = self._view = LiveView(self._service.engine.clock)
                 loop = asyncio.get_running_loop()
 
@@ -137,7 +137,7 @@ class Dashboard:
 
 
 def read_static() -> dict[str, tuple[bytes, str]]:
-    """Return name -> (content, media type)."""
+    """Map file names to (content, media type)."""
     types = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     folder = Path(__file__).parent / "static"
     return {

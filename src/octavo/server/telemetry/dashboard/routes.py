@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class _Frames(StreamingResponse):
     """A stream of frames for one viewer.
 
-    Takes a viewer's place or raises `QueueFullError`; its end releases it.
+    Takes a viewer's place or raises `QueueFullError`. Its end releases the place.
     """
 
     def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:
@@ -43,7 +43,7 @@ class _Frames(StreamingResponse):
 
 
 def dashboard_routes(service: Service) -> dict[str, Handler]:
-    """Return path -> GET handler. Requests of all API keys are shown, so a viewer's key needs `read_metrics`."""
+    """Map paths to GET handlers. Requests of all API keys are shown, so a viewer's key needs `read_metrics`."""
     dashboard = Dashboard(service)
     files = read_static()
 

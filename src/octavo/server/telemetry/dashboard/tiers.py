@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, Any]]:
-    """Return a row for each tier. A figure is None if unknown or meaningless.
+    """Return a row for each tier. A figure is None if it is unknown or meaningless.
 
     hit_rate: share of looked-up prompt tokens. loads_per_s, saves_per_s: bytes per second. spared: seconds of computing
-    that loads saved, minus the seconds of waiting for them.
+    that loads saved, minus the seconds of waiting for these loads.
     """
     return [
         {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.data.snapshot import BlockMap, Snapshot
 
 HISTORY_S = 600
-_RECENT_S = 10  # for current percentiles
+_RECENT_S = 10
 _MOST_OPEN_STEPS = 2
 _NUM_STEPS = 240
 _NUM_ENDED = 200
@@ -32,7 +32,7 @@ _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
 
 class Times:
-    """Durations in seconds, for percentiles. Beyond `_MAX_TIMES`, only every n-th one is kept."""
+    """Durations in seconds, for percentiles. Beyond `_MAX_TIMES`, only every n-th duration is kept."""
 
     __slots__ = ("_every", "_num_seen", "values")
 
@@ -53,8 +53,8 @@ class Times:
 class Second:
     """The figures of one second of the engine's clock.
 
-    prefill, generated: tokens. running, waiting, usage: as of the second's last step. loaded_bytes, saved_bytes: moved
-    from and to other tiers.
+    prefill, generated: numbers of tokens. running, waiting, usage: values of the last step in the second. loaded_bytes,
+    saved_bytes: bytes of KV.
     """
 
     revision: int
@@ -90,7 +90,7 @@ class Step:
     """An ended step.
 
     start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True for prompt tokens), in
-    the order of the batch. drafts: (request's number, number of draft tokens, number of accepted ones).
+    the order of the batch. drafts: (request's number, number of draft tokens, number of accepted tokens).
     """
 
     number: int
@@ -166,7 +166,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state. If the snapshot `is_first`, drop all earlier state before."""
+        """Update the state. If the snapshot `is_first`, first drop all earlier state."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -182,11 +182,11 @@ class LiveView:
     # --- reading ---
 
     def numbers(self) -> dict[str, int]:
-        """Return request id -> number."""
+        """Map ids to numbers."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
-        """Return (number, request id) above a number."""
+        """Return (number, request id) for numbers above `number`."""
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
@@ -196,7 +196,7 @@ class LiveView:
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
         """Return the seconds before `now` that changed after `revision` or are not before `second`.
 
-        A past second can change: a long step's prompt tokens count in the second in which it began.
+        A past second can change, because a long step's prompt tokens count in the second in which the step began.
         """
         self._fill(now)
         return [
@@ -218,7 +218,7 @@ class LiveView:
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the last seconds' figures, computed once."""
+        """Return the last seconds' figures."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -260,7 +260,7 @@ class LiveView:
         return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return live requests, then ended ones."""
+        """Return live requests, then ended requests."""
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
@@ -312,7 +312,7 @@ class LiveView:
                 self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
             case events.RequestEvent():
                 shown = self._shown.get(event.request_id)
-                if shown is not None:  # else it began before the first snapshot
+                if shown is not None:  # otherwise it began before the first snapshot
                     self._follow_one(shown, event)
 
     def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
@@ -384,7 +384,7 @@ class LiveView:
             else:
                 itl.add(now - shown.last_token)
             shown.last_token = now
-            if shown.ended is None:  # else num_generated is the total
+            if shown.ended is None:  # after the end, num_generated is the total
                 shown.num_generated += count
                 if shown.state == PROMPT:
                     self._move(shown, GENERATING)
@@ -395,12 +395,12 @@ class LiveView:
             del self._seconds[second]
         while len(self._ended) > _NUM_ENDED:
             name = self._ended.popleft()
-            if name not in self._ended and self._shown[name].ended is not None:  # else the id was reused
+            if name not in self._ended and self._shown[name].ended is not None:  # otherwise the id was reused
                 del self._shown[name]
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the least of `values` that a `share` (0 to 1) of them do not exceed."""
+    """Return the smallest of `values` such that a `share` (0 to 1) of the values are not above it."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
