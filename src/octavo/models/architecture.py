@@ -139,7 +139,7 @@ class Architecture:
 
 
 def is_vocabulary(tensor_name: str) -> bool:
-    """Return True if a tensor has a row per token."""
+    """Return True for embeddings and lm_head."""
     return tensor_name.removesuffix(".weight") in {_EMBEDDING, _HEAD}
 
 

@@ -39,7 +39,7 @@ class AttentionConfig:
     scale      factor of scores; None for head_dim ** -0.5
     softcap    see `soft_cap`
     qk_norm    norm before rotation: "head" has one weight [head_dim] for all heads, "width" takes all heads as one row
-    is_fused   True if the checkpoint stores q, k and v in one tensor
+    is_fused   the checkpoint stores q, k and v in one tensor
     has_sinks  see `Kernels.paged_attention`
     """
 

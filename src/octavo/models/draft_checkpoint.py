@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCheckpoint:
-    """A checkpoint for drafting. shares_kv: drafting uses the target, quantized, and reads the target's KV."""
+    """A checkpoint for drafting. shares_kv: it is the quantized target, and reads the target's KV."""
 
     name: str
     weights: WeightSource

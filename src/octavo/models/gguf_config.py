@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
-# Block types that kernels multiply without expanding them, with the bytes that each block gains in memory.
+# Block types that kernels multiply directly, with the bytes that each block gains in memory.
 BLOCK_KINDS = {
     TensorType.Q8_0: 0,
     TensorType.Q4_0: 0,

@@ -269,6 +269,7 @@ class _Reader:
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
+        """Return strings. In keys that only describe the file, replace invalid UTF-8."""
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
         data, size, unpack = self.data, self.size, _LENGTH.unpack_from

@@ -80,7 +80,7 @@ def _yarn_mscale(factor: float, multiplier: float) -> float:
 
 
 def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
-    """Recover Llama 3's parameters. A file stores only their result: the divisor of each frequency."""
+    """Recover Llama 3's parameters from each frequency's divisor."""
     stored = fields.factors(ROPE_FREQUENCIES)
     low, high, original = _LLAMA3
     factor = max(stored)

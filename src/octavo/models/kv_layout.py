@@ -48,7 +48,7 @@ class CacheSpec(Protocol):
         ...
 
     def obstacle(self, dtype: str) -> str | None:
-        """Return why the cache cannot have this dtype, as the end of a sentence, or None."""
+        """Return a problem with this dtype, as the end of a sentence, or None."""
         ...
 
 

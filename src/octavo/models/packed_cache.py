@@ -75,7 +75,7 @@ class Identity:
 
 
 class PackedCache:
-    """At most `max_bytes` of packed weights on disk. The least recently used files are removed first."""
+    """At most `max_bytes` of packed weights on disk. The least recently used are removed first."""
 
     def __init__(self, max_bytes: int, directory: Path | None = None) -> None:
         self.max_bytes = max_bytes
@@ -151,7 +151,7 @@ class KeptWeights:
                 restored = self._restore(declared, self._reader.take(name))
                 self._source.skip(declared)
                 return restored  # noqa: TRY300
-            except Exception as error:  # noqa: BLE001 - packs again
+            except Exception as error:  # noqa: BLE001
                 logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
                 self.close()
                 self._is_complete = False  # the next start writes the file
@@ -245,7 +245,7 @@ class _Reader:
             if _digest_text(metadata["linears"]) != metadata["digest"]:
                 raise ValueError("its header is damaged")  # noqa: TRY301
             return cls(file, start, header, json.loads(metadata["linears"]), kernels)
-        except Exception as error:  # noqa: BLE001 - packs again
+        except Exception as error:  # noqa: BLE001
             logger.warning("%s cannot be read (%s); weights are packed again", path, error)
             os.close(file)
             return None

@@ -59,7 +59,7 @@ def _indexed_files(index_path: Path) -> list[Path]:
 def was_saved_without_head(directory: Path) -> bool:
     """Return True for an embedding model without lm_head.
 
-    It has names without `model.`, or a modules.json. False for broken files, because loading reports them.
+    Such models have names without `model.`, or a modules.json. False for broken files, because loading reports them.
     """
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 

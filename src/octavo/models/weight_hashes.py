@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_ENTRIES = 1024  # a checkpoint has a few hundred files
 _PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
 _READERS = 4
-# Hashes of younger files are not stored: a change within a clock tick does not alter the times.
+# A change within a clock tick does not alter times, so younger files' hashes are not stored.
 _SETTLED_NS = 2 * 10**9
 
 

@@ -39,7 +39,7 @@ class StoredTensors(Protocol):
         ...
 
     def release(self) -> None:
-        """Release the pages of returned tensors. A later access reads them again."""
+        """Release returned tensors' pages. A later access reads them again."""
         ...
 
 

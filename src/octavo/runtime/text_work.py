@@ -45,6 +45,7 @@ class _Work:
         self.check()
 
     def check(self) -> None:
+        """Raise an error if the caller is gone or time is over."""
         if self.is_abandoned:
             raise AbandonedError
         if time.monotonic() > self._end:

@@ -90,8 +90,8 @@ class SuffixIndex:
 
         A draft has at most `most` tokens, and at most factor times the match length. Its next token is the most
         frequent one among the hits that agree with the draft so far, or the newest on a tie. The token's probability is
-        its share of those hits times the previous token's probability; the draft ends below min_probability. The match
-        length with the largest sum of probabilities wins (section 4 of the paper).
+        its share of these hits times the previous token's; the draft ends below min_probability. The match length with
+        the largest sum of probabilities wins (section 4 of the paper).
 
         If the newest text is not closed, the suffix must be its end. A repetition there is continued.
         """

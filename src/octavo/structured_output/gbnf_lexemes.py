@@ -335,7 +335,7 @@ class _Parts:
         return known
 
     def _refuse(self) -> bool:
-        """Refuse runs that conflict with lexemes or characters. Return True if there are any."""
+        """Refuse conflicting runs. Return True if there are any."""
         parts = [*self._runs]
         longer = _Automaton(self._rules, parts, self._work).continuing()
         chars = tuple(each for ranges in self._chars for each in ranges)

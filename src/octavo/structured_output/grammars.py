@@ -180,7 +180,7 @@ class GrammarCompiler:
 
         The grammar is kept while the object `wanted` lives, so no step waits for it. Tenants take turns; the future is
         `running()` at the tenant's turn. Raises `GrammarError` if no thread can start, and `QueueFullError` if too many
-        grammars of the tenant wait.
+        of the tenant's grammars wait.
         """
         with _named_faults():
             return _turns().submit(tenant, lambda: self._prepare(wanted))

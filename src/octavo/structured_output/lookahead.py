@@ -1,8 +1,7 @@
 """Replaces a regular expression with lookahead by several expressions without it that must all match.
 
 llguidance has no lookahead, but pydantic uses it for `Decimal`, zod for `email()`, users for passwords. An assertion at
-the beginning becomes a separate pattern, which is complemented if the assertion is negative. Functions return None for
-unknown forms.
+the beginning becomes a separate pattern, or its complement if it is negative. Functions return None for unknown forms.
 """
 
 from __future__ import annotations

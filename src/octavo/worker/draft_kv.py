@@ -85,7 +85,7 @@ class OwnDraftKV:
         self._guesses = np.full((num_rows, num_speculative_tokens), -1, dtype=np.int64)
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Repeat the target's copies. Count new blocks as empty."""
+        """Repeat the target's copies. New blocks are empty."""
         copies, filled = scheduled.copies, self._filled
         if copies:
             copies = copies.of_group(0)

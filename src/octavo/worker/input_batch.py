@@ -59,8 +59,7 @@ class ModelInputs:
     sampled_rows    int64 [num_logits], rows in the worker's arrays
     num_known       int64 [num_logits], tokens before the token to choose
     logits_indices  int64 [num_logits], rows of hidden states; None for all
-    rows_there      `sampled_rows` on the device
-    known_there     `num_known` on the device, int32
+    rows_there, known_there: `sampled_rows`, and `num_known` as int32, on the device
     """
 
     token_ids: torch.Tensor

@@ -108,7 +108,7 @@ class _Kept:
 
 
 def describe_installation() -> dict[str, str]:
-    """Return the processor, libraries and code, which affect all numbers."""
+    """Return the processor, libraries and code."""
     from octavo import _kernels  # noqa: PLC0415 - only compiled kernels have fingerprints
 
     root = Path(octavo.__file__).parent

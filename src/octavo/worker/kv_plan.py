@@ -31,9 +31,9 @@ class KVPlan:
     """Bytes per block of each KV group, and the blocks that bounded groups (with windows) need.
 
     A short sequence has equally many blocks of every group, but a long one has few of bounded groups. Lengths are
-    unknown, so a bounded group gets blocks for all sequences that may run or, if that is more, the share that gives
-    every group equally many blocks. block_bytes: the first includes the draft model's. blocks_of_sequence: held after a
-    step, for each bounded group.
+    unknown, so a bounded group gets blocks for all sequences that may run or, if that is more, one per `bytes_of_all /
+    block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
+    block_bytes: the first includes the draft model's. blocks_of_sequence: held after a step, for each bounded group.
     """
 
     block_bytes: tuple[int, ...]

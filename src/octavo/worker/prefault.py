@@ -19,7 +19,7 @@ class Prefault:
     """A thread with idle priority (on Linux) that touches memory page by page, without changing it.
 
     The system allocates a page at its first touch: 2 GB took up to 2.6 s in a virtual machine. If the thread cannot
-    start, pages are allocated when they are written.
+    start, pages are allocated when written.
     """
 
     def __init__(self, data: Tensor) -> None:

@@ -271,7 +271,7 @@ class Sampler:
         return found
 
     def token_logprobs(self, logprobs: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> LogprobRows:
-        """Return each row's token and `num_best` best tokens, from log probabilities [n, vocab]."""
+        """Return each row's token and best tokens, from log probabilities [n, vocab]."""
         sampled = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > sampled).sum(dim=-1) + 1
         most = min(max(num_best), logprobs.shape[-1])

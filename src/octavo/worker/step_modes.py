@@ -68,15 +68,15 @@ class ComputesAtOnce(StepMode):
         self._results: deque[ModelOutput | ExecutionError] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Compute the step."""
+        """See `StepMode`."""
         self._results.append(self._run(scheduled.step, self.worker.execute, scheduled))
 
     def collect(self) -> ModelOutput | ExecutionError:
-        """Return the result."""
+        """See `StepMode`."""
         return self._results.popleft()
 
     def abandon(self) -> None:
-        """Drop the results."""
+        """See `StepMode`."""
         self._results.clear()
         self._failed = None
 
@@ -90,7 +90,7 @@ class ComputesInBackground(StepMode):
         self._results: deque[Future[ModelOutput | ExecutionError]] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Queue the step."""
+        """See `StepMode`."""
         self._results.append(self._thread.submit(self._run, scheduled.step, self.worker.execute, scheduled))
 
     def collect(self) -> ModelOutput | ExecutionError:
@@ -125,14 +125,14 @@ class LaunchesAhead(StepMode):
         self._steps: deque[tuple[int, LaunchedStep | ModelOutput | ExecutionError]] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Launch the step."""
+        """See `StepMode`."""
         if self._steps and self.worker.needs_sampled_tokens(scheduled):
             for index in range(len(self._steps)):
                 self._finish(index)
         self._steps.append((scheduled.step, self._run(scheduled.step, self.worker.launch, scheduled)))
 
     def collect(self) -> ModelOutput | ExecutionError:
-        """Wait for the device."""
+        """See `StepMode`."""
         result = self._finish(0)
         self._steps.popleft()
         return result

@@ -125,7 +125,7 @@ class _Part:
 
 
 class StoredBlocks:
-    """The blocks of a KV cache as stores keep them: the contents of all KV groups together."""
+    """The blocks of a KV cache as stores keep them: all KV groups' contents together."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes

@@ -17,7 +17,7 @@ _FIRST_LOOK = 1024  # tokens; sorting a whole vocabulary is slow
 
 
 def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
-    """Set tokens that min_p, top_k, top_p or typical sampling exclude to -inf. Mutates `row`, float32 [vocab].
+    """Exclude tokens by min_p, top_k, top_p and typical sampling: set them to -inf. Mutates `row`, float32 [vocab].
 
     Tokens are ordered by the distance of their surprise, -ln p, from its expected value. They are kept until their
     probability reaches typical_p, and ties with the last one, too. Rows of greedy requests, rows with NaN and rows of
@@ -49,7 +49,7 @@ def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
 
 
 def _left(scaled: Tensor, params: SamplingParams, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Return ids and weights of tokens that pass min_p, then top_k, then top_p, as in `Kernels.sample`."""
+    """Apply min_p, then top_k, then top_p, as in `Kernels.sample`. Return the remaining ids and their weights."""
     largest = scaled.max()
     weights = torch.where(scaled == largest, 1.0, (scaled.double() - largest.double()).exp())
     likely = weights >= params.min_p if params.min_p else scaled > -math.inf
