@@ -138,7 +138,7 @@ class AttentionConfig:
 
 
 class Attention:
-    """The attention of one layer. Rotation requires one-dimensional positions."""
+    """The attention of one layer."""
 
     __slots__ = (
         "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",

@@ -48,7 +48,7 @@ class Router:
 
 
 class ExpertsTensors(NamedTuple):
-    """The tensors of a mixture of experts."""
+    """The experts' tensors."""
 
     router: Linear
     gate_up: tuple[Linear, ...]

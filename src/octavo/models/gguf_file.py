@@ -33,7 +33,7 @@ _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
 _ALL_EXPERTS = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
-# Pieces of a file cut by bytes: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
+# Pieces of a file cut by bytes: NAME.gguf.part1of2, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
     r"(?P<whole>.+\.gguf)"
     r"(?:[.-](?:part|split|chunk)(?:[-_.]?(?P<number>\d+)|[-_.](?P<letters>[a-z]{1,2}))(?:[-_.]?of[-_.]?(?P<count>\d+))?"

@@ -83,7 +83,7 @@ class GGUFWeights:
 
     @property
     def file_type(self) -> int | None:
-        """general.file_type, or None if llama.cpp does not know it."""
+        """See `WeightSource`."""
         number = self.file.metadata.get("general.file_type")
         if not isinstance(number, int) or number & ~_FILE_TYPE_GUESSED not in _FILE_TYPES:
             return None
@@ -91,7 +91,7 @@ class GGUFWeights:
 
     @property
     def quantization_level(self) -> str:
-        """Name of the mix, such as Q4_K_M. If unknown, the most frequent type."""
+        """See `WeightSource`. If unknown, the most frequent type."""
         return self.types[0] if self.file_type is None else _FILE_TYPES[self.file_type]
 
     def weight_files(self) -> list[Path]:

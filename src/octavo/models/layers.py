@@ -97,7 +97,7 @@ class ModelContext:
 class CausalLM:
     """A decoder-only transformer: token ids -> hidden states -> logits.
 
-    A batch holds rows of any number of sequences, without padding.
+    Rows may belong to any number of sequences, without padding.
     """
 
     __slots__ = (

@@ -121,7 +121,7 @@ def load_model(
 
 
 def open_packed_cache(max_bytes: int) -> PackedCache | None:
-    """Return the cache, or None if `max_bytes` is 0 or no home directory exists."""
+    """Return the cache, or None for 0 bytes or without a home directory."""
     try:
         return PackedCache(max_bytes) if max_bytes else None
     except RuntimeError as error:

@@ -82,7 +82,7 @@ class PackedCache:
         self.directory = directory or cache_directory() / "packed"
 
     def hashes(self) -> FileHashes:
-        """Return the stored hashes of checkpoints' files."""
+        """Return stored hashes."""
         return FileHashes(self.directory / HASHES_FILE)
 
     def path(self, checkpoint: Path, *formats: object) -> Path:

@@ -60,7 +60,7 @@ class NgramProposer(LookupProposer[_Index]):
         if end is None:
             return []
         num_drafts = min(task.max_drafts, self.num_speculative_tokens)
-        # If too few tokens follow, assume that the text repeats.
+        # Assume that the text repeats.
         period = len(task.token_ids) - end
         found: list[int] = task.token_ids[end : end + num_drafts].tolist()
         return [found[i % period] for i in range(num_drafts)]

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.speculative.interface import DraftTask, EndedRequest
 
-_MOST_TOKENS = 1 << 17  # of all running requests together
-_MIN_CAPACITY = 256  # spare capacity of a new index, in tokens
+_MOST_TOKENS = 1 << 17  # of all requests
+_MIN_CAPACITY = 256  # spare tokens of a new index
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):

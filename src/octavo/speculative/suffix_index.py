@@ -1,7 +1,7 @@
 """Finds earlier occurrences of a suffix and drafts the tokens that followed.
 
-Based on SuffixDecoding (Oliaro et al., arXiv 2411.04975), with an n-gram index over a ring buffer instead of a suffix
-tree. Hits are compared token by token, so a hash collision never yields a draft.
+Uses an n-gram index over a ring buffer instead of SuffixDecoding's suffix tree. Hits are compared token by token, so a
+hash collision never yields a draft.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SuffixIndex:
         A draft has at most `most` tokens, and at most factor times the match length. Its next token is the most
         frequent one among the hits that agree with the draft so far, or the newest on a tie. The token's probability is
         its share of these hits times the previous token's; the draft ends below min_probability. The match length with
-        the largest sum of probabilities wins (section 4 of the paper).
+        the largest sum of probabilities wins (section 4 of SuffixDecoding).
 
         If the newest text is not closed, the suffix must be its end. A repetition there is continued.
         """

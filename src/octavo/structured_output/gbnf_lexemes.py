@@ -335,7 +335,6 @@ class _Parts:
         return known
 
     def _refuse(self) -> bool:
-        """Refuse conflicting runs. Return True if there are any."""
         parts = [*self._runs]
         longer = _Automaton(self._rules, parts, self._work).continuing()
         chars = tuple(each for ranges in self._chars for each in ranges)

@@ -133,7 +133,7 @@ class _LargeSteps:
 class Vocabulary:
     """A tokenizer's properties that grammars need.
 
-    text: of tokenizer.json. num_ids: the model may have more or fewer rows. added_ids: ids outside the trained
+    text: content of tokenizer.json. num_ids: the model may have more or fewer rows. added_ids: ids outside the trained
     vocabulary.
     """
 
@@ -155,7 +155,7 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Caches recently used grammars and those of unfinished requests.
 
-    read_vocabulary: called by `read_ahead` or for the first grammar. For 150,000 tokens, it takes 110 MB and two
+    read_vocabulary: called by `read_ahead` or for the first grammar. For 150,000 tokens, it takes 110 MB and one or two
     seconds, and blocks other threads. vocab_size: rows of the model; tokens without a row are never allowed.
     """
 

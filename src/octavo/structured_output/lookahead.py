@@ -19,7 +19,7 @@ _ANY, _SOME = r"[\s\S]*", r"[\s\S]+"
 _GROUP = re.compile(r"\((?:\?:)?(?P<inner>(?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")
 _MAX_LITERAL_CHARS = 64
-# pydantic's Decimal with a maximum number of digits: the assertion counts the digits that follow.
+# pydantic's Decimal with a limit of digits, which the assertion counts.
 _PLACES = r"\\d\{0,(?P<places>\d+)\}"
 _DECIMAL = re.compile(
     rf"\(\?:\\d\{{0,(?P<whole>\d+)\}}\|\(\?=\[\\d\.\]\{{1,(?P<most>\d+)\}}0\*\$\)"

@@ -127,7 +127,7 @@ def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
 def is_open(schema: dict[str, Any]) -> bool:
     """Return True if an object may have properties that its merged schema does not name.
 
-    An object with `properties` but without `additionalProperties` is closed, because models write such calls.
+    With `properties` and without `additionalProperties`, it is closed.
     """
     others = schema.get("additionalProperties")
     if others is not None:

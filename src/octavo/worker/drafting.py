@@ -80,7 +80,7 @@ class Drafting:
         if not self.proposer.num_speculative_tokens:
             return {}
         self.num_passes, self.computed = 0, frozenset()
-        is_bounded = max_drafts and not self.proposer.computes  # lookups are not limited
+        is_bounded = max_drafts and not self.proposer.computes  # with a draft model, lookups are not limited
         if is_bounded and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
             self.seconds = 0.0
             self._drop_probs(sampled_token_ids)

@@ -61,7 +61,7 @@ class ForwardPass:
     def compute_logits(self, hidden: torch.Tensor, most_rows: int) -> torch.Tensor:
         """Return float32 [rows, vocab_size], valid until the next call. most_rows: maximum of all calls.
 
-        Memory is reused: zeroing new pages would take a tenth of a step of 64 rows.
+        Memory is reused, because zeroing new pages is slow.
         """
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():

@@ -128,7 +128,7 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs)
 
     def add_request(self, data: NewRequestData) -> None:
-        """Add a request. Raises `ValueError`, before any change, if its positions have other dimensions."""
+        """Add a request. Raises `ValueError`, before any change, if its positions have another number of dimensions."""
         if data.rotary_positions is not None and len(data.rotary_positions) != self.num_position_dims:
             raise ValueError(f"positions of {len(data.rotary_positions)} dimensions, not of {self.num_position_dims}")
         row, predicted = self._free_rows.pop(), data.predicted_token_ids

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.worker.transfer_threads import KVMover
     from octavo.worker.worker import Worker
 
-TRANSFER_WAIT_S = 0.01  # new requests wait meanwhile
+TRANSFER_WAIT_S = 0.01  # limit, because new requests wait meanwhile
 
 
 class LocalExecutor:

@@ -81,8 +81,8 @@ class Check:
     """Results of checking one product.
 
     rows_are_independent: a row has equal bits alone and in a batch. threads_are_equal: one thread and all threads
-    compute equal bits. error: relative norm of the difference from the float64 product; int8 and int4 also round
-    activations.
+    compute equal bits. error: relative norm of the difference from the float64 product, with rounded activations (int8,
+    int4) and scales (int4).
     """
 
     name: str

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Runs steps on one device. A step may be launched before the previous one is collected, so that a GPU never waits.
 
-    draft: drafts if `proposer` finds nothing. draft_cache: KV cache of `draft`, with the block ids of `kv_cache`.
+    draft: used if `proposer` finds nothing. draft_cache: KV cache of `draft`, with the block ids of `kv_cache`.
     """
 
     def __init__(

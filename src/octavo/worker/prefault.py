@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class Prefault:
     """A thread with idle priority (on Linux) that touches memory page by page, without changing it.
 
-    The system allocates a page at its first touch: 2 GB took up to 2.6 s in a virtual machine. If the thread cannot
-    start, pages are allocated when written.
+    The system allocates a page at its first touch: 2 GB took up to 2.6 s in a virtual machine.
     """
 
     def __init__(self, data: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
-A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Both then
-hold the transfer's lock and check for a cancel, so a cancelled transfer touches no block, however slow the store is.
+A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Meanwhile
+both hold the transfer's lock and check for a cancel. So a cancelled transfer touches no block, however slow the store
+is.
 """
 
 from __future__ import annotations

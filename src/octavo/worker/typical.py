@@ -49,7 +49,7 @@ def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
 
 
 def _left(scaled: Tensor, params: SamplingParams, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Apply min_p, then top_k, then top_p, as in `Kernels.sample`. Return the remaining ids and their weights."""
+    """Apply min_p, then top_k, then top_p, as in `Kernels.sample`."""
     largest = scaled.max()
     weights = torch.where(scaled == largest, 1.0, (scaled.double() - largest.double()).exp())
     likely = weights >= params.min_p if params.min_p else scaled > -math.inf

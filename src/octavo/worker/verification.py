@@ -166,7 +166,7 @@ def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
 
 
 def _draft_probs(drafted: DraftedRows, part: Sequence[int], num_rows: NDArray[np.int32]) -> Tensor | None:
-    """Return distributions by row, or None if drafts were not drawn. Last rows are arbitrary."""
+    """Return None if drafts were not drawn. Last rows are arbitrary."""
     probs: list[Tensor] = []
     for index, count in zip(part, num_rows.tolist(), strict=True):
         of_request = drafted.draft_probs[index]

@@ -28,7 +28,7 @@ _PENALIZED = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1)
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Run a prompt of `num_tokens` tokens, which the cache must hold, and launch all kernels that compile then.
+    """Run a prompt of `num_tokens` tokens, which the cache must hold. Launch all kernels that compile at first use.
 
     The blocks belong to no request. Their next owner writes before it reads.
     """
