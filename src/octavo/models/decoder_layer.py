@@ -167,7 +167,7 @@ class ResidualNorm:
     __slots__ = ("add", "added", "eps", "kernels", "scale", "stream")
 
     def __init__(self, context: ModelContext, added: Norm | None, stream: Norm | None, scale: float) -> None:
-        from octavo.kernels.operations.add import add  # noqa: PLC0415 - not for configurations
+        from octavo.kernels.operations.add import add  # noqa: PLC0415
 
         self.add = add
         self.kernels = context.kernels

@@ -105,7 +105,7 @@ class ExpertsConfig:
 
     def build(self, context: ModelContext, tensors: ExpertsTensors) -> Experts:
         """See `MLPConfig`."""
-        from octavo.models.expert_layer import Experts  # noqa: PLC0415 - not for configurations
+        from octavo.models.expert_layer import Experts  # noqa: PLC0415
 
         return Experts(context, self, tensors)
 

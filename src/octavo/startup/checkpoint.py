@@ -72,7 +72,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Open a path, hub id or built-in model. A file is read as GGUF. weights: False to download none."""
+    """Open a path, hub id or built-in model. A file is read as GGUF. weights: False to download no weights."""
     model = built_in_path(str(model)) or model
     if problem := explain_undecodable(str(model)):
         raise ModelError(f"the model's path {problem}")

@@ -174,7 +174,7 @@ class PinnedMemory:
         self._number = 0
 
     def begin(self) -> None:
-        """Switch to the other set."""
+        """See `HostCopies`."""
         self._sets[self._number].last_copy = self._queue.mark()
         self._number = (self._number + 1) % len(self._sets)
         self._sets[self._number].rewind()

@@ -232,8 +232,8 @@ class InputBatch:
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step.
 
-        Requests with more tokens come first. Equals with the same first block are adjacent, because attention reads
-        that block once.
+        Requests with more tokens come first. Requests with equally many tokens and the same first block are adjacent,
+        because attention reads that block once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
