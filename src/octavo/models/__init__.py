@@ -1,1 +1,1 @@
-"""Model families, and how their checkpoints are read. Broken or unsupported files raise `ModelError`."""
+"""Model families and checkpoint readers. Broken or unsupported files raise `ModelError`."""

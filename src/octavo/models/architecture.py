@@ -1,4 +1,4 @@
-"""A checkpoint's computation, read from `config.json`. Does not import torch."""
+"""Describes a checkpoint's computation, read from `config.json`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class ModelTensors(NamedTuple):
 class Architecture:
     """One decoder-only transformer.
 
-    eos_token_ids      of config.json; generation_config.json and the tokenizer may add to them
-    block_bytes        bytes in memory of matrices in GGUF's blocks, by tensor name
-    has_head           False for an embedding model saved without lm_head; the weights are tied then
+    eos_token_ids      other files may add more
+    block_bytes        bytes in memory of matrices in GGUF blocks, by tensor name
+    has_head           False for an embedding model without lm_head; its weights count as tied
     embedding_scale    rounded to the activations' dtype
     norm_offset        added to each stored norm; the sum is kept in float32
-    logit_softcap      see `octavo.kernels.operations.soft_cap`
-    text_part_of       the class of the whole model, if this is its text part
+    logit_softcap      see `soft_cap`
+    text_part_of       class of the whole model, if this is its text part
     logits_scaling     divisor of the logits
     num_position_dims  see `AttentionBatch.rotary_positions`
     """
@@ -88,17 +88,17 @@ class Architecture:
 
     @property
     def attentions(self) -> list[AttentionConfig]:
-        """Attention of layers without another token mixer."""
+        """The attention layers, without other token mixers."""
         return [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionConfig)]
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights; tied embeddings count once."""
+        """Number of weights. Tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of weights that a token uses."""
+        """Number of weights used for each token."""
         return self.num_parameters - self._num_idle_parameters
 
     @property
@@ -107,7 +107,7 @@ class Architecture:
 
     @property
     def attention_share(self) -> float:
-        """Operations of attention per far position, over those of a token's matrix products without lm_head."""
+        """Cost of attending to one distant position, relative to a token's matrix products without lm_head."""
         far = sum(each.num_heads * each.head_dim for each in self.attentions if each.window is None)
         products = sum(math.prod(s) for n, s in self.tensor_shapes().items() if len(s) == 2 and not is_vocabulary(n))
         return 2 * far / (products - self._num_idle_parameters)
@@ -122,11 +122,11 @@ class Architecture:
         return {name: shape for each in in_order(self.tensors()) for name, shape in each.shapes.items()}
 
     def scale_names(self) -> list[str]:
-        """Return names of stored scales."""
+        """Return the names of scales."""
         return [name for name in self.stored_tensors() if name.rpartition(".")[2] in SCALE_NAMES]
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
-        """Return the tensors' forms in the files."""
+        """Return the tensors that the files must contain."""
         tensors: dict[str, StoredTensor] = {}
         stored = self.stored or self.stored_floats
         for name, shape in self.tensor_shapes().items():
@@ -139,19 +139,19 @@ class Architecture:
 
 
 def is_vocabulary(tensor_name: str) -> bool:
-    """Return whether a tensor has a row for each token."""
+    """Return True for embeddings and lm_head."""
     return tensor_name.removesuffix(".weight") in {_EMBEDDING, _HEAD}
 
 
 def is_norm(tensor_name: str) -> bool:
-    """Return whether a tensor is a norm's weight."""
+    """Return True for norms."""
     return tensor_name.endswith("norm.weight")
 
 
 def read_decoder(
     config: ConfigFile, name: str, *, layers: tuple[LayerConfig, ...], max_context_tokens: int
 ) -> Architecture:
-    """Read the keys of all families."""
+    """Read the keys that all families share."""
     stored = read_quantization_config(config)
     architecture = Architecture(
         name=name,
@@ -173,7 +173,6 @@ def read_decoder(
 
 
 def _read_dtype(config: ConfigFile) -> str:
-    """Read `dtype`, or the older `torch_dtype`."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     dtype = config.text(key, "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:

@@ -34,12 +34,13 @@ class AttentionTensors(NamedTuple):
 class AttentionConfig:
     """Attention of one layer (Ainslie et al. 2023).
 
-    rope     None for no rotation
-    window   tokens that a position sees, itself included, or None for all
-    scale    of scores; None for head_dim ** -0.5
-    softcap  of scaled scores (`octavo.kernels.operations.soft_cap`)
-    sinks    see `Kernels.paged_attention`
-    qk_norm  before rotation: "head" has one weight [head_dim] for all heads, "width" takes all heads as one row
+    rope      None for no rotation
+    window    tokens that a position attends to, including itself, or None for all
+    scale     factor of scores; None for head_dim ** -0.5
+    softcap   see `soft_cap`
+    sinks     see `Kernels.paged_attention`
+    qk_norm   norm before rotation: "head" has one weight [head_dim] for all heads, "width" takes all heads as one row
+    is_fused  the checkpoint stores q, k and v in one tensor
     """
 
     num_heads: int
@@ -68,10 +69,10 @@ class AttentionConfig:
         qk_norm: Literal["head", "width"] | None = None,
         is_fused: bool = False,
     ) -> AttentionConfig:
-        """Read layers without a window."""
+        """Read a layer without a window."""
         hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
         if default_num_kv_heads is None or "num_key_value_heads" in config.values:
-            default_num_kv_heads = num_heads  # null means num_heads, too
+            default_num_kv_heads = num_heads  # null also means num_heads
         num_kv_heads = config.count("num_key_value_heads", default_num_kv_heads)
         if num_heads % num_kv_heads:
             raise config.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
@@ -98,7 +99,7 @@ class AttentionConfig:
         )
 
     def within(self, max_model_len: int) -> AttentionConfig:
-        """See `RopeConfig.within`. Drops a window that holds all positions."""
+        """See `RopeConfig.within`. Drops a window that covers `max_model_len`."""
         window, rope = self.window, self.rope
         return replace(
             self,
@@ -108,16 +109,16 @@ class AttentionConfig:
 
     @property
     def cache_spec(self) -> KVShape:
-        """The layer's part of the KV cache."""
+        """See `TokenMixerConfig`."""
         return KVShape(self.num_kv_heads, self.head_dim, self.window)
 
     @property
     def width(self) -> int:
-        """Values of queries, keys and values."""
+        """See `TokenMixerConfig`."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def tensors(self, name: str, hidden_size: int) -> AttentionTensors:
-        """Declare the layer's tensors."""
+        """See `TokenMixerConfig`."""
         name = f"{name}.self_attn"
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         apart = ((f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv_rows), (f"{name}.v_proj", kv_rows))
@@ -132,12 +133,12 @@ class AttentionConfig:
         )
 
     def build(self, context: ModelContext, tensors: AttentionTensors) -> Attention:
-        """Build the attention."""
+        """See `TokenMixerConfig`."""
         return Attention(context, self, tensors)
 
 
 class Attention:
-    """The attention of one layer. Rotary embeddings need positions of one dimension."""
+    """The attention of one layer."""
 
     __slots__ = (
         "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",
@@ -161,7 +162,7 @@ class Attention:
         self.sinks = None if tensors.sinks is None else context.vector(tensors.sinks)
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Write this step's keys and values; return its queries [num_tokens, num_heads, head_dim]."""
+        """Write this step's keys and values. Return the queries [num_tokens, num_heads, head_dim]."""
         k_cache, v_cache = cache
         config, kernels = self.config, self.kernels
         qkv = kernels.linear(hidden, self.qkv)
@@ -169,7 +170,7 @@ class Attention:
         q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             rows = (q, k)
-            if config.qk_norm == "width":  # views of one token's heads have no stride to be recorded
+            if config.qk_norm == "width":  # views of one token's heads have no stride to record
                 q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
                 parts = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=1)
                 rows = (parts[0].unsqueeze(1), parts[1].unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Weights in safetensors files."""
+"""Reads weights from safetensors files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 _RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Not read: computed here.
+# octavo computes these.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
 
 class CheckpointFiles:
-    """The `StoredTensors` of a checkpoint, by the names of `octavo.models.weight_files.decoder_names`.
+    """The `StoredTensors` of safetensors files, named by `decoder_names`.
 
-    Only the pages of the last returned tensors stay in memory.
+    Only the pages of the tensors returned last stay in memory.
     """
 
     __slots__ = ("_file_of", "_handed_out", "_part", "_stored_name", "directory")
@@ -53,7 +53,7 @@ class CheckpointFiles:
         self._part = self._divided()
 
     def _divided(self) -> dict[str, ExpertPart]:
-        """Replace the names of all experts' tensors by those of each expert."""
+        """Replace tensors of all experts by one per expert."""
         parts: dict[str, ExpertPart] = {}
         whole = dict(self._file_of)
         for name, part in find_expert_parts(self.directory, whole, self._shape):
@@ -75,7 +75,7 @@ class CheckpointFiles:
         return shape if (part := self._part.get(name)) is None else part.shape(shape)
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """See `StoredTensors`. With tied embeddings, the files may have an equal lm_head.weight."""
+        """See `StoredTensors`. If embeddings are tied, an equal lm_head.weight is allowed."""
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._file_of]
         if missing:
             raise ModelError(
@@ -118,11 +118,11 @@ class CheckpointFiles:
         return is_tied
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor, or None."""
+        """See `StoredTensors`."""
         return self.tensor(name) if name in self._file_of else None
 
     def weight(self, name: str) -> Tensor:
-        """Return a matrix."""
+        """See `StoredTensors`."""
         return self.tensor(name)
 
     def tensor(self, name: str) -> Tensor:
@@ -148,7 +148,6 @@ class CheckpointFiles:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the bytes from the first value to the last one."""
     places = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (places + 1) * tensor.itemsize if tensor.numel() else 0
 

@@ -1,4 +1,4 @@
-"""`config.json`, with errors that name file, key and value."""
+"""Reads `config.json`. Errors name the file, key and value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MISSING = object()
 
-# Keys that change the tokens, with harmless values. Families refuse other values of unread keys.
+# Keys that change the tokens, with harmless values. Unless a family reads such a key, other values are refused.
 _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
@@ -41,7 +41,7 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
 
 
 class ConfigFile:
-    """Values of one JSON object, and its read keys. Raises `ModelError`."""
+    """A JSON object, and which keys were read. Raises `ModelError` for unsuitable values."""
 
     __slots__ = ("_read_keys", "path", "prefix", "values")
 
@@ -65,7 +65,7 @@ class ConfigFile:
         return cls(path, values)
 
     def with_defaults(self, **defaults: Any) -> ConfigFile:
-        """Return the file with values for missing and null keys."""
+        """Return a copy with defaults for missing and null keys."""
         other = ConfigFile(self.path, self.values | {k: v for k, v in defaults.items() if not self.has(k)}, self.prefix)
         other._read_keys = self._read_keys
         return other
@@ -114,7 +114,7 @@ class ConfigFile:
         return values
 
     def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
-        """Return a number like `number`, or None."""
+        """Like `number`, but return None for a missing or null key."""
         return self.number(key, above=above) if self.has(key) else None
 
     def flag(self, key: str, default: Any = _MISSING) -> bool:
@@ -132,7 +132,7 @@ class ConfigFile:
         return value
 
     def section(self, key: str) -> ConfigFile | None:
-        """Return a nested object; None if missing, null or empty."""
+        """Return a nested object, or None if missing, null or empty."""
         value = self.values.get(key)
         if value is None or value == {}:
             return None
@@ -141,7 +141,7 @@ class ConfigFile:
         return ConfigFile(self.path, value, f"{self.prefix}{key}.")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return nonnegative token ids of a number, a list, or null."""
+        """Return nonnegative token ids from a number, a list or null."""
         value = self.values.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
@@ -149,13 +149,13 @@ class ConfigFile:
         return tuple(id_ for id_ in ids if id_ >= 0)
 
     def refuse_unread(self, family: str) -> None:
-        """Refuse an unread key that would change the tokens."""
+        """Raise `ModelError` if an unread key would change the tokens."""
         for key, harmless in _CHANGES_TOKENS.items():
             if key not in self._read_keys and self.values.get(key) not in harmless:
                 raise self.error(key, f"octavo does not support this for {family}; it would generate wrong tokens")
 
     def mark(self, key: str) -> None:
-        """Record that a key is read."""
+        """Record a key as read."""
         self._read_keys.add(key)
 
     def unread(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Declares tensors. Does not import torch."""
+"""Declares a model's tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Linear layers of one input, computed as one. parts: each layer's name, without ".weight", and out_features."""
+    """Linear layers with one input, computed as one. parts: (name without ".weight", out_features) of each."""
 
     parts: tuple[tuple[str, int], ...]
     in_features: int
@@ -24,12 +24,12 @@ class Linear:
 
     @property
     def out_features(self) -> int:
-        """Rows of all layers."""
+        """Total number of rows."""
         return sum(rows for _, rows in self.parts)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Each tensor's shape."""
+        """Shape of each tensor."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, rows in self.parts:
             shapes[f"{name}.weight"] = (rows, self.in_features)
@@ -47,25 +47,25 @@ class Norm:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensor's shape."""
+        """Shape of the tensor."""
         return {f"{self.name}.weight": (self.size,)}
 
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Numbers that are kept in float32. name: of the tensor."""
+    """Numbers that are kept in float32. name: full tensor name."""
 
     name: str
     size: int
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensor's shape."""
+        """Shape of the tensor."""
         return {self.name: (self.size,)}
 
 
 def in_order(declared: object) -> Iterator[Linear | Norm | Vector]:
-    """Yield the declarations in nested tuples."""
+    """Yield the declarations inside nested tuples."""
     if isinstance(declared, Linear | Norm | Vector):
         yield declared
     elif isinstance(declared, tuple):

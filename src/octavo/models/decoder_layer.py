@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class TokenMixer(Protocol):
-    """The first sublayer: computes a token from itself and the tokens before it.
+    """The first sublayer: computes a token's output from the token and earlier tokens of its sequence.
 
-    cache: from `CacheSpec.views`. Rows are written at `AttentionBatch.slot_mapping` and read through
-    `AttentionBatch.block_tables`, both of the layer's KV group.
-    A row's result must not depend on rows of other sequences, nor on how its sequence is divided among steps. Batches
-    have no padding: only models whose layers are all `Attention` are captured as graphs.
+    `cache` comes from `CacheSpec.views`. Its rows are written at `AttentionBatch.slot_mapping` and read through
+    `AttentionBatch.block_tables`, both of the layer's KV group. A row's result must not depend on other sequences, nor
+    on how its sequence is divided among steps. Mixers other than `Attention` get no padding, because they are not
+    captured as graphs.
     """
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Write tokens [num_tokens, hidden] into the cache; return [num_tokens, ...] for `attend`.
+        """Write tokens [num_tokens, hidden] into the cache. Return the input [num_tokens, ...] of `attend`.
 
-        After the last layer has written, unneeded rows are removed from the result.
+        In the last layer, rows that produce no output are then removed from that input.
         """
         ...
 
@@ -50,7 +50,7 @@ class TokenMixerConfig(Protocol):
         ...
 
     def within(self, max_model_len: int) -> TokenMixerConfig:
-        """Return the same for shorter sequences."""
+        """See `RopeConfig.within`."""
         ...
 
     def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
@@ -63,12 +63,12 @@ class TokenMixerConfig(Protocol):
 
 
 class MLP(Protocol):
-    """The second sublayer: computes each token by itself."""
+    """The second sublayer: computes each token independently."""
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return [num_tokens, hidden] -> the same shape. Rows must be independent.
+        """Map [num_tokens, hidden] to the same shape.
 
-        batch: for an MLP that computes requests differently, such as adapters.
+        batch: for MLPs that treat requests differently, such as adapters.
         """
         ...
 
@@ -92,7 +92,7 @@ class MLPConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """A layer's norms by their names in the checkpoint.
+    """The names of a layer's norms in the checkpoint.
 
     Pre-norms are applied to a sublayer's input, post-norms to its output.
     """
@@ -104,7 +104,7 @@ class LayerNorms:
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of a layer."""
+    """The tensors of one layer."""
 
     before_attention: Norm | None
     attention: tuple[Any, ...]
@@ -116,7 +116,7 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """A layer of a model, without its weights."""
+    """One layer of a model, without weights."""
 
     attention: TokenMixerConfig
     mlp: MLPConfig
@@ -124,11 +124,11 @@ class LayerConfig:
     residual_scale: float = 1.0
 
     def within(self, max_model_len: int) -> LayerConfig:
-        """Return the layer for shorter sequences."""
+        """See `RopeConfig.within`."""
         return replace(self, attention=self.attention.within(max_model_len))
 
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
-        """Declare the tensors of layer `name`."""
+        """Declare the layer's tensors."""
 
         def norm(norm_name: str | None) -> Norm | None:
             return None if norm_name is None else Norm(f"{name}.{norm_name}", hidden_size)
@@ -144,7 +144,7 @@ class LayerConfig:
 
 
 class DecoderLayer:
-    """A layer's sublayers, and the norms after them."""
+    """One layer's sublayers and the norms after them."""
 
     __slots__ = ("after_attention", "after_mlp", "attention", "kv_group", "mlp")
 
@@ -159,15 +159,15 @@ class DecoderLayer:
 
 
 class ResidualNorm:
-    """Adds a sublayer's output to the residual stream, and normalizes it.
+    """Adds a sublayer's output to the residual stream and normalizes the sum.
 
-    added: the output's norm. stream: the next sublayer's norm.
+    added: norm of the sublayer's output. stream: norm of the next sublayer's input.
     """
 
     __slots__ = ("add", "added", "eps", "kernels", "scale", "stream")
 
     def __init__(self, context: ModelContext, added: Norm | None, stream: Norm | None, scale: float) -> None:
-        from octavo.kernels.operations.add import add  # noqa: PLC0415 - not for configurations
+        from octavo.kernels.operations.add import add  # noqa: PLC0415
 
         self.add = add
         self.kernels = context.kernels
@@ -177,7 +177,7 @@ class ResidualNorm:
         self.stream = context.optional_norm(stream)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Update `residual` in place; return the next sublayer's input [num_tokens, hidden], perhaps `residual`."""
+        """Update `residual` in place. Return the next sublayer's input [num_tokens, hidden], perhaps `residual`."""
         if self.added is not None:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
         if self.stream is not None:

@@ -34,7 +34,7 @@ class Experts:
         self.shared_gate = None if gate is None else context.linear(gate)
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return [num_tokens, hidden] -> the same shape."""
+        """See `MLP`."""
         kernels, router, (num_tokens, width) = self.kernels, self.config.router, hidden.shape
         num_chosen, integers = router.num_chosen, batch.query_start
         logits = kernels.linear(hidden, self.router, float32_out=True)

@@ -1,4 +1,4 @@
-"""Mixtures of experts (Shazeer et al. 2017). Does not import torch."""
+"""Mixtures of experts (Shazeer et al. 2017)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_CHOSEN = 64  # csrc/experts.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How experts are chosen and weighted; see `octavo.kernels.operations.choose_experts`.
+    """Chooses and weights experts; see `choose_experts`.
 
     least_sum: negative if weights are not normalized.
     """
@@ -36,9 +36,9 @@ class Router:
 
     @classmethod
     def read(cls, config: ConfigFile, *, normalizes: bool) -> Router:
-        """Read a router that chooses by the softmax over all experts.
+        """Read a router with a softmax over all experts.
 
-        normalizes: whether the chosen experts' weights sum to 1.
+        normalizes: True if the chosen experts' weights sum to 1.
         """
         key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
         num_experts, num_chosen = config.count(key), config.count("num_experts_per_tok")
@@ -48,7 +48,7 @@ class Router:
 
 
 class ExpertsTensors(NamedTuple):
-    """The tensors of a mixture of experts."""
+    """The experts' tensors."""
 
     router: Linear
     gate_up: tuple[Linear, ...]
@@ -59,10 +59,10 @@ class ExpertsTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """The weighted sum of the chosen experts' outputs, and of a shared expert that computes every token.
+    """The weighted sum of the chosen experts' outputs, plus a shared expert that computes every token.
 
-    has_shared_gate: a sigmoid of the token multiplies the shared expert's output. has_bias: of the experts.
-    router_name: in the checkpoint, after "mlp.".
+    has_shared_gate: a sigmoid of the token multiplies the shared expert's output. has_bias: the experts have biases.
+    router_name: name in the checkpoint, after "mlp.".
     """
 
     router: Router
@@ -76,17 +76,17 @@ class ExpertsConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Values computed for a token: its experts' inputs and outputs take as much as three of these rows."""
+        """Values per token. The experts' inputs and outputs take as much memory as three such rows."""
         return self.router.num_chosen * (self.expert_size + self.hidden_size) + (self.shared_size or 0)
 
     @property
     def num_idle_parameters(self) -> int:
-        """Number of weights that a token does not use."""
+        """Number of weights not used for a token."""
         idle = self.router.num_experts - self.router.num_chosen
         return idle * 3 * self.hidden_size * self.expert_size
 
     def tensors(self, name: str, hidden_size: int) -> ExpertsTensors:
-        """Declare the layer's tensors, and each expert's."""
+        """See `MLPConfig`. Includes each expert's tensors."""
         name, num_experts = f"{name}.mlp", self.router.num_experts
         experts = [
             _expert(f"{name}.experts.{index}", hidden_size, self.expert_size, self.has_bias)
@@ -104,8 +104,8 @@ class ExpertsConfig:
         )
 
     def build(self, context: ModelContext, tensors: ExpertsTensors) -> Experts:
-        """Build the experts."""
-        from octavo.models.expert_layer import Experts  # noqa: PLC0415 - not for configurations
+        """See `MLPConfig`."""
+        from octavo.models.expert_layer import Experts  # noqa: PLC0415
 
         return Experts(context, self, tensors)
 

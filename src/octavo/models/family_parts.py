@@ -1,4 +1,4 @@
-"""Describes an architecture's parts in words. Does not import torch."""
+"""Describes an architecture in words."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.decoder_layer import LayerConfig, MLPConfig
 
-# Patterns of layers repeat within 12.
+# Patterns of layers repeat within 12 layers.
 _SAMPLE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -49,13 +49,13 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
     {"tie_word_embeddings": True},
 )
-_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused"})  # about files only
-_OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})  # named as parts
+_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused"})  # describe only the files
+_OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})  # described separately
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part that the plain decoder lacks. num_layers: None if it is not a part of layers."""
+    """A difference from the plain decoder. num_layers: number of layers with it, or None for the whole model."""
 
     name: str
     value: str = ""
@@ -80,7 +80,7 @@ def parts_of(architecture: Architecture) -> list[Part]:
 
 
 def family_parts(name: str) -> tuple[list[str], list[str]]:
-    """Return a family's constant parts, and its optional ones."""
+    """Return the parts that all models of a family have, and optional parts."""
     sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
     try:
         always = _names_of(sample | _ROPE)

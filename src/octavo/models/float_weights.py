@@ -1,4 +1,4 @@
-"""Weights that checkpoints store as FP8 or MXFP4."""
+"""Reads weights that checkpoints store as FP8 or MXFP4."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_tensors(weights: WeightSource, architecture: Architecture, dtype: torch
 
 
 class ExpandedFloats:
-    """The `StoredTensors` of a checkpoint of small floats."""
+    """The `StoredTensors` of a checkpoint with FP8 or MXFP4 weights."""
 
     def __init__(self, files: StoredTensors, stored: StoredFloats, dtype: torch.dtype) -> None:
         self.files = files
@@ -47,14 +47,14 @@ class ExpandedFloats:
         self.files.check(expected)
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor, or None."""
+        """See `StoredTensors`."""
         expanded = self._expanded(name)
         return self.files.find(name) if expanded is None else expanded
 
     def weight(self, name: str) -> StoredWeight:
-        """Return a stored matrix: MXFP4 in GGUF's blocks, FP8, or floats.
+        """Return a stored matrix: MXFP4 as GGUF blocks, FP8, or floats.
 
-        FP8 is expanded if its scales have too few columns for the kernels.
+        FP8 is expanded if the kernels do not support so few columns per scale.
         """
         module = name.removesuffix(".weight")
         if (stored := self._stored(module)) is None:
@@ -68,7 +68,7 @@ class ExpandedFloats:
         return Fp8Weight(values, _scales_of_rows(self.stored, values.shape, scales), columns)
 
     def tensor(self, name: str) -> Tensor:
-        """See `StoredTensors`. An expanded weight aliases no file."""
+        """See `StoredTensors`. An expanded weight does not alias a file."""
         expanded = self._expanded(name)
         return self.files.tensor(name) if expanded is None else expanded
 
@@ -93,7 +93,7 @@ class ExpandedFloats:
 
 
 def expand(stored: StoredFloats, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weight [out_features, in_features] in `dtype`: values times scales in float32, rounded once."""
+    """Return values times scales, [out_features, in_features], computed in float32 and rounded once to `dtype`."""
     flat = values.flatten(1)
     out_features, in_features = len(flat), flat.shape[1] * (1 if stored.layout is FloatLayout.FP8 else 2)
     scales = _scales_of_rows(stored, (out_features, in_features), scales)
@@ -116,9 +116,9 @@ def _scales_of_rows(stored: StoredFloats, shape: Sequence[int], scales: Tensor) 
 
 
 def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
-    """Return MXFP4 in GGUF's order: each group's exponent first, and its second half in the upper bits.
+    """Return MXFP4 in GGUF's order: each group starts with its exponent, and its second half is in the upper bits.
 
-    values: uint8 [out_features, in_features / 2], two neighbours in each. exponents: uint8 [out_features, groups].
+    values: uint8 [out_features, in_features / 2] with two neighbours per byte. exponents: uint8 [out_features, groups].
     """
     pairs = values.reshape(len(values), -1, MXFP4_GROUP // 2)
     nibbles = torch.stack((pairs & 15, pairs >> 4), dim=3).flatten(2)
@@ -128,7 +128,7 @@ def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
 
 
 def _decoded(values: Tensor) -> Tensor:
-    """Return float32 of FP8, or of two E2M1 in each byte, lower bits first."""
+    """Return FP8, or two E2M1 values per byte (lower bits first), as float32."""
     if values.dtype == torch.float8_e4m3fn:
         return values.float()
     pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])

@@ -1,4 +1,4 @@
-"""The gated MLP."""
+"""The MLP with a gate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_py
 
 
 class GatedMLPTensors(NamedTuple):
-    """The tensors of a gated MLP."""
+    """A gated MLP's tensors."""
 
     gate_up: Linear
     down: Linear
@@ -43,7 +43,7 @@ class GatedMLPConfig:
         default_activation: str = "silu",
         is_fused: bool = False,
     ) -> GatedMLPConfig:
-        """Read the shapes."""
+        """Read the sizes and the activation."""
         activation = _ACTIVATIONS.get(config.text(activation_key, default_activation))
         if activation is None:
             raise config.error(activation_key, f"octavo computes {', '.join(_ACTIVATIONS)} only")
@@ -52,7 +52,7 @@ class GatedMLPConfig:
         )
 
     def tensors(self, name: str, hidden_size: int) -> GatedMLPTensors:
-        """Declare the layer's tensors."""
+        """See `MLPConfig`."""
         name, inner = f"{name}.mlp", self.intermediate_size
         apart = ((f"{name}.gate_proj", inner), (f"{name}.up_proj", inner))
         gate_up = ((f"{name}.gate_up_proj", 2 * inner),) if self.is_fused else apart
@@ -62,7 +62,7 @@ class GatedMLPConfig:
         )
 
     def build(self, context: ModelContext, tensors: GatedMLPTensors) -> GatedMLP:
-        """Build the MLP."""
+        """See `MLPConfig`."""
         return GatedMLP(context, self, tensors)
 
 
@@ -78,6 +78,6 @@ class GatedMLP:
         self.down = context.linear(tensors.down)
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return [num_tokens, hidden] -> the same shape."""
+        """See `MLP`."""
         del batch
         return self.kernels.linear(self.kernels.gated_linear(hidden, self.gate_up, self.activation), self.down)

@@ -1,4 +1,4 @@
-"""Gemma: Llama with a GELU gate, scaled embeddings, and norms stored as their weights less one."""
+"""Gemma: Llama with a GELU gate, scaled embeddings, and norms stored as weight minus 1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GELU = "gelu_pytorch_tanh"
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Gemma's keys. In early files `hidden_act` is "gelu" and means GELU by tanh."""
+    """Read Gemma's keys. Early files write `hidden_act` "gelu" but mean GELU by tanh."""
     config = config.with_defaults(hidden_act=GELU, num_key_value_heads=16, head_dim=256, max_position_embeddings=8192)
     if config.text("hidden_act") not in {GELU, "gelu"}:
         raise config.error("hidden_act", f"octavo computes {GELU} only")
@@ -37,7 +37,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 def read_gemma(
     config: ConfigFile, name: str, *, layers: tuple[LayerConfig, ...], max_context_tokens: int
 ) -> Architecture:
-    """Read the keys that all generations share."""
+    """Read the keys that all Gemma generations share."""
     config = config.with_defaults(tie_word_embeddings=True)
     architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
     return replace(architecture, embedding_scale=math.sqrt(architecture.hidden_size), norm_offset=1.0)

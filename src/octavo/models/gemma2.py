@@ -25,7 +25,7 @@ _DEFAULTS = {
     "sliding_window": 4096,
     "max_position_embeddings": 8192,
 }
-_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # without the keys; null is none
+_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # defaults; null means no cap
 _NORMS = LayerNorms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -34,7 +34,7 @@ _NORMS = LayerNorms(
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Gemma 2's keys."""
+    """See `Family`."""
     config = config.with_defaults(**_DEFAULTS)
     config = config.with_defaults(**{key: cap for key, cap in _SOFTCAPS.items() if key not in config.values})
     rope = read_rope(config, config.count("max_position_embeddings"))
@@ -54,7 +54,7 @@ def read_mixed(
 ) -> Architecture:
     """Read the keys that Gemma 2 and 3 share.
 
-    local_rope: of layers with a window. pattern: by default every `pattern`-th layer sees all positions.
+    local_rope: for layers with a window. pattern: without `layer_types`, every `pattern`-th layer has full attention.
     """
     bias = config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
-# Blocks that are multiplied as they are (`octavo.kernels.block_weight.BlockKind`): additional bytes in memory.
+# Block types that kernels multiply directly, with the bytes that each block gains in memory.
 BLOCK_KINDS = {
     TensorType.Q8_0: 0,
     TensorType.Q4_0: 0,
@@ -39,7 +39,7 @@ _NOT_READ = (
     *(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),
 )
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
-_GEMMA_LOCAL_THETA = 10_000.0  # of files without the key
+_GEMMA_LOCAL_THETA = 10_000.0  # default
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _GELU = "gelu_pytorch_tanh"
@@ -48,12 +48,12 @@ _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
 @dataclass(frozen=True, slots=True)
 class GGUFFamily:
-    """How one of llama.cpp's architectures is stored.
+    """How GGUF files store one of llama.cpp's architectures.
 
-    name              as in `architectures` of config.json
-    names             Hugging Face's names of parts of a layer, if not Llama's
-    rotates_pairs     neighbouring rows of q and k rotate together, not the halves of a head
-    norms_around_one  norms hold the factor; Hugging Face's hold it less 1
+    name              class in `architectures` of config.json
+    names             Hugging Face's names, if they differ from Llama's
+    rotates_pairs     neighbouring rows of q and k rotate together
+    norms_around_one  norms are stored as factors; Hugging Face stores them minus 1
     """
 
     name: str
@@ -91,22 +91,22 @@ class GGUFFields:
         return float(str(np.float32(found)))
 
     def optional(self, key: str) -> float | None:
-        """Return a number, or None for zero."""
+        """Return a number, or None if missing or zero."""
         return self.number(key) if self.values.values.get(key) else None
 
     def warn(self, message: str) -> None:
-        """Log a difference from the file, once."""
+        """Log once that a value is not used."""
         if message not in self._logged:
             self._logged.add(message)
             logger.warning("%s: %s.%s", self.file.path, self.architecture, message)
 
     def has(self, tensor: str) -> bool:
-        """Return whether the file has the tensor."""
+        """Return True if the tensor exists."""
         return tensor in self.file.tensors
 
     @property
     def num_layers(self) -> int:
-        """Number of layers. Refuses layers without tensors."""
+        """Number of layers. Raises `ModelError` if the tensors disagree."""
         count = self.count("block_count")
         there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
         if count != len(there):
@@ -127,11 +127,11 @@ class GGUFFields:
         return width
 
     def window(self) -> int | None:
-        """Return the window's length, or None."""
+        """Return the sliding window in tokens, or None."""
         return self.count("attention.sliding_window") if self.optional("attention.sliding_window") else None
 
     def layer_types(self, window: int | None, period: int) -> list[str]:
-        """Return each layer's type. By default the last layer of each `period` has no window."""
+        """Return each layer's type. Without a stored pattern, every `period`-th layer has full attention."""
         key, num_layers = "attention.sliding_window_pattern", self.num_layers
         self.values.mark(key)
         pattern = self.values.values.get(key, period)
@@ -144,7 +144,7 @@ class GGUFFields:
         return ["sliding_attention" if window and is_near else "full_attention" for is_near in pattern]
 
     def factors(self, tensor: str) -> list[float]:
-        """Return a rotary embedding's factors."""
+        """Read a rotary embedding's factors."""
         stored = self.file.tensors[tensor]
         if stored.type is not TensorType.F32 or len(stored.shape) != 1 or stored.shape[0] > self.head_dim:
             raise ModelError(
@@ -158,7 +158,7 @@ class GGUFFields:
 
 
 def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
-    """Return an architecture's name and family."""
+    """Return the architecture's name and family."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
@@ -170,7 +170,7 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
 
 
 def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> dict[str, Any]:
-    """Return the metadata's config.json."""
+    """Return the metadata as keys of config.json."""
     if EMBEDDING not in file.tensors:
         raise ModelError(
             f"{file.path}: there is no tensor {EMBEDDING}; the file has only a vocabulary, or only a part of the model"
@@ -218,9 +218,9 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 
 
 def _read_dtype(file: GGUFFile) -> str:
-    """Return a dtype for activations in which matrices outside `BLOCK_KINDS` are exact.
+    """Return the least precise dtype that holds all matrices outside `BLOCK_KINDS` exactly.
 
-    Other blocks are expanded to float32.
+    Other blocks become float32.
     """
     kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
     others = kinds - BLOCK_KINDS.keys()
@@ -262,7 +262,6 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _gemma_scalar(fields: GGUFFields, *, is_27b: bool) -> int:
-    """No file contains query_pre_attn_scalar."""
     return fields.count("embedding_length") // fields.count("attention.head_count") if is_27b else fields.head_dim
 
 
@@ -302,7 +301,6 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
-    """Only Ministral 3's files scale queries."""
     beta = fields.optional("attention.temperature_scale")
     fields.values.mark("rope.scaling.yarn_log_multiplier")  # a factor of 1 has no effect
     if beta is None:

@@ -1,6 +1,6 @@
 """Reads and checks GGUF, versions 2 and 3 in little-endian order (ggml's docs/gguf.md). Does not import torch.
 
-The package `gguf` checks no counts, offsets or nesting, and is slow for a large vocabulary.
+The package `gguf` is not used, because it checks no counts, offsets or nesting, and is slow.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")
 _MAX_KEYS, _MAX_TENSORS, _MAX_NAME_CHARS, _MAX_DIMENSIONS = 1 << 16, 1 << 20, 1 << 16, 4
-_MAX_ITEMS = 1 << 22  # of an array: a vocabulary has some 300,000
+_MAX_ITEMS = 1 << 22  # limit of an array; a vocabulary has 300,000 items
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
 _ALL_EXPERTS = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
-# Files cut by bytes: NAME.gguf.part1of2, NAME.gguf.part-00, NAME.gguf-split-a, NAME.gguf.001.
+# Pieces of a file cut by bytes: NAME.gguf.part1of2, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
     r"(?P<whole>.+\.gguf)"
     r"(?:[.-](?:part|split|chunk)(?:[-_.]?(?P<number>\d+)|[-_.](?P<letters>[a-z]{1,2}))(?:[-_.]?of[-_.]?(?P<count>\d+))?"
@@ -42,7 +42,7 @@ _PIECE_NAME = re.compile(
 
 
 class TensorType(Enum):
-    """A type's (code in files, values of a block, bytes of a block)."""
+    """A tensor's type as (code in files, values per block, bytes per block)."""
 
     F32 = 0, 1, 4
     F16 = 1, 1, 2
@@ -72,12 +72,12 @@ class TensorType(Enum):
 
     @property
     def block_values(self) -> int:
-        """Values of a block."""
+        """Values per block."""
         return self.value[1]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return self.value[2]
 
 
@@ -86,7 +86,7 @@ _TYPES = {each.value[0]: each for each in TensorType}
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """A tensor in a file. shape: rows first, as in torch. offset: in the file."""
+    """A tensor in a file. shape: rows first. offset: in bytes."""
 
     path: Path
     type: TensorType
@@ -97,7 +97,7 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A model in one file or several. metadata: of the first file."""
+    """A model in one or several GGUF files. metadata: from the first file."""
 
     path: Path
     paths: tuple[Path, ...]
@@ -106,7 +106,7 @@ class GGUFFile:
 
     @classmethod
     def read(cls, path: Path) -> GGUFFile:
-        """Read all files."""
+        """Read the metadata and tensor descriptions of all files."""
         metadata, tensors = _read(path)
         paths = [path, *_other_splits(path, metadata)]
         for other in paths[1:]:
@@ -238,7 +238,7 @@ class _Reader:
         return self.texts(key, count)
 
     def numbers(self, code: int, count: int, key: str) -> list[int] | list[float] | list[bool]:
-        """Read `count` values, after checking that the file has their bytes."""
+        """Read `count` values. Fails first if the file is too short."""
         if code not in _FORMATS:
             self.fail(f"{key} is {'an array in an array' if code == _ARRAY else f'of the unknown type {code}'}")
         kind = _FORMATS[code]
@@ -269,7 +269,7 @@ class _Reader:
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
-        """Replace invalid UTF-8 in keys that only describe the file."""
+        """Return strings. In keys that only describe the file, replace invalid UTF-8."""
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
         data, size, unpack = self.data, self.size, _LENGTH.unpack_from
@@ -290,9 +290,9 @@ class _Reader:
 
 
 def check_piece(path: Path) -> None:
-    """Raise `ModelError`, with the way to join them, for a piece of a GGUF file cut by bytes.
+    """Raise `ModelError` if `path` is a piece of a GGUF file cut by bytes, and say how to join the pieces.
 
-    Also for a folder of pieces, and for a missing file whose pieces exist.
+    It may also be a folder of pieces, or a missing file that exists in pieces.
     """
     found = _PIECE_NAME.fullmatch(path.name)
     if path.is_dir():

@@ -20,7 +20,7 @@ ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
 # Llama 3.1's low_freq_factor, high_freq_factor, original_max_position_embeddings.
 _LLAMA3 = (1.0, 4.0, 8192)
 _YARN = "rope.scaling.yarn_"
-# llama.cpp's, and the architecture whose betas it reads.
+# llama.cpp's defaults, and the only architecture that reads betas from the file.
 _BETA_FAST, _BETA_SLOW, _READS_BETAS = 32.0, 1.0, "mistral3"
 
 
@@ -52,9 +52,9 @@ def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
-    """Return the numbers of yarn that llama.cpp computes with (`llama_context`).
+    """Return the numbers that llama.cpp computes with (`llama_context`).
 
-    It ignores `yarn_attn_factor` and `yarn_ext_factor`, so other values than its own are logged.
+    llama.cpp ignores `yarn_attn_factor` and `yarn_ext_factor`. Different values in the file are logged.
     """
     is_read = fields.architecture == _READS_BETAS
     multiplier = fields.optional(f"{_YARN}log_multiplier") if is_read else None
@@ -76,12 +76,11 @@ def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
 
 
 def _yarn_mscale(factor: float, multiplier: float) -> float:
-    """Return attention's temperature (Peng et al. 2023, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * multiplier * math.log(factor) + 1.0
 
 
 def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
-    """A file stores only the result of Llama 3's parameters: the divisor of each frequency."""
+    """Recover Llama 3's parameters from each frequency's divisor."""
     stored = fields.factors(ROPE_FREQUENCIES)
     low, high, original = _LLAMA3
     factor = max(stored)

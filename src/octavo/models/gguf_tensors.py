@@ -1,4 +1,4 @@
-"""Tensors of GGUF files."""
+"""Reads the tensors of GGUF files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EXPANDED_AT_ONCE = 1 << 22
 
 
 class GGUFTensors:
-    """The `StoredTensors` of GGUF files by Hugging Face's names."""
+    """The `StoredTensors` of GGUF files, under Hugging Face's names."""
 
     __slots__ = ("_handed_out", "_mapped", "_names", "_weights")
 
@@ -48,7 +48,7 @@ class GGUFTensors:
         self._handed_out: dict[Path, list[tuple[int, int]]] = {}
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """See `StoredTensors`. Also refuses types that cannot be read."""
+        """See `StoredTensors`. Also refuses unsupported tensor types."""
         path = self._weights.path
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._names]
         if missing:
@@ -114,9 +114,9 @@ class GGUFTensors:
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
-        """Return float32 for blocks, otherwise the stored type.
+        """Return float32 if the tensor is stored in blocks, otherwise its stored type.
 
-        Refuses infinite or NaN norms, biases and expanded blocks. Does not read matrices of floats.
+        Refuses infinite or NaN values, but does not check matrices of floats.
         """
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]
@@ -156,9 +156,9 @@ def _forget(path: Path, rows: Tensor) -> None:
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
-    """Return, for each row in Hugging Face's order, its index in a file of llama.cpp.
+    """Return, for each row in Hugging Face's order, its index in llama.cpp's file.
 
-    There, rows that rotate together are neighbours; here they are in a head's halves.
+    llama.cpp stores rows that rotate together as neighbours, Hugging Face in a head's halves.
     """
     return torch.arange(num_rows).view(num_heads, -1, 2).swapaxes(1, 2).flatten()
 
@@ -166,7 +166,7 @@ def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
 def _map(path: Path) -> Tensor:
     try:
         with path.open("rb") as file:
-            # Torch requires a writable map. It is never written.
+            # Torch requires a writable map, but octavo never writes to it.
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error})") from error

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file by Hugging Face's names. Only `open` imports torch."""
+"""Maps the weights of a GGUF file to Hugging Face's names. Only `open` imports torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LAYER_NAMES = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 _EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-# llama.cpp's mixes of types, by general.file_type.
+# Names of llama.cpp's mixes of types, by general.file_type.
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
@@ -58,7 +58,7 @@ _OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}
 
 
 class GGUFWeights:
-    """The weights in a model's GGUF files."""
+    """The weights in one model's GGUF files."""
 
     __slots__ = ("_pairs", "architecture", "family", "file", "path")
 
@@ -74,7 +74,7 @@ class GGUFWeights:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Types of the matrices, the most frequent first."""
+        """Types of the matrices, most frequent first."""
         values: Counter[str] = Counter()
         for stored in self.file.tensors.values():
             if len(stored.shape) == 2:
@@ -83,7 +83,7 @@ class GGUFWeights:
 
     @property
     def file_type(self) -> int | None:
-        """general.file_type, if llama.cpp knows it."""
+        """See `WeightSource`."""
         number = self.file.metadata.get("general.file_type")
         if not isinstance(number, int) or number & ~_FILE_TYPE_GUESSED not in _FILE_TYPES:
             return None
@@ -91,25 +91,25 @@ class GGUFWeights:
 
     @property
     def quantization_level(self) -> str:
-        """Name of the mix, like Q4_K_M, or the most frequent type."""
+        """See `WeightSource`. If unknown, the most frequent type."""
         return self.types[0] if self.file_type is None else _FILE_TYPES[self.file_type]
 
     def weight_files(self) -> list[Path]:
-        """Return all files."""
+        """See `WeightSource`."""
         return list(self.file.paths)
 
     def config_files(self) -> list[Path]:
-        """Return none: the file describes its weights."""
+        """See `WeightSource`."""
         return []
 
     def open(self) -> StoredTensors:
-        """Map the files."""
+        """See `WeightSource`."""
         from octavo.models.gguf_tensors import GGUFTensors  # noqa: PLC0415
 
         return GGUFTensors(self)
 
     def names(self) -> dict[str, str]:
-        """Return Hugging Face's name -> the file's."""
+        """Map Hugging Face's names to the file's names."""
         parts = _LAYER_NAMES | self.family.names
         return {_hugging_face_name(name, parts): name for name in self.file.tensors if name not in _OF_CONFIG}
 
@@ -124,7 +124,7 @@ class GGUFWeights:
         return sizes
 
     def heads_of_pairs(self, name: str) -> int | None:
-        """Return the heads of a tensor with rows in rotated pairs."""
+        """Return the number of heads if rows are rotated pairs, otherwise None."""
         part = name.split(".")[-2] if name.count(".") else ""
         return self._pairs.get(part)
 

@@ -1,4 +1,4 @@
-"""GLM-4: half of each head is rotated, in neighbouring pairs. The newer form has post-norms."""
+"""GLM-4: half of each head is rotated, in neighbouring pairs. The newer version has post-norms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NORMS_4 = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="pos
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read GLM-4's keys."""
+    """See `Family`."""
     config = config.with_defaults(**_DEFAULTS)
     max_positions = config.count("max_position_embeddings")
     rope = replace(read_rope(config, max_positions, is_partial=True), interleaved=True)

@@ -26,7 +26,7 @@ _PERIOD = 2
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read gpt-oss's keys."""
+    """See `Family`."""
     config = config.with_defaults(**_DEFAULTS)
     for key, value in (("swiglu_limit", GATE_LIMIT), ("swiglu_alpha", GATE_SLOPE)):
         if config.number(key, value) != value:

@@ -1,4 +1,4 @@
-"""Granite 3 (dense): Llama with factors of embeddings, residuals, scores and logits."""
+"""Granite 3 (dense): Llama with constant factors for embeddings, residuals, scores and logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODELS = {"GraniteForCausalLM": "Granite 3"}
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Granite's keys."""
+    """See `Family`."""
     max_positions = config.count("max_position_embeddings", 2048)
     rope, bias = read_rope(config, max_positions), config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias)

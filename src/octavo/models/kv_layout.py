@@ -1,4 +1,4 @@
-"""The layout of layers' KV cache."""
+"""Describes what layers store in the KV cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
-_SCALE_BYTES = 4  # of each row
+_SCALE_BYTES = 4  # per head and row
 
 
 class CacheSpec(Protocol):
-    """What a layer stores of each position, and which positions it reads. Frozen and hashable.
+    """What a layer stores for each position, and which positions it reads. Frozen and hashable.
 
-    shared_layer: an earlier layer if this one stores nothing.
+    shared_layer: index of an earlier layer, if this layer reads that layer's KV.
     """
 
     @property
@@ -28,33 +28,33 @@ class CacheSpec(Protocol):
 
     @property
     def kind(self) -> KVGroupKind:
-        """Its KV group."""
+        """The KV group's kind."""
         ...
 
     @property
     def keeping_all(self) -> CacheSpec:
-        """The same without a window."""
+        """The spec without a window."""
         ...
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Return the bytes of its part of a block."""
+        """Return the layer's bytes in a block."""
         ...
 
     def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
-        """Return the layer's views of `part`; their first dimension is num_blocks.
+        """Return the layer's views of `part`, with num_blocks as first dimension.
 
-        part: [num_blocks, block_bytes / the bytes of a number].
+        part: [num_blocks, block_bytes / bytes per number].
         """
         ...
 
     def obstacle(self, dtype: str) -> str | None:
-        """Return why the cache cannot have this dtype, as a sentence's end."""
+        """Return a problem with this dtype, as the end of a sentence, or None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Keys and values of a layer. window: tokens that a position sees, itself included, or None for all."""
+    """Keys and values of a layer. window: see `AttentionConfig`."""
 
     num_kv_heads: int
     head_dim: int
@@ -63,16 +63,16 @@ class KVShape:
 
     @property
     def kind(self) -> KVGroupKind:
-        """Its KV group."""
+        """See `CacheSpec`."""
         return FullAttention() if self.window is None else SlidingWindow(self.window)
 
     @property
     def keeping_all(self) -> KVShape:
-        """Without a window."""
+        """See `CacheSpec`."""
         return replace(self, window=None)
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Return the bytes of [2, num_kv_heads, block_size, head_dim], and of scales after each head's rounded rows."""
+        """See `CacheSpec`. Includes the scales of rounded rows."""
         if self.shared_layer is not None:
             return 0
         row_bytes = self.head_dim * _VALUE_BYTES[dtype] + (_SCALE_BYTES if dtype in ROUNDED_KV.values() else 0)
@@ -94,7 +94,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """A group's layers."""
+    """Layers of one KV group."""
 
     kind: KVGroupKind
     layers: tuple[int, ...]
@@ -102,7 +102,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What each layer stores. A block of a KV group is one piece of memory: the parts of its layers, in order."""
+    """What each layer stores. A block of a KV group holds the parts of its layers, in order."""
 
     layers: tuple[CacheSpec, ...]
 
@@ -123,7 +123,7 @@ class KVLayout:
 
     @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
-        """One group for each kind: first the layers that read all positions, perhaps none."""
+        """One group per kind. The first has the layers that read all positions, and may be empty."""
         groups: dict[KVGroupKind, list[int]] = {FullAttention(): []}
         for index, spec in enumerate(self.layers):
             if spec.shared_layer is None:
@@ -132,33 +132,33 @@ class KVLayout:
 
     @property
     def group_indices(self) -> tuple[int, ...]:
-        """Each layer's group."""
+        """Each layer's group index."""
         kinds = [group.kind for group in self.kv_groups]
         return tuple(kinds.index(spec.kind) for spec in self.layers)
 
     @property
     def window(self) -> int | None:
-        """The largest window; None if a layer reads all positions."""
+        """The largest window, or None if no layer has one."""
         read = (each.kind.most_positions for each in self.layers)
         return max((most for most in read if most is not None), default=None)
 
     @property
     def without_windows(self) -> KVLayout:
-        """With one group."""
+        """The layout with one group, which keeps all positions."""
         return KVLayout(tuple(each.keeping_all for each in self.layers))
 
     def block_bytes(self, block_size: int, dtype: str) -> tuple[int, ...]:
-        """Return groups' bytes."""
+        """Return each group's bytes per block."""
         return tuple(
             sum(self.layers[index].block_bytes(block_size, dtype) for index in group.layers) for group in self.kv_groups
         )
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Return a token's bytes inside the window."""
+        """Return a token's bytes inside all windows."""
         return sum(self.block_bytes(1, dtype))
 
     def bytes_before_window(self, dtype: str) -> int:
-        """Return a token's bytes outside the window."""
+        """Return a token's bytes before all windows."""
         return self.block_bytes(1, dtype)[0]
 
 

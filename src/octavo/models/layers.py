@@ -1,4 +1,4 @@
-"""The decoder that all families share."""
+"""The decoder that all model families share."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class KVCache(Protocol):
-    """Stores layers' data."""
+    """The layers' KV cache."""
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return a layer's views."""
+        """Return a layer's `CacheSpec.views`."""
         ...
 
 
 class Weights(Protocol):
-    """Packed weights."""
+    """Packed weights, by declaration."""
 
     def linear(self, declared: Linear) -> PackedLinear:
         """Return fused linear layers; see `Kernels.pack_linear`."""
@@ -42,7 +42,7 @@ class Weights(Protocol):
         ...
 
     def vector(self, declared: Vector) -> Tensor:
-        """Return numbers in float32."""
+        """Return the numbers in float32."""
         ...
 
     def skip(self, declared: Linear) -> None:
@@ -52,10 +52,10 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """The context that layers are built in.
+    """What layers need while they are built. Methods record the returned weights.
 
-    cos_sin         (rope, head_dim) -> float32 [max_model_len, rotary_dim]; one for equal arguments
-    query_scale     rope -> float32 [max_model_len] or None, likewise
+    cos_sin         (rope, head_dim) -> float32 [max_model_len, rotary_dim], cached
+    query_scale     rope -> float32 [max_model_len] or None, cached
     linears, norms  all returned weights
     """
 
@@ -69,23 +69,23 @@ class ModelContext:
     norms: list[Tensor] = field(default_factory=list)
 
     def linear(self, declared: Linear) -> PackedLinear:
-        """Return and record."""
+        """Return fused linear layers."""
         self.linears.append(self.weights.linear(declared))
         return self.linears[-1]
 
     def grouped(self, declared: Sequence[Linear]) -> PackedGroups:
-        """Return the weights of groups of rows, such as experts, of one shape."""
+        """Return equal linear layers as groups of rows, such as experts."""
         return self.kernels.pack_groups([self.linear(each) for each in declared])
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
-        """Return and record."""
+        """Return a norm's weight, or None."""
         if declared is None:
             return None
         self.norms.append(self.weights.norm(declared))
         return self.norms[-1]
 
     def vector(self, declared: Vector) -> Tensor:
-        """Return and record."""
+        """Return numbers in float32."""
         self.norms.append(self.weights.vector(declared))
         return self.norms[-1]
 
@@ -97,7 +97,7 @@ class ModelContext:
 class CausalLM:
     """A decoder-only transformer: token ids -> hidden states -> logits.
 
-    Rows belong to any number of sequences, without padding.
+    Rows may belong to any number of sequences, without padding.
     """
 
     __slots__ = (
@@ -121,9 +121,9 @@ class CausalLM:
         self.lm_head = self.embed_tokens if tensors.head is None else context.linear(tensors.head)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
-        """Return the final hidden states [num_outputs, hidden] of int64 [num_tokens]. Writes KV.
+        """Write KV for int64 token ids [num_tokens]. Return the final hidden states [num_outputs, hidden].
 
-        Rows that are not in `AttentionBatch.outputs` are dropped after the last layer has written KV.
+        After the last layer has written KV, only the rows of `AttentionBatch.outputs` are computed further.
         """
         kernels = self.kernels
         residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype, self.embedding_scale)
@@ -145,7 +145,7 @@ class CausalLM:
         return hidden
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return float32 [rows, vocab_size], in `out` if given."""
+        """Return float32 logits [rows, vocab_size], written to `out` if given."""
         logits = self.kernels.linear(hidden, self.lm_head, float32_out=True, out=out)
         if self.architecture.logits_scaling != 1.0:
             divide(self.kernels, logits, self.architecture.logits_scaling)

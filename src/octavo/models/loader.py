@@ -48,7 +48,7 @@ _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
-    """Return the activations' dtype: a CPU computes float16 weights in float32."""
+    """Return the weights' dtype, or float32 for float16 weights on a CPU."""
     if weight_dtype == "float16" and device.type == "cpu":
         return torch.float32
     return _TORCH_DTYPES[weight_dtype]
@@ -71,9 +71,9 @@ def load_model(
 ) -> CausalLM:
     """Read and pack all weights of a checkpoint.
 
-    load_format: "dummy" makes random weights from `seed`. quantization, group_size: for weights other than integers.
-    progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels do not support fp8. Peak memory is
-    that of the packed weights, of the pages last read and of the largest weights converted or rounded together.
+    load_format: "dummy" makes random weights from `seed`. quantization, group_size: for weights that are not stored as
+    integers. progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels do not support fp8. Peak
+    memory is the packed weights, the pages read last and the largest weight being converted.
     """
     if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(
@@ -121,7 +121,7 @@ def load_model(
 
 
 def open_packed_cache(max_bytes: int) -> PackedCache | None:
-    """Return the cache; None for 0 bytes or without a home directory."""
+    """Return the cache, or None for 0 bytes or without a home directory."""
     try:
         return PackedCache(max_bytes) if max_bytes else None
     except RuntimeError as error:
@@ -203,7 +203,6 @@ def _log_small_floats(
 
 
 def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
-    """Return None if packing is as fast as reading."""
     if not packer.has_integers or packer.kernels.layout is None:
         return None
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
@@ -286,13 +285,13 @@ class _Packer:
         return fuse_quantized(parts)
 
     def _of_floats(self, name: str, parts: Iterable[Tensor]) -> WeightToPack:
-        """Round floats if configured. Parts may alias the source, and are packed before it changes."""
+        """Parts may alias the source, so they are packed before it changes."""
         bits = rounded_bits(name, self.quantization)
         placed = (part.to(self.device, self.dtype) for part in parts)
         if bits is None:
             return list(placed)
         rounded = fuse_quantized([self._round_quantized(part, bits) for part in placed])
-        self.source.release()  # before packing: the vocabulary's weight is the largest
+        self.source.release()  # first, because the vocabulary's weight is the largest
         return rounded
 
     def _round_quantized(self, weight: Tensor, bits: int) -> QuantizedWeight:
@@ -335,7 +334,7 @@ class _Packer:
         self.report_progress()
 
     def report_progress(self) -> None:
-        """Report the bytes so far. A call without new bytes shows that loading continues."""
+        """Report progress. A call without new bytes shows that loading continues."""
         self.progress(self.done_bytes, self.total_bytes)
 
 

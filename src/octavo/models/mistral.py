@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases; early checkpoints have sliding windows."""
+"""Mistral: Llama without biases. Early checkpoints have sliding windows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"MistralForCausalLM": "Mistral 7B, Mistral NeMo, Mistral Small"}
-_DEFAULT_WINDOW = 4096  # without the key; null: no window
+_DEFAULT_WINDOW = 4096  # default; null means no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Mistral's keys."""
+    """See `Family`."""
     max_positions, num_layers = config.count("max_position_embeddings", 131072), config.count("num_hidden_layers")
     has_window = config.values.get("sliding_window", _DEFAULT_WINDOW) is not None
     window = config.count("sliding_window", _DEFAULT_WINDOW) if has_window else None

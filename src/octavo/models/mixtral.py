@@ -17,7 +17,7 @@ MODELS = {"MixtralForCausalLM": "Mixtral"}
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Mixtral's keys. `intermediate_size` is that of an expert."""
+    """Read Mixtral's keys. `intermediate_size` is one expert's."""
     architecture = read_mistral(config.with_defaults(sliding_window=None), name)
     mlp = GatedMLPConfig.read(config)
     experts = ExpertsConfig(

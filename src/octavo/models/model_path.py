@@ -14,7 +14,7 @@ _HUB_LEFT_OUT = ["consolidated*.safetensors", "*/*.safetensors"]
 
 
 def resolve_model_path(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint; a hub id is downloaded unless huggingface_hub's cache has it.
+    """Return the directory of a checkpoint. A hub id is downloaded unless it is cached.
 
     weights: False to download only other files.
     """
@@ -38,7 +38,7 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
         files = [*_HUB_FILES, _WEIGHTS] if weights else _HUB_FILES
         found = Path(snapshot_download(model, revision=revision, allow_patterns=files, ignore_patterns=_HUB_LEFT_OUT))
     except Exception as error:
-        # It does not wrap its HTTP client's exceptions.
+        # snapshot_download does not wrap its HTTP client's exceptions.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"there is no directory {model!r}, and it could not be downloaded from the Hugging Face hub: {reason}"

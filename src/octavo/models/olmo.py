@@ -27,7 +27,7 @@ _NORMS = LayerNorms(
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read either's keys."""
+    """See `Family`."""
     is_third = name == "Olmo3ForCausalLM"
     config = config.with_defaults(**(_DEFAULTS | (_DEFAULTS_3 if is_third else {})))
     max_positions, bias = config.count("max_position_embeddings"), config.flag("attention_bias", default=False)

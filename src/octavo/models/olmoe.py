@@ -18,7 +18,7 @@ MODELS = {"OlmoeForCausalLM": "OLMoE"}
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read OLMoE's keys. `intermediate_size` is that of an expert."""
+    """Read OLMoE's keys. `intermediate_size` is one expert's."""
     config = config.with_defaults(max_position_embeddings=4096, rms_norm_eps=1e-5)
     max_positions, bias = config.count("max_position_embeddings"), config.flag("attention_bias", default=False)
     rope, mlp = read_rope(config, max_positions), GatedMLPConfig.read(config)

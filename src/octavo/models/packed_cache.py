@@ -1,7 +1,6 @@
 """Keeps packed integer weights on disk, in safetensors' format, which holds no code.
 
-A file is used only if no byte of the checkpoint's files has changed. A user with write access can forge it, which
-changes tokens, but cannot run code.
+A cached file is used only if the checkpoint has not changed. A forged file can change tokens, but cannot run code.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_BYTES = 64 << 20  # less is packed fast enough
-FORMAT_VERSION = 3  # increase it when storage changes
+LEAST_BYTES = 64 << 20  # smaller models are packed fast enough
+FORMAT_VERSION = 3  # increase it when the stored format changes
 _READERS, _WEIGHTS_AHEAD = 2, 4
 _TASK_BYTES = 8 << 20
-_PIECE_BYTES = 1 << 20  # checked in the processor's cache
+_PIECE_BYTES = 1 << 20  # fits the processor's cache
 _LINE_BYTES = 64
 _MAX_HEADER_BYTES = 64 << 20
 HASHES_FILE = "hashes.json"
@@ -49,7 +48,7 @@ _IN_USE_S = 86400.0
 
 
 class Identity:
-    """Identifies a checkpoint's files and formats of packed weights."""
+    """Identifies a checkpoint's files and the formats of its packed weights."""
 
     def __init__(
         self, files: Iterable[Path], formats: Iterable[object], hashes: FileHashes, on_progress: Callable[[], None]
@@ -60,42 +59,42 @@ class Identity:
         self._on_progress = on_progress
 
     def digest(self) -> str:
-        """Hash the files, unless their hashes are known. Raises `OSError`."""
+        """Hash the files, unless their hashes are stored. Raises `OSError`."""
         files = [
             (path.name, self._hashes.sha256(path, state, self._on_progress)) for path, state in self._states.items()
         ]
         return _digest_text(json.dumps([self._formats, files]))
 
     def is_current(self) -> bool:
-        """Return whether no file has changed. Raises `OSError`."""
+        """Return True if no file has changed. Raises `OSError`."""
         return all(FileState.of(path) == state for path, state in self._states.items())
 
     def keep(self) -> None:
-        """Store the hashes."""
+        """Store the files' hashes."""
         self._hashes.keep()
 
 
 class PackedCache:
-    """At most `max_bytes` of packed weights, least recently used removed first."""
+    """At most `max_bytes` of packed weights on disk. The least recently used are removed first."""
 
     def __init__(self, max_bytes: int, directory: Path | None = None) -> None:
         self.max_bytes = max_bytes
         self.directory = directory or cache_directory() / "packed"
 
     def hashes(self) -> FileHashes:
-        """Return checkpoints' hashes."""
+        """Return stored hashes."""
         return FileHashes(self.directory / HASHES_FILE)
 
     def path(self, checkpoint: Path, *formats: object) -> Path:
-        """Return a checkpoint's path."""
+        """Return the path for a checkpoint's weights."""
         name = json.dumps([str(checkpoint.resolve()), *(str(each) for each in formats)])
         readable = "".join(c if c.isalnum() or c in "-._" else "-" for c in checkpoint.resolve().name)[:60]
         return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
 
     def make_room(self, num_bytes: int, for_path: Path) -> bool:
-        """Remove files until `num_bytes` fit; return False, and remove nothing, if impossible.
+        """Remove old files until `num_bytes` fit. If that is impossible, remove nothing and return False.
 
-        Keeps files of the last day: otherwise models used in turn would evict each other.
+        Files of the last day are kept, because models used in turn would evict each other.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
@@ -104,7 +103,7 @@ class PackedCache:
             with suppress(FileNotFoundError):
                 ages[path] = (now - path.stat().st_mtime, path.stat().st_size)
         for path, (age, _) in ages.items():
-            if path.suffix == ".tmp" and age > _ABANDONED_S:  # of a killed process
+            if path.suffix == ".tmp" and age > _ABANDONED_S:  # from a process that was killed
                 path.unlink(missing_ok=True)
         kept = {path: each for path, each in ages.items() if path.name.endswith(_SUFFIX) and path != for_path}
         too_much = num_bytes + sum(size for _, size in kept.values()) - self.max_bytes
@@ -123,7 +122,7 @@ class PackedCache:
 
 
 class KeptWeights:
-    """`Weights` from a kept file, otherwise from a checkpoint. on_progress: called after each written tensor."""
+    """`Weights` from a cached file, or from the checkpoint if none exists. on_progress: called after each write."""
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class KeptWeights:
                 restored = self._restore(declared, self._reader.take(name))
                 self._source.skip(declared)
                 return restored  # noqa: TRY300
-            except Exception as error:  # noqa: BLE001 - packs again
+            except Exception as error:  # noqa: BLE001
                 logger.warning("%s cannot be used (%s); weights are packed again", self._path, error)
                 self.close()
                 self._is_complete = False  # the next start writes the file
@@ -172,19 +171,19 @@ class KeptWeights:
         return restored
 
     def norm(self, declared: Norm) -> Tensor:
-        """Read the checkpoint."""
+        """See `Weights`."""
         return self._source.norm(declared)
 
     def vector(self, declared: Vector) -> Tensor:
-        """Read the checkpoint."""
+        """See `Weights`."""
         return self._source.vector(declared)
 
     def skip(self, declared: Linear) -> None:
-        """Count as loaded."""
+        """See `Weights`."""
         self._source.skip(declared)
 
     def finish(self) -> None:
-        """Write the file, if all weights were packed now. Failures are only logged."""
+        """Write the file if all weights were packed now. Failures are only logged."""
         if self._reader is not None:
             with suppress(OSError):
                 os.utime(self._path)
@@ -208,7 +207,7 @@ class KeptWeights:
             logger.warning("packed weights cannot be stored in %s: %s", self._path, error)
 
     def close(self) -> None:
-        """Release the file. May be repeated."""
+        """Close the file. May be repeated."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -221,18 +220,18 @@ class _TensorBeingRead(NamedTuple):
     tasks: list[Future[list[int]]]
 
     def result(self) -> Tensor:
-        """Wait for the data. Raises `ValueError` if damaged."""
+        """Raise `ValueError` if the data are damaged."""
         if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
             raise ValueError(f"{self.name} is damaged")
         return self.data
 
 
 class _Reader:
-    """Reads and checks a kept file, a few weights ahead, into one piece of memory, so that most pages are huge."""
+    """Reads weights ahead and checks them. All share one allocation, so that most pages are huge."""
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
-        """Return None if no readable file has this identity."""
+        """Return None if the file is unreadable or has another identity."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -246,7 +245,7 @@ class _Reader:
             if _digest_text(metadata["linears"]) != metadata["digest"]:
                 raise ValueError("its header is damaged")  # noqa: TRY301
             return cls(file, start, header, json.loads(metadata["linears"]), kernels)
-        except Exception as error:  # noqa: BLE001 - packs again
+        except Exception as error:  # noqa: BLE001
             logger.warning("%s cannot be read (%s); weights are packed again", path, error)
             os.close(file)
             return None
@@ -266,7 +265,7 @@ class _Reader:
         self._num_begun = 0
 
     def take(self, name: str) -> list[KeptLinear]:
-        """Return a weight, and begin to read the next ones. Raises an exception for damage."""
+        """Return a weight and start reading the next ones."""
         index = self._names.index(name)
         for ahead in self._names[self._num_begun : index + 1 + _WEIGHTS_AHEAD]:
             self._begun[ahead] = [self._begin_part(ahead, *each) for each in enumerate(self._linears[ahead])]

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 mini: fused projections in files, and longrope."""
+"""Phi-3, Phi-3.5 and Phi-4 mini: files store fused projections, and long contexts use longrope."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Phi-3's keys."""
+    """See `Family`."""
     config = config.with_defaults(**_DEFAULTS)
     max_positions = config.count("max_position_embeddings")
     rope = read_rope(config, max_positions, is_partial=True)

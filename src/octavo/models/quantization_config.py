@@ -1,4 +1,4 @@
-"""Reads how weights are stored."""
+"""Reads how weights are quantized."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _OTHER_METHODS = {
 
 
 def read_quantization_config(config: ConfigFile) -> StoredQuantization | StoredFloats | None:
-    """Return config.json's quantization; None for plain floats."""
+    """Return the quantization, or None for plain floats."""
     for key in _KEYS:
         if (section := config.section(key)) is None:
             continue
@@ -223,7 +223,7 @@ def _names(section: ConfigFile, key: str) -> tuple[str, ...]:
 
 
 def _as_pattern(name: str) -> str:
-    """Return a name with `*` as a regular expression that also matches names below it."""
+    """Return a pattern for a name with `*` that also matches modules below it."""
     name = name.replace("language_model.", "")
     if name.startswith("re:") or "*" not in name:
         return name
@@ -241,7 +241,7 @@ def _refuse(section: ConfigFile, key: str, problem: str) -> None:
 
 
 def _read_fp8(section: ConfigFile) -> StoredFloats:
-    """Read DeepSeek's and Qwen's blocks (weight_scale_inv multiplies values), or a scale per tensor."""
+    """Read a scale per block (`weight_scale_inv`, which multiplies values) or per tensor."""
     _allow(section, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     _allow(section, "activation_scheme", ("dynamic", "static"), default="dynamic")
     _allow(section, "scale_fmt", ("float", "ue8m0"), default="float")

@@ -1,4 +1,4 @@
-"""Writes quantized copies, also for vLLM and transformers.
+"""Writes quantized copies of checkpoints for octavo, vLLM and transformers.
 
 Embeddings, lm_head and norms are not quantized.
 """
@@ -52,10 +52,10 @@ def quantize_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> int:
-    """Write a quantized copy of a checkpoint into a new or empty directory; return the bytes of its weights.
+    """Write a quantized copy of a checkpoint into a new or empty directory; return its weights' bytes.
 
     precision: "int8" (a scale per output feature) or "int4" (one per `group_size` input features). progress(done,
-    total): in bytes of the source's weights. Raises `ModelError` if the source is quantized or the destination not
+    total): in bytes of the source's weights. Raises `ModelError` if the source is quantized or the destination is not
     empty.
     """
     architecture = read_architecture(source)
@@ -72,13 +72,13 @@ def quantize_checkpoint(
     files = open_tensors(FolderWeights(source), architecture, getattr(torch, architecture.dtype))
     refuse_broken_scales(files, architecture.scale_names())
     config = text_part(ConfigFile.read(source / "config.json")).values
-    config.pop("compression_config", None)  # its older name
+    config.pop("compression_config", None)  # an older name of quantization_config
     has_experts = any(is_router(name) for name in architecture.tensor_shapes())
     config["quantization_config"] = describe_stored(
         precision, group_size, ["lm_head", *(_ROUTERS if has_experts else ())]
     )
     try:
-        # Finished files need only be renamed; config.json comes last.
+        # Finished files need only be renamed. config.json comes last.
         folder = destination if destination.exists() else destination.parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=folder) as unfinished:
@@ -112,7 +112,7 @@ def _write_weights(
             tensors = stored_tensors(name.removesuffix(".weight"), tensor, precision, group_size)
         else:
             tensors = {name: tensor.clone()}
-        if not architecture.has_head:  # the names must show that
+        if not architecture.has_head:  # readers recognize such a model by names without "model."
             tensors = {each.removeprefix("model."): stored for each, stored in tensors.items()}
         writer.add(tensors)
         done += tensor.nbytes
@@ -134,7 +134,7 @@ def _copy_the_rest(source: Path, directory: Path) -> None:
 
 
 def _module_folders(path: Path) -> set[str]:
-    """Ignore a broken list: serving the copy reports it."""
+    """Ignore a broken list, because serving the copy reports it."""
     try:
         modules = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Reads weights of integers, and writes them in compressed-tensors' layouts."""
+"""Reads integer weights, and writes them in compressed-tensors' layouts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredQuantization, StoredTensor
     from octavo.models.weight_source import StoredTensors, StoredWeight
 
-# Increase it when values are read differently: this invalidates weights on disk.
+# Increase it when weights are read differently, to invalidate packed weights on disk.
 READING_VERSION = 2
 _VALUES_A_WORD = 8
 _VALUES_AT_ONCE = 1 << 22
 _NIBBLE = 15
-# AWQ stores eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first: the place of column j.
+# AWQ stores eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. Entry j is the place of column j.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredIntegers:
-    """The `StoredTensors` of integers, which read(name) returns."""
+    """The `StoredTensors` of a checkpoint of integers. read(name): returns a quantized weight."""
 
     def __init__(
         self, files: StoredTensors, stored: StoredQuantization, read: Callable[[str], QuantizedWeight]
@@ -45,23 +45,23 @@ class StoredIntegers:
         self.read = read
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Check the files."""
+        """See `StoredTensors`."""
         self.files.check(expected)
 
     def find(self, name: str) -> Tensor | None:
-        """Find in files."""
+        """See `StoredTensors`."""
         return self.files.find(name)
 
     def weight(self, name: str) -> StoredWeight:
-        """Return stored weights."""
+        """See `StoredTensors`."""
         return self.read(name) if self.stored.covers(name.removesuffix(".weight")) else self.files.weight(name)
 
     def tensor(self, name: str) -> Tensor:
-        """Return floats."""
+        """See `StoredTensors`."""
         return self.files.tensor(name)
 
     def release(self) -> None:
-        """Release the files."""
+        """See `StoredTensors`."""
         self.files.release()
 
 
@@ -74,8 +74,8 @@ def read_quantized(
 ) -> QuantizedWeight:
     """Return the weight [out_features, in_features] of a linear layer.
 
-    tensor(name): returns one of `stored.tensors(module, ...)`, if it exists. round_weight: `Kernels.round_weight`,
-    because int8 is rotated and rounded again.
+    tensor(name): returns one of `stored.tensors(module, ...)`, or None. round_weight: `Kernels.round_weight`, used for
+    int8 because octavo rotates int8 weights and rounds them again.
     """
 
     def required(name: str) -> Tensor:
@@ -119,12 +119,12 @@ def read_quantized(
 
 
 def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
-    """Refuse scales that are not finite: all logits would be NaN."""
+    """Raise `ModelError` if a scale is not finite, because all logits would be NaN."""
     for name in names:
         scales = files.find(name)
         if scales is None:
             continue
-        if scales.dtype == torch.uint8:  # exponents: 255 is NaN
+        if scales.dtype == torch.uint8:  # exponents, of which 255 is NaN
             scales = scales.view(torch.float8_e8m0fnu)
         if not bool(scales.float().isfinite().all()):
             raise ModelError(f"{name} has a scale that is infinite or not a number; the checkpoint is damaged")
@@ -134,7 +134,7 @@ def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
 def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> Tensor | None:
     name = {StoredLayout.PACKED: "weight_g_idx", StoredLayout.GPTQ: "g_idx"}.get(stored.layout)
     group_of = None if name is None else tensor(f"{module}.{name}")
-    if group_of is None or bool((group_of == -1).all()):  # no order
+    if group_of is None or bool((group_of == -1).all()):  # the features are not reordered
         return None
     ordered, order = group_of.long().sort(stable=True)
     expected = torch.arange(len(group_of)) // (stored.group_size or len(group_of))
@@ -152,7 +152,7 @@ def _in_order(values: Tensor) -> Tensor:
 
 
 def unpack_nibbles(words: Tensor, dim: int) -> Tensor:
-    """Return the eight values 0 .. 15 of each int32, lowest bits first, as uint8 along `dim`."""
+    """Return the eight values 0 .. 15 of each int32 as uint8 along `dim`, lowest bits first."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     if dim == 1:
         return ((words.unsqueeze(2) >> shifts) & _NIBBLE).to(torch.uint8).flatten(1)
@@ -160,14 +160,14 @@ def unpack_nibbles(words: Tensor, dim: int) -> Tensor:
 
 
 def pack_nibbles(values: Tensor) -> Tensor:
-    """Return 0 .. 15 as int32 [rows, ceil(columns / 8)], lowest bits first."""
+    """Pack values 0 .. 15 into int32 [rows, ceil(columns / 8)], lowest bits first."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % _VALUES_A_WORD))
     pairs = padded[:, ::2] | padded[:, 1::2] << 4
     return pairs.contiguous().view(torch.int32)
 
 
 def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int) -> dict[str, Tensor]:
-    """Round a weight and return its tensors. int8 is not rotated: other programs do not rotate."""
+    """Round a weight and return its tensors by name. int8 is not rotated, because other programs do not rotate."""
     if precision == "int8":
         values, scales = round_to_int8(weight, rotated=False)
         return {f"{module}.weight": values, f"{module}.weight_scale": scales.unsqueeze(1)}
@@ -180,7 +180,7 @@ def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int)
 
 
 def describe_stored(precision: str, group_size: int, ignored: list[str]) -> dict[str, Any]:
-    """Return config.json's quantization_config."""
+    """Return quantization_config."""
     is_int8 = precision == "int8"
     weights = {
         "num_bits": 8 if is_int8 else 4,

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v; upper layers may have a window."""
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v. Upper layers may have a window."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen2ForCausalLM": "Qwen2, Qwen2.5, QwQ"}
-_DEFAULT_WINDOW = 4096  # without the key; null: no window
+_DEFAULT_WINDOW = 4096  # default; null means no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Qwen2's keys."""
+    """See `Family`."""
     max_positions = config.count("max_position_embeddings", 32768)
     rope = read_rope(config, max_positions)
     attention = AttentionConfig.read(config, rope=rope, default_num_kv_heads=32, qkv_bias=True)
@@ -39,7 +39,7 @@ def layers_with_windows(
     attention: AttentionConfig,
     has_window: Callable[[int, int], bool] = lambda index, bound: index >= bound,
 ) -> tuple[LayerConfig, ...]:
-    """Return all layers. has_window(index, max_window_layers): used without `layer_types`."""
+    """Return all layers. has_window(index, max_window_layers): decides if `layer_types` is missing."""
     mlp, windows = GatedMLPConfig.read(config), _read_windows(config, has_window)
     return tuple(LayerConfig(attention=replace(attention, window=each), mlp=mlp) for each in windows)
 

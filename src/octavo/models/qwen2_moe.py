@@ -1,4 +1,4 @@
-"""Qwen2's mixtures of experts, with a gated shared expert."""
+"""Qwen2's mixtures of experts. The shared expert has a gate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = {"Qwen2MoeForCausalLM": "Qwen1.5 MoE, Qwen2 MoE"}
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Qwen2's keys."""
+    """See `Family`."""
     max_positions = config.count("max_position_embeddings", 32768)
     rope = read_rope(config, max_positions)
     bias = config.flag("qkv_bias", default=True)
@@ -34,7 +34,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 def with_experts(
     config: ConfigFile, layers: tuple[LayerConfig, ...], shared_size: int | None = None
 ) -> tuple[LayerConfig, ...]:
-    """Give each `decoder_sparse_step`-th layer experts, unless it is in `mlp_only_layers`."""
+    """Give experts to each `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, dense = config.count("decoder_sparse_step", 1), config.whole_numbers("mlp_only_layers", [])
     router = Router.read(config, normalizes=config.flag("norm_topk_prob", default=False))
     experts = ExpertsConfig(

@@ -17,14 +17,14 @@ MODELS = {"Qwen3ForCausalLM": "Qwen3"}
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Qwen3's keys."""
+    """See `Family`."""
     attention, max_context_tokens = read_attention(config)
     layers = layers_with_windows(config, attention)
     return read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
 
 
 def read_attention(config: ConfigFile) -> tuple[AttentionConfig, int]:
-    """Return attention without a window, and the longest context."""
+    """Return the attention without a window, and the longest context."""
     max_positions = config.count("max_position_embeddings", 32768)
     rope, bias = read_rope(config, max_positions), config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts, in all layers or some."""
+"""Qwen3's mixtures of experts, in all or some layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODELS = {"Qwen3MoeForCausalLM": "Qwen3 MoE, Qwen3-Coder"}
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Qwen3's keys."""
+    """See `Family`."""
     attention, max_context_tokens = read_attention(config)
     windows = layers_with_windows(config, attention, lambda _index, _bound: True)
     layers = with_experts(config, windows)

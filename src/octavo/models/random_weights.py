@@ -24,7 +24,7 @@ DEFAULT_STD = 0.02
 
 
 class RandomWeights:
-    """`StoredTensors` without files: normal values around 0, or `norm_mean` for norms.
+    """`StoredTensors` without files: random normal values with mean 0, or `norm_mean` for norms.
 
     A tensor depends only on the seed and its name.
     """
@@ -49,18 +49,18 @@ class RandomWeights:
         """Accept any shape."""
 
     def find(self, name: str) -> Tensor | None:
-        """Make a known tensor."""
+        """See `StoredTensors`."""
         return self.tensor(name) if name in self.shapes else None
 
     def weight(self, name: str) -> Tensor:
-        """Make a weight."""
+        """See `StoredTensors`."""
         return self.tensor(name)
 
     def release(self) -> None:
         """Do nothing."""
 
     def tensor(self, name: str) -> Tensor:
-        """Make one tensor."""
+        """See `StoredTensors`."""
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         mean = self.norm_mean if is_norm(name) else 0.0
@@ -177,7 +177,7 @@ def write_checkpoint(
 
 
 def _with_experts_of_gpt_oss(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Put a layer's experts together; see `octavo.models.stored_experts`."""
+    """Join experts' tensors; see `stored_experts`."""
     experts: dict[tuple[str, str], list[Tensor]] = {}
     together = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Maps architectures to families. A new family is one file and one line here."""
+"""Maps architectures to families. A new family is one module and one line here."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ FAMILIES = {
 }
 
 
-_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would take memory before missing tensors are noticed
+_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would exhaust memory before missing tensors are noticed
 
 
 class Family(Protocol):
-    """A family's module. MODELS: its architectures, and names that users know."""
+    """A family's module. MODELS: maps architectures to model names that users know."""
 
     MODELS: dict[str, str]
 
@@ -54,12 +54,12 @@ class Family(Protocol):
 
 
 def find_family(name: str) -> Family:
-    """Import a family."""
+    """Import the module of an architecture's family."""
     return cast("Family", import_module(FAMILIES[name]))
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """Read `config.json`."""
+    """Read a checkpoint's `config.json`."""
     architecture = architecture_of(ConfigFile.read(directory / "config.json"))
     if not architecture.tie_word_embeddings and was_saved_without_head(directory):
         architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
@@ -67,7 +67,7 @@ def read_architecture(directory: Path) -> Architecture:
 
 
 def architecture_of(config: ConfigFile) -> Architecture:
-    """Read a configuration by its family."""
+    """Read a configuration with its family's module."""
     if config.has(_LAYERS) and config.count(_LAYERS) > _MOST_LAYERS:
         raise config.error(_LAYERS, f"octavo supports at most {_MOST_LAYERS}")
     names = config.values.get("architectures")

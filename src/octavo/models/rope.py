@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from octavo.models.rope_config import RopeConfig
 
-_SLICE_POSITIONS = 1024  # fit a core's cache: faster than two threads
+_SLICE_POSITIONS = 1024  # fit a core's cache, which is faster than two threads
 
 
 def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
-    """Return float32 [num_positions, rotary_dim]: cosines of the rotary_dim / 2 angles, then sines.
+    """Return float32 [num_positions, rotary_dim]: the cosines of rotary_dim / 2 angles, then their sines.
 
     Angles are float32 products, rounded as in transformers.
     """
@@ -33,7 +33,7 @@ def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> 
 
 
 def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int | None:
-    """Compute a table again; return the first row that differs in any bit, or None."""
+    """Compute a table again. Return the first row that differs in any bit, or None."""
     if rope is None:
         return None
     for start, rows in _slices(rope, head_dim, len(table)):
@@ -44,12 +44,12 @@ def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int
 
 
 def first_rows(rope: RopeConfig | None, head_dim: int, num_positions: int, num_rows: int) -> Tensor:
-    """Return the first rows of a table for num_positions, perhaps fewer."""
+    """Return at most `num_rows` first rows of the table for `num_positions`."""
     return make_cos_sin(None if rope is None else rope.within(num_positions), head_dim, num_rows)
 
 
 def _slices(rope: RopeConfig, head_dim: int, num_positions: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first position, rows); the next slice overwrites the rows."""
+    """Yield (first position, rows). The next slice overwrites the rows."""
     rope, rotary_dim = rope.within(num_positions), rope.rotary_dim(head_dim)
     slices = torch.empty(min(num_positions, _SLICE_POSITIONS), rotary_dim, dtype=torch.float32)
     with one_thread():
@@ -65,7 +65,7 @@ def _slices(rope: RopeConfig, head_dim: int, num_positions: int) -> Iterator[tup
 
 
 def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor | None:
-    """Return float32 [num_positions]: factors of queries (Llama 4), if any."""
+    """Return float32 [num_positions]: factors of queries (Llama 4). None without scaling."""
     if rope is None or not rope.query_scale_beta:
         return None
     with one_thread():
@@ -75,7 +75,7 @@ def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
-    """Return float32 [rotary_dim / 2]: radians per position."""
+    """Return the radians per position as float32 [rotary_dim / 2]."""
     wavelengths = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     match rope.kind:
         case "default":
@@ -92,7 +92,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Keep high frequencies, divide low ones, blend between (Llama 3.1 model card)."""
+    """Keep high frequencies, divide low ones and blend between them (Llama 3.1 model card)."""
     low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     blend = (original / wavelengths - low) / (high - low)
@@ -102,10 +102,10 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
-    """Keep fast pairs, interpolate slow ones, ramp between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
+    """Keep fast pairs, interpolate slow ones, blend between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
 
     def pair_with(rotations: float) -> float:
-        """Return the pair that rotates so often in the original context."""
+        """Return the pair that makes so many rotations in the original context."""
         original = rope.original_max_position_embeddings
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -114,7 +114,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
-        last += 0.001  # no division by zero
+        last += 0.001  # avoids division by zero
     ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

@@ -1,4 +1,4 @@
-"""Reads rotary embeddings."""
+"""Reads the parameters of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _UNSUPPORTED_KEYS = ("mrope_section", "full_attention", "sliding_attention", "sh
 class RopeConfig:
     """Parameters of one rotary embedding.
 
-    partial_rotary_factor             the rotated share of a head's dimensions, from the first on
-    interleaved                       rotates neighbouring dimensions, not equal places of both halves
+    partial_rotary_factor             share of a head's dimensions that rotates, starting with the first
+    interleaved                       neighbouring dimensions rotate together, not the halves of a head
     query_scale_beta                  queries at position p are scaled by 1 + beta * ln(1 + floor(p / original))
     low_freq_factor, high_freq_factor llama3: bounds of interpolation
     original_max_position_embeddings  llama3, yarn, longrope: context before stretching
     attention_factor                  yarn, longrope: multiplies cosines and sines
-    beta_fast, beta_slow, truncate    yarn: ends of the ramp, in rotations; whether they are rounded
-    short_factors, long_factors       longrope: of each wavelength
+    beta_fast, beta_slow              yarn: ends of the ramp, in rotations
+    truncate                          yarn: round the ends of the ramp
+    short_factors, long_factors       longrope: a factor for each wavelength
     """
 
     kind: RopeKind = "default"
@@ -51,7 +52,7 @@ class RopeConfig:
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, config: ConfigFile, head_dim: int) -> None:
-        """Refuse heads that cannot be rotated."""
+        """Raise `ModelError` if such heads cannot be rotated."""
         rotary_dim, factors = self.rotary_dim(head_dim), len(self.short_factors)
         if rotary_dim % 2 or not rotary_dim:
             raise config.error(_PARTIAL, f"rotates {rotary_dim} of {head_dim} dimensions of a head; it must be even")
@@ -59,10 +60,9 @@ class RopeConfig:
             raise config.error("rope_scaling", f"must have {rotary_dim // 2} factors, one for each pair, not {factors}")
 
     def within(self, max_model_len: int) -> RopeConfig:
-        """Return the parameters for shorter sequences.
+        """Return the parameters for sequences of at most `max_model_len` tokens.
 
-        As in vLLM, `max_model_len` chooses between longrope's factors: a choice by a sequence's length would change
-        earlier keys when it grows.
+        As in vLLM, `max_model_len` chooses longrope's factors. A choice by sequence length would change earlier keys.
         """
         if self.kind != "longrope":
             return self
@@ -86,9 +86,9 @@ def read_rope(
     is_partial: bool = False,
     scales_queries: bool = False,
 ) -> RopeConfig:
-    """Read either style. `rope_scaling` wins over `rope_parameters`, and a theta inside it wins, as in transformers.
+    """Read `rope_scaling`, or `rope_parameters` if it is missing. A nested `rope_theta` wins, as in transformers.
 
-    section: of some layers. is_partial, scales_queries: allow partially rotated heads, and queries scaled by position.
+    section: replaces both. is_partial: allow partially rotated heads. scales_queries: allow queries scaled by position.
     """
     section = section or config.section("rope_scaling") or config.section("rope_parameters")
     sections = [config] if section is None else [config, section]
@@ -162,7 +162,7 @@ def _read_yarn(section: ConfigFile, theta: float, original: int, max_position_em
     attention_factor = section.optional_number("attention_factor")
     if attention_factor is None:
         mscale, mscale_all_dim = section.values.get("mscale"), section.values.get("mscale_all_dim")
-        if mscale and mscale_all_dim:  # zero: not given, as in transformers
+        if mscale and mscale_all_dim:  # zero counts as missing, as in transformers
             over, under = section.number("mscale"), section.number("mscale_all_dim")
             attention_factor = _yarn_mscale(factor, over) / _yarn_mscale(factor, under)
         else:
@@ -201,5 +201,5 @@ def _read_longrope(section: ConfigFile, theta: float, original: int, max_positio
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
-    """Return attention's temperature (Peng et al. 2023, section 3.4)."""
+    """Return the attention temperature (Peng et al. 2023, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

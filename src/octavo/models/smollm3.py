@@ -1,4 +1,4 @@
-"""SmolLM3: Llama; every fourth layer does not rotate."""
+"""SmolLM3: Llama without rotation in every fourth layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEFAULTS = {
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read SmolLM3's keys."""
+    """See `Family`."""
     config = config.with_defaults(**_DEFAULTS)
     max_positions = config.count("max_position_embeddings")
     rope, bias = read_rope(config, max_positions), config.flag("attention_bias", default=False)

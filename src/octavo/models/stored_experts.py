@@ -1,7 +1,7 @@
-"""Finds each expert's tensors in those that hold all experts of a layer.
+"""Finds each expert's tensors inside tensors that hold all experts of a layer.
 
-transformers stores [experts, rows, columns], the gates' rows before those of `up`. gpt-oss, which has biases,
-alternates these rows, and its floats are [experts, columns, rows].
+transformers stores [experts, rows, columns], with the gates' rows before those of `up`. gpt-oss, recognized by its
+biases, alternates these rows, and stores floats as [experts, columns, rows].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """One expert's rows of a stored tensor. is_transposed: they are its columns."""
+    """One expert's rows of a stored tensor. is_transposed: the rows are stored as columns."""
 
     stored: str
     expert: int
@@ -33,7 +33,7 @@ class ExpertPart:
     is_transposed: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a view."""
+        """Return a view of the tensor."""
         own = tensor[self.expert]
         return (own.T if self.is_transposed else own)[self.rows]
 
@@ -46,9 +46,9 @@ class ExpertPart:
 def find_expert_parts(
     directory: Path, names: Iterable[str], shape_of: Callable[[str], Sequence[int]]
 ) -> Iterator[tuple[str, ExpertPart]]:
-    """Yield each expert's tensor names, with their places.
+    """Yield each expert's tensor name, and its part of a stored tensor.
 
-    directory: for messages. Raises `ModelError` for a shape that cannot be divided.
+    directory: for messages. Raises `ModelError` if a shape cannot be divided.
     """
     names = set(names)
     for name in sorted(names):

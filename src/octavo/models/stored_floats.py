@@ -1,6 +1,7 @@
-"""How a checkpoint stores floats of 8 or 4 bits with scales. Does not import torch.
+"""Describes how a checkpoint stores floats of 8 or 4 bits with scales.
 
-MXFP4 is multiplied as it is. FP8 is expanded at load, or by Triton kernels in every product. Quantization rounds both.
+MXFP4 is multiplied without expansion. FP8 is expanded at load, or by Triton kernels in every product. Quantization
+rounds both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MXFP4_GROUP = 32
 
 
 class FloatLayout(StrEnum):
-    """A layer's tensors."""
+    """The tensors that store a layer."""
 
     FP8 = "FP8"  # weight, with weight_scale or weight_scale_inv
     MXFP4_PACKED = "MXFP4"  # compressed-tensors: weight_packed, weight_scale
@@ -40,8 +41,8 @@ _VALUES = {
 class StoredFloats:
     """The small floats of a checkpoint (FP8: E4M3; MXFP4: OCP Microscaling Formats 1.0, section 5.4).
 
-    block        (out_features, in_features) that share a scale; None: all of them in that direction
-    scale_names  the first that exists is used
+    block        (out_features, in_features) that share a scale; None for all in that direction
+    scale_names  possible names of the scales; the first name in the file is used
     """
 
     layout: FloatLayout
@@ -51,17 +52,17 @@ class StoredFloats:
 
     @property
     def values_name(self) -> str:
-        """The values' name."""
+        """Last part of the values' tensor name."""
         return _VALUES[self.layout]
 
     @property
     def bits(self) -> int:
-        """A value's bits."""
+        """Bits per value."""
         return 8 if self.layout is FloatLayout.FP8 else 4
 
     @property
     def summary(self) -> str:
-        """Description for messages."""
+        """Short description for messages."""
         rows, columns = self.block
         if rows is None:
             return f"{self.layout.partition(' ')[0]} with a scale per tensor"
@@ -73,13 +74,13 @@ class StoredFloats:
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
-        """Return the scales' shape."""
+        """Return the shape of the scales."""
         sizes = zip((out_features, in_features), self.block, strict=True)
         rows, columns = (1 if block is None else -(-size // block) for size, block in sizes)
         return rows, columns
 
     def block_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Return the bytes of each matrix in blocks: an MXFP4 group has one byte of exponent."""
+        """Return the bytes of matrices in MXFP4 blocks, with one exponent byte per group."""
         if self.bits != 4:
             return {}
         covered = {name: shape for name, shape in shapes.items() if len(shape) == 2}
@@ -91,7 +92,7 @@ class StoredFloats:
         }
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
-        """Return tensors by name. Optional scales for activations, keys and values are ignored."""
+        """Return a module's tensors by name. Scales of activations, keys and values are ignored."""
         if self.bits == 4 and in_features % MXFP4_GROUP:
             raise ModelError(
                 f"{module} has {in_features} input features, which is not a multiple of MXFP4's {MXFP4_GROUP}"

@@ -1,7 +1,7 @@
-"""How a checkpoint stores integers.
+"""Describes how a checkpoint stores integers.
 
-Supports compressed-tensors with int8 weights and activations (W8A8) or packed int4 weights (W4A16), GPTQ and AWQ.
-Products round activations to int8.
+Supports compressed-tensors with int8 weights and activations (W8A8) or packed int4 weights (W4A16), GPTQ and AWQ. All
+products round activations to int8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _VALUES_A_WORD = 8
 
 
 class StoredLayout(StrEnum):
-    """A layer's tensors."""
+    """The tensors that store a layer."""
 
     INT8 = "int-quantized"  # compressed-tensors: weight, weight_scale
     PACKED = "pack-quantized"  # compressed-tensors: weight_packed, weight_scale, weight_zero_point, weight_shape
@@ -27,7 +27,7 @@ class StoredLayout(StrEnum):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's shape, and allowed dtypes by safetensors' names."""
+    """A tensor's shape, and allowed dtypes under safetensors' names."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
@@ -36,12 +36,12 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredQuantization:
-    """The integers of a checkpoint.
+    """How a checkpoint stores its integers.
 
     group_size   input features that share a scale, or None for all
-    zero_offset  is added to stored zero points (GPTQ stores one less)
-    may_reorder  files list each group's input features (act-order, g_idx)
-    ignored      layers stored as floats: names, their last parts, or "re:" and a regular expression
+    zero_offset  added to stored zero points (GPTQ stores them minus 1)
+    may_reorder  groups may have any input features (act-order, g_idx)
+    ignored      layers stored as floats: names, last parts of names, or "re:" and a regular expression
     """
 
     layout: StoredLayout
@@ -54,20 +54,20 @@ class StoredQuantization:
 
     @property
     def summary(self) -> str:
-        """Description for messages."""
+        """Short description for messages."""
         of = "row" if self.group_size is None else f"{self.group_size} values of a row"
         return f"int{self.bits} ({self.layout}) with a scale per {of}{', act-order' if self.may_reorder else ''}"
 
     def covers(self, module: str) -> bool:
-        """True for integers. module: without ".weight"."""
+        """Return True if the module has integers. module: name without ".weight"."""
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def num_groups(self, in_features: int) -> int:
-        """Return a row's number of scales."""
+        """Return the scales per row."""
         return 1 if self.group_size is None else -(-in_features // self.group_size)
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
-        """Return tensors by name."""
+        """Return a module's tensors by name."""
         groups = self.num_groups(in_features)
         words, out_words = -(-in_features // _VALUES_A_WORD), -(-out_features // _VALUES_A_WORD)
         zero_shape = (groups, out_words)
@@ -92,7 +92,7 @@ class StoredQuantization:
                     "qzeros": StoredTensor(zero_shape, _INT32),
                     "scales": StoredTensor((groups, out_features)),
                     "g_idx": StoredTensor((in_features,), _INT32, is_optional=not self.may_reorder),
-                    # Some programs write zeros; a nonzero bias must be noticed.
+                    # Some programs write zeros. A nonzero bias must be refused.
                     "bias": StoredTensor((out_features,), is_optional=True),
                 }
             case StoredLayout.AWQ:

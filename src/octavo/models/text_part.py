@@ -1,4 +1,4 @@
-"""The text part of models of text and images."""
+"""Finds the text part of models of text and images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.models.config_file import ConfigFile
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# By the model's class: the text part's class for each `model_type`.
+# The text part's class, by the whole model's class and `model_type`.
 TEXT_PARTS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "LlavaForConditionalGeneration": {
@@ -22,16 +22,16 @@ TEXT_PARTS: dict[str, dict[str, str]] = {
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
 }
-# These may store the text's keys with the model's.
+# These models may mix the text part's keys with the whole model's.
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 _OF_WHOLE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 _TIED, _ROPES = "tie_word_embeddings", ("rope_scaling", "rope_parameters")
 
 
 def text_part(config: ConfigFile) -> ConfigFile:
-    """Return a text part's configuration, any other one unchanged.
+    """Return the text part's configuration, or `config` unchanged for a text model.
 
-    Token ids, dtype and quantization of the whole model win.
+    Token ids, dtype and quantization come from the whole model.
     """
     names = config.values.get("architectures")
     whole = next((name for name in names if name in TEXT_PARTS), None) if isinstance(names, list) else None
@@ -55,6 +55,6 @@ def _part_of(config: ConfigFile, whole: str) -> ConfigFile:
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return mrope's parameters as plain ones: for text all positions are equal."""
+    """Replace mrope by plain rotation: all position dimensions of text are equal."""
     kept = {key: value for key, value in rope.items() if key not in {"mrope_section", "mrope_interleaved"}}
     return kept | {key: "default" for key in ("rope_type", "type") if rope.get(key) == "mrope"}

@@ -21,11 +21,11 @@ def weight_bytes(
     quantization: str | None = None,
     group_size: int = DEFAULT_GROUP_SIZE,
 ) -> int:
-    """Return the bytes of all weights in `dtype`, with scales. FP8 of a checkpoint counts as expanded.
+    """Return the bytes of all weights with scales. FP8 in a checkpoint counts as expanded to `dtype`.
 
-    norm_dtype: that of activations; norms with an offset are in float32. quantization: of matrices not stored as
-    integers. A row of int8 or fp8 has a scale of four bytes; int4 has two for each scale and zero point, four for each
-    row's unit, and four for each input feature if these may be reordered.
+    norm_dtype: of activations; norms with an offset are float32. quantization: for matrices not stored as integers.
+    int8 and fp8 need four bytes per row. int4 needs two per scale and zero point, four per row, and four per input
+    feature if features may be reordered.
     """
     norm_dtype = "float32" if architecture.norm_offset else norm_dtype or dtype
     in_blocks = _kept_blocks(architecture) if quantization is None else {}
@@ -46,7 +46,7 @@ def weight_bytes(
 
 
 def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
-    """Return the bits that a matrix is rounded to, or None: routers choose in full precision."""
+    """Return the bits that a matrix is rounded to, or None. Routers are not rounded."""
     if quantization is None or is_router(matrix_name) or (quantization == "fp8" and is_vocabulary(matrix_name)):
         return None
     if quantization == "fp8":
@@ -73,7 +73,7 @@ def _kept_blocks(architecture: Architecture) -> dict[str, int]:
 def _rounding(
     architecture: Architecture, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
 ) -> tuple[int | None, int, bool]:
-    """Return (bits, scales of a row, whether it has zero points)."""
+    """Return (bits, scales per row, True if there are zero points)."""
     if len(shape) != 2:
         return None, 0, False
     stored = architecture.stored

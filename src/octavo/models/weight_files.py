@@ -1,4 +1,4 @@
-"""Finds weight files."""
+"""Finds weight files and translates tensor names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from octavo.models.config_file import ConfigFile
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BARE_EMBEDDING = "embed_tokens.weight"  # of names without "model."
-# The text part of models with images: transformers writes either order.
+BARE_EMBEDDING = "embed_tokens.weight"  # exists if names lack "model."
+# The text part of models with images. transformers writes its prefixes in either order.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(experts\.\d+\.)?(gate|w1|w2|w3)(?=\.)")
@@ -22,7 +22,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return model.safetensors, or the files of its index, or all safetensors files."""
+    """Return model.safetensors if it exists, otherwise the files of its index or all safetensors files."""
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
@@ -57,9 +57,9 @@ def _indexed_files(index_path: Path) -> list[Path]:
 
 
 def was_saved_without_head(directory: Path) -> bool:
-    """Return True for an embedding model without lm_head, recognized by its names or sentence-transformers' files.
+    """Return True for an embedding model without lm_head.
 
-    False for broken files: loading them fails later.
+    Such models have names without `model.`, or a modules.json. False for broken files, because loading reports them.
     """
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
@@ -75,7 +75,7 @@ def was_saved_without_head(directory: Path) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """Return some names, and the number of the rest."""
+    """Return three names, and how many more there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 

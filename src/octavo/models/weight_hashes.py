@@ -1,6 +1,6 @@
-"""SHA-256 hashes of a checkpoint's files, stored with each file's state.
+"""Stores SHA-256 hashes of files, with each file's size, times and inode.
 
-A file with the same size, times and inode is unchanged: users cannot reset its ctime.
+If these are unchanged, so is the file, because users cannot reset its ctime.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 1024  # a checkpoint has up to a few hundred
+MAX_ENTRIES = 1024  # a checkpoint has a few hundred files
 _PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
 _READERS = 4
-# Only older files' hashes are stored: a change within a clock tick does not alter the times.
+# A change within a clock tick does not alter times, so younger files' hashes are not stored.
 _SETTLED_NS = 2 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file's metadata."""
+    """A file's size, times and inode."""
 
     size: int
     mtime_ns: int
@@ -40,13 +40,13 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Return a file's state; follows links."""
+        """Return a file's state. Follows links."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 class FileHashes:
-    """Hashes by resolved path, in a JSON file of at most `MAX_ENTRIES`; the oldest are dropped first.
+    """Hashes by resolved path, in a JSON file. Above `MAX_ENTRIES`, the oldest are dropped.
 
     Of two simultaneous writers, the later one wins.
     """
@@ -68,7 +68,7 @@ class FileHashes:
         return digest
 
     def known(self, file: Path, state: FileState) -> str | None:
-        """Return a stored hash, or None."""
+        """Return the stored hash, or None."""
         name = str(file.resolve())
         entry = self._new.get(name) or self._known.get(name)
         return entry[1] if entry is not None and entry[0] == state else None
@@ -94,7 +94,7 @@ class FileHashes:
 
 
 def hash_file(path: Path, on_progress: Callable[[], None] = lambda: None) -> str:
-    """Return the SHA-256 over the SHA-256 of each 8 MiB. Raises `OSError`. on_progress: called after each part."""
+    """Return the SHA-256 over the SHA-256 of each 8 MiB. on_progress: called after each part. Raises `OSError`."""
     whole = hashlib.sha256()
     with path.open("rb") as file, ThreadPoolExecutor(_READERS, thread_name_prefix="octavo-hash") as pool:
         number = file.fileno()
@@ -118,7 +118,7 @@ def hash_file(path: Path, on_progress: Callable[[], None] = lambda: None) -> str
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when complete."""
+    """Write a temporary file that then replaces `path`."""
     number, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:

@@ -1,4 +1,4 @@
-"""A checkpoint's weights in any format."""
+"""Interfaces to weights in any format."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class StoredTensors(Protocol):
-    """A checkpoint's tensors; its files are open while this or a tensor from it lives."""
+    """A checkpoint's tensors. Its files are open while this object or a tensor lives."""
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Refuse files without exactly the expected tensors."""
+        """Raise `ModelError` unless the files have exactly the expected tensors."""
         ...
 
     def find(self, name: str) -> Tensor | None:
@@ -31,39 +31,39 @@ class StoredTensors(Protocol):
         ...
 
     def weight(self, name: str) -> StoredWeight:
-        """Return blocks, fp8 or integers if kernels multiply these, else floats; they may alias a file's pages."""
+        """Return blocks, fp8 or integers if kernels multiply them, otherwise floats. May alias a file's pages."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Return floats that may alias a file's pages: copy them before the file may change."""
+        """Return floats that may alias a file's pages. Copy them before the file may change."""
         ...
 
     def release(self) -> None:
-        """Release returned tensors' pages; a later call reads them again."""
+        """Release returned tensors' pages. A later access reads them again."""
         ...
 
 
 class WeightSource(Protocol):
-    """A checkpoint's weights."""
+    """A checkpoint's weights, not yet opened."""
 
     @property
     def path(self) -> Path:
-        """For messages and names of cached files."""
+        """Path for messages and names of cached files."""
         ...
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The matrices' types, if not in the configuration."""
+        """Types of the matrices, unless the configuration describes them."""
         ...
 
     @property
     def quantization_level(self) -> str:
-        """Name of the mix of `types`, such as Q4_K_M."""
+        """Name of the mix of types, such as Q4_K_M."""
         ...
 
     @property
     def file_type(self) -> int | None:
-        """llama.cpp's number of that mix."""
+        """llama.cpp's number for the mix of types."""
         ...
 
     def weight_files(self) -> list[Path]:
@@ -75,12 +75,12 @@ class WeightSource(Protocol):
         ...
 
     def open(self) -> StoredTensors:
-        """Open. Raises `ModelError`."""
+        """Open the files. Raises `ModelError`."""
         ...
 
 
 class FolderWeights:
-    """A folder in Hugging Face's layout."""
+    """Weights in Hugging Face's layout."""
 
     __slots__ = ("path",)
     types: tuple[str, ...] = ()
@@ -91,15 +91,15 @@ class FolderWeights:
         self.path = path
 
     def weight_files(self) -> list[Path]:
-        """Return safetensors files."""
+        """See `WeightSource`."""
         return find_weight_files(self.path)
 
     def config_files(self) -> list[Path]:
-        """Return config.json."""
+        """See `WeightSource`."""
         return [self.path / "config.json"]
 
     def open(self) -> StoredTensors:
-        """Open the files."""
+        """See `WeightSource`."""
         from octavo.models.checkpoint import CheckpointFiles  # noqa: PLC0415
 
         return CheckpointFiles(self.path)

@@ -1,4 +1,4 @@
-"""Identifies weights for shared KV."""
+"""Identifies weights for sharing KV."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class WeightsIdentity:
-    """A hash over a checkpoint's weights and architecture. A thread reads the files during loading.
+    """A hash of a checkpoint's weights and architecture. A thread reads the files during loading.
 
-    seed: of random weights. Raises `ConfigError` if there is no directory for hashes.
+    seed: for random weights. Raises `ConfigError` if there is no directory for hashes.
     """
 
     def __init__(self, weights: WeightSource, architecture: Architecture, seed: int | None = None) -> None:
@@ -37,7 +37,7 @@ class WeightsIdentity:
         pool.shutdown(wait=False)
 
     def result(self) -> str:
-        """Return the hash, after loading. Refuses files that changed meanwhile."""
+        """Wait for the hash. Raises `ModelError` if files were changed during loading."""
         identity = self._identity
         if identity is None:
             return self._described

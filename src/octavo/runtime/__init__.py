@@ -1,1 +1,1 @@
-"""Services for every process."""
+"""Services for all processes."""

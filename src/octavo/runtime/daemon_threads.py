@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class DaemonThreads:
-    """Runs tasks in order on threads that end when this object is collected, and never delay the process's exit.
+    """Runs tasks in order on threads that never delay the process's exit and end when this object is collected.
 
     hangs_after_s: if every thread's task takes longer, `submit` adds a thread.
     """
@@ -44,7 +44,7 @@ class DaemonThreads:
         thread.start()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run a task when a thread is free; ignored after `close`. Its exceptions are logged."""
+        """Run a task when a thread is free. Logs its exceptions. Ignored after `close`."""
         if self._is_closed:
             return
         self._tasks.put(task)
@@ -53,7 +53,7 @@ class DaemonThreads:
             self._add_thread()
 
     def close(self, timeout_s: float) -> bool:
-        """Discard queued tasks and wait for running ones; may be repeated. Return True if all threads ended in time."""
+        """Discard queued tasks and wait for running ones. Return True if all threads ended in time."""
         self._is_closed = True
         _end(self._tasks, self._threads)
         end = time.monotonic() + timeout_s
@@ -75,7 +75,7 @@ def _work(tasks: Tasks, begun: dict[int, float], number: int) -> None:
         begun[number] = time.monotonic()
         try:
             task()
-        except BaseException:  # also a library's panic: the thread must survive
+        except BaseException:  # also a library's panic, because the thread must survive
             logger.exception("a task of %s failed", threading.current_thread().name)
         del begun[number]
-        del task  # release its objects before the next task
+        del task  # release objects before the next task

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def permanent_generation() -> Iterator[None]:
     """Disable the collector during the block, then freeze all objects. Only for a process that octavo owns.
 
-    Later full collections, which delay requests, visit only newer objects. Only for a process that octavo owns.
+    Later full collections delay requests less, because they visit only newer objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """Lock for coroutines of one event loop, granted to tenants in turns. Not thread-safe."""
+    """A lock for coroutines of one event loop. Tenants take turns. Not thread-safe."""
 
     def __init__(self) -> None:
         self._turns = Turns(self)
@@ -31,12 +31,12 @@ class Gate:
             await granted
             yield
         finally:
-            if not ticket.cancel():  # a cancelled turn was never granted
+            if not ticket.cancel():  # a cancelled turn never held the lock
                 self._is_taken = False
                 self._let_in()
 
     def submit(self, run_next: Callable[[], None]) -> None:
-        """Run a callback of `Turns` when the lock is free."""
+        """Run a callback of `Turns` once the lock is free."""
         self._requested.append(run_next)
 
     def _let_in(self) -> None:
@@ -45,5 +45,5 @@ class Gate:
 
     def _take(self, granted: asyncio.Future[None]) -> None:
         self._is_taken = True
-        if not granted.done():  # else the waiter was cancelled and releases it in `turn`
+        if not granted.done():  # a cancelled waiter releases it in `turn`
             granted.set_result(None)

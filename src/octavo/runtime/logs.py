@@ -1,4 +1,4 @@
-"""Log lines as text or JSON."""
+"""Formats log lines as text or JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 class Fields(dict[str, Any]):
-    """A structured message: JSON in a text line, fields of a JSON line."""
+    """A structured message: JSON in a text line, separate fields in a JSON line."""
 
     def __str__(self) -> str:
         return json.dumps(self)
@@ -69,12 +69,12 @@ class JsonFormatter(logging.Formatter):
 
 
 class _AuditHandler(logging.handlers.WatchedFileHandler):
-    """Writes to a file that may be rotated. Lines that cannot be written go to the log; no request fails."""
+    """Writes to a file that may be rotated. A failed write is logged; no request fails."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # Python 3.14's `logging` handles it
+        except OSError:  # Python 3.14's `logging` handles this error
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
@@ -87,11 +87,11 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
 
 
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
-    """Log to standard error; changes the root logger unless it already has handlers.
+    """Log to standard error. Keeps a root logger that has handlers.
 
-    style: one of `LOG_FORMATS`. process: name of a process that the user did not start. audit_file: gets the `AUDIT`
-    logger's lines of all levels as JSON, instead of standard error; reopened after rotation. Raises `ConfigError` if it
-    cannot be opened.
+    style: one of `LOG_FORMATS`. process: name of a process that the user did not start. audit_file: receives the
+    `AUDIT` logger's lines as JSON, at all levels, instead of standard error; reopened after rotation. Raises
+    `ConfigError` if it cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()
@@ -111,7 +111,7 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
 
 
 def in_use() -> tuple[int, str]:
-    """Return level and style, for a child process."""
+    """Return the level and style, for a child process."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
     return root.getEffectiveLevel(), LOG_FORMATS[is_json]

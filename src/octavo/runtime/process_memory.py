@@ -1,4 +1,4 @@
-"""Returns unused memory to the system. Best effort."""
+"""Returns unused memory to the system."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 RETURN_PERIOD_S = 60.0
-_M_ARENA_MAX, _ARENAS = -8, 2  # of mallopt
+_M_ARENA_MAX, _ARENAS = -8, 2  # an option of mallopt, with its value
 _MAPS = Path("/proc/self/maps")
 
 
 def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
-    """Drop the resident pages within parts (address, bytes) of a mapped file; the page cache keeps them.
+    """Drop resident pages in parts (address, bytes) of a mapped file. The page cache keeps their content.
 
-    Other mappings would lose their content, so they are not touched. Linux only.
+    Other mappings would lose their content, so they are ignored. Linux only.
     """
     libc = _libc()
     if libc is None or not _MAPS.exists():
@@ -45,7 +45,7 @@ def return_free_memory() -> None:
 def returning_free_memory(period_s: float = RETURN_PERIOD_S) -> Iterator[None]:
     """Call `return_free_memory` every period_s seconds during the block.
 
-    Also limits glibc to two heaps for the rest of the process: one per thread would each keep its peak size.
+    Also limits glibc to two heaps for the rest of the process, because one per thread would each keep its peak size.
     """
     choose = getattr(_libc(), "mallopt", None)
     if choose is not None:

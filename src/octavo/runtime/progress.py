@@ -1,4 +1,4 @@
-"""Progress bars. Silent if stderr is not a terminal."""
+"""Progress bars, shown only if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoadingProgress:
-    """Bar of bytes. Entering it returns a callback (done, total)."""
+    """A bar of bytes. Entering it returns a callback (done, total)."""
 
     def __init__(self, text: str = "loading weights") -> None:
         self._progress = _bar(TextColumn(text), BarColumn(), DownloadColumn())
@@ -41,7 +41,7 @@ class LoadingProgress:
 
 
 class CountProgress:
-    """Bar of items. Entering it returns a callback that counts one."""
+    """A bar of items. Entering it returns a callback that counts one."""
 
     def __init__(self, text: str, total: int) -> None:
         self._progress = _bar(TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -58,7 +58,7 @@ class CountProgress:
 
 
 class RequestProgress:
-    """Bar of requests. Entering it returns a callback for outputs."""
+    """A bar of requests. Entering it returns a callback for outputs."""
 
     def __init__(self, num_requests: int, *, enabled: bool = True) -> None:
         rate = TextColumn("{task.fields[rate]}")

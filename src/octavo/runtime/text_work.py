@@ -1,4 +1,4 @@
-"""Threads for work on texts. A request waits only for texts of its size class."""
+"""Threads for work on texts. A request waits only for texts of similar size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-# In characters. Work queues only in its own lane: eight texts of 30,000 characters take 150 ms, a short request 4 ms.
-# Tiny texts take 0.2 ms on the event loop; a thread would wait longer.
+# In characters. Each size has a separate queue, because eight texts of 30,000 characters take 150 ms, a short
+# request 4 ms, and a tiny text 0.2 ms.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LARGE = 256  # entries; serializing one takes microseconds
 _BYTES_PER_ENTRY = 128  # of JSON input
-_KINDS = "text", "count"  # for requests with an answer, and for token counts
-_LONGEST_S = 30.0  # 8 MB of text take a third of it
+_KINDS = "text", "count"  # answers, token counts
+_LONGEST_S = 30.0  # 8 MB of text take a third of this time
 
 
 class AbandonedError(Exception):
@@ -45,21 +45,21 @@ class _Work:
         self.check()
 
     def check(self) -> None:
-        """Raise `AbandonedError` if the caller is gone, `RequestError` after the time limit."""
+        """Raise an error if the work must end."""
         if self.is_abandoned:
             raise AbandonedError
         if time.monotonic() > self._end:
             raise RequestError(f"reading this request took longer than {_LONGEST_S:g} s; send a shorter request")
 
 
-_local = threading.local()  # `work`: the `_Work` of this thread
+_local = threading.local()  # `work`: this thread's `_Work`
 
 
 def progress(num_tokens: int = 0) -> None:
-    """Count tokens read by this thread's work, if any.
+    """Count tokens read by this thread's text work, if any.
 
-    Long work must call it often: it is the only cancellation point. Raises `AbandonedError` if the caller is gone,
-    `RequestError` if the work takes too long.
+    Long work must call this often, because it can be cancelled only here. Raises `AbandonedError` if the caller is
+    gone, `RequestError` if the work takes too long.
     """
     work: _Work | None = getattr(_local, "work", None)
     if work is not None:
@@ -68,10 +68,10 @@ def progress(num_tokens: int = 0) -> None:
 
 
 class TextWork:
-    """Thread pool for work on texts: four lanes by size, each with one thread that tenants use in turns.
+    """One thread per size class of texts ("lane"), used by tenants in turns.
 
-    Tiny texts run on the event loop, except counts, which have own threads. A lane's next count starts only when the
-    event loop has the last result, so that other callbacks hardly wait.
+    Tiny texts run on the event loop. Token counts have separate threads. A lane's next count starts when the event loop
+    has the previous result, so that other callbacks hardly wait.
     """
 
     def __init__(self) -> None:
@@ -93,10 +93,10 @@ class TextWork:
         on_read: Callable[[int], None] | None = None,
         is_count: bool = False,
     ) -> T:
-        """Run `work` and return its result. Raises `DeadlineError`, and its exceptions.
+        """Run `work` and return its result. Raises exceptions of `work`, and `DeadlineError`.
 
-        deadline: on the event loop's clock. on_read: always called at the end with the number of tokens read. is_count:
-        no generation waits for it. If the caller is cancelled, the work stops at its next `progress`, or never starts.
+        deadline: in the event loop's time. on_read: always called at the end with the number of tokens read. is_count:
+        no generation waits for the result. If the caller is cancelled, the work stops at its next `progress`.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:
@@ -119,7 +119,7 @@ class TextWork:
                 on_read(under_way.num_tokens)
 
     def shutdown(self) -> None:
-        """Accept no new work. Queued work finishes later."""
+        """Accept no new work. Queued work still runs."""
         for executor in self._executors:
             executor.shutdown(wait=False)
 
@@ -142,7 +142,7 @@ async def run_text_work(
     deadline: float = math.inf,
     is_count: bool = False,
 ) -> T:
-    """Run `work` on the event loop; many entries in a thread, because they would block other requests."""
+    """Run `work` on the event loop, or in a thread if many entries would block other requests."""
     if num_entries <= _LARGE:
         return work()
     num_chars = num_entries * _BYTES_PER_ENTRY

@@ -22,14 +22,14 @@ class TaskRunner(Protocol):
     """Runs callables later."""
 
     def submit(self, run: Callable[[], None], /) -> object:
-        """Queue a callable; must not call it before returning."""
+        """Queue a callable, without calling it before returning."""
         ...
 
 
 class Turns:
-    """Round-robin queue of an executor: a tenant's backlog delays only that tenant. Thread-safe.
+    """Lets tenants use an executor in turns, so that a backlog delays only its tenant. Thread-safe.
 
-    max_waiting: per tenant. refusal, parameter: message and request field of the error beyond it.
+    max_waiting: tasks per tenant. refusal, parameter: message and request field of the error above that limit.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Turns:
     ) -> None:
         self._executor = executor
         self._max_waiting, self._refusal, self._parameter = max_waiting, refusal, parameter
-        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # the next tenant comes first
+        self._waiting: OrderedDict[str, deque[_Task]] = OrderedDict()  # the next tenant is first
         self._lock = threading.Lock()
 
     def submit(self, tenant: str, run: Callable[[], T]) -> Future[T]:
@@ -48,7 +48,7 @@ class Turns:
                 self._waiting[tenant] = deque(task for task in self._waiting[tenant] if not task[0].cancelled())
             if len(self._waiting.get(tenant, ())) >= self._max_waiting:
                 raise QueueFullError(self._refusal, parameter=self._parameter)
-            self._executor.submit(self._run_next)  # _run_next waits for the lock
+            self._executor.submit(self._run_next)  # `_run_next` waits for the lock
             self._waiting.setdefault(tenant, deque()).append((future, run))
         return future
 

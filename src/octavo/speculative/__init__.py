@@ -1,4 +1,4 @@
-"""Proposers guess draft tokens: one step can verify several. Drafts never change the output."""
+"""Proposers guess draft tokens, and one step can verify several. Drafts never change the output."""
 
 from __future__ import annotations
 

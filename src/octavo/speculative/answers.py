@@ -1,4 +1,4 @@
-"""Answers of ended requests, kept as drafts."""
+"""Keeps answers of ended requests as drafts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES_PER_ANSWER = 400  # measured: end position, salt digest and owner number
 
 
 class Answers:
-    """Ring buffer of answers, limited in bytes and number. The oldest is overwritten first, whatever its salt.
+    """A ring buffer of answers, limited in bytes and number. The oldest is overwritten first, whatever its salt.
 
     A salt has an owner number in the index while one of its answers is kept.
     """
@@ -23,8 +23,8 @@ class Answers:
     def __init__(self, max_bytes: int, max_answers: int) -> None:
         self._index = SuffixIndex(max_bytes // BYTES_PER_TOKEN)
         self._max_answers = max_answers
-        self._ends: deque[tuple[int, bytes]] = deque()  # end position and salt's digest
-        self._owners: dict[bytes, list[int]] = {}  # by salt digest: owner number, number of answers
+        self._ends: deque[tuple[int, bytes]] = deque()  # end position and digest of the salt
+        self._owners: dict[bytes, list[int]] = {}  # by digest of the salt: owner number, number of answers
         self._free: list[int] = []
 
     @staticmethod
@@ -36,12 +36,12 @@ class Answers:
         return len(self._ends)
 
     def add(self, token_ids: list[int], cache_salt: str | None) -> None:
-        """Keep an answer. token_ids: with the prompt's end."""
+        """Keep an answer. token_ids: with the prompt's last tokens."""
         while len(self._ends) >= self._max_answers:
             self._index.drop(self._ends[0][0])
             self._release_oldest()
         digest = _digest(cache_salt)
-        # If no number is free, the n numbers in use are 0 to n - 1.
+        # If no number is free, the n used numbers are 0 to n - 1.
         number = self._free.pop() if self._free and digest not in self._owners else len(self._owners)
         owner = self._owners.setdefault(digest, [number, 0])
         owner[1] += 1
@@ -54,7 +54,7 @@ class Answers:
     def propose(
         self, suffix: array[int], most: int, cache_salt: str | None, *, factor: float, min_probability: float
     ) -> tuple[list[int], float]:
-        """Draft from answers of that salt; see `SuffixIndex.propose`."""
+        """Draft from answers with this salt; see `SuffixIndex.propose`."""
         owner = self._owners.get(_digest(cache_salt))
         if owner is None:
             return [], 0.0

@@ -18,8 +18,8 @@ class DraftTask:
     """A request that needs draft tokens.
 
     token_ids: int32 [num_tokens], with this step's sampled tokens; append-only, valid until the next step.
-    max_computed: limit on drafts that cost a forward pass each; None: max_drafts. cache_salt: drafts pass only between
-    requests of equal salt. predicted_token_ids: int32, the answer that the client expects.
+    max_computed: limit on drafts that cost a forward pass each, or None for max_drafts. cache_salt: only requests of
+    equal salt may share drafts. predicted_token_ids: int32, the answer that the client expects.
     """
 
     request_id: str
@@ -33,7 +33,7 @@ class DraftTask:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """An ended request. token_ids: int32, prompt and output; valid during the call."""
+    """An ended request. token_ids: int32, prompt and output; valid only during the call."""
 
     request_id: str
     token_ids: NDArray[np.int32]
@@ -42,7 +42,7 @@ class EndedRequest:
 
 
 class Proposer(Protocol):
-    """Source of draft tokens, called once after each step.
+    """A source of draft tokens, called once after each step.
 
     A rejected draft costs one row of a step and never changes the output. num_bytes: maximum memory use. num_passes:
     forward passes of a model in the latest call. computes: it may run a model.

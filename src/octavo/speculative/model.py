@@ -1,7 +1,7 @@
 """Drafts from a smaller model with the same vocabulary, or from the quantized target.
 
-After speculative decoding (Leviathan et al., arXiv 2211.17192). For exact verification the drafting model samples with
-the target's noise: then sampled drafts are often accepted.
+Based on speculative decoding (Leviathan et al., arXiv 2211.17192). With exact verification, the draft model samples
+with the target's noise, so that sampled drafts are often accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Protocol):
-    """Continues requests of the latest step. max_model_len: the longest sequence that it can continue."""
+    """Continues requests of the latest step. max_model_len: longest sequence that it can continue."""
 
     max_model_len: int
 
@@ -31,7 +31,7 @@ class DraftingModel(Protocol):
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Append one token to each of these requests, in one forward pass.
 
-        Returns the tokens, -1 if the model has not caught up, and whether each request can continue.
+        Return the tokens (-1 if a request needs another pass first), and whether each request can continue.
         """
         ...
 
@@ -41,7 +41,7 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Drafts with a model when `first`, a lookup proposer, finds nothing: one batched pass per draft position."""
+    """Drafts with a model if the lookup proposer `first` finds nothing, with one batched pass per position."""
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -87,7 +87,7 @@ class ModelProposer:
         return [row[:count] for row, count in zip(chosen.tolist(), counts, strict=True)]
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop the lookup state. The model's KV is released with its blocks."""
+        """Drop lookup state. The model's KV is released with its blocks."""
         self._first.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:

@@ -1,6 +1,6 @@
-"""Drafts the tokens after the latest earlier occurrence of a request's last tokens.
+"""Drafts the tokens that followed the latest earlier occurrence of a request's last tokens.
 
-After "prompt lookup decoding" (Apoorv Saxena, 2023), with an index instead of a search.
+Based on "prompt lookup decoding" (Apoorv Saxena, 2023), with an index instead of a search.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask
 
 _TOKEN_BITS = 32
-_MOST_TOKENS = 1 << 17  # of all requests
-_ENTRY_BYTES = 120  # measured, just after growth, without the key's tokens
+_MOST_TOKENS = 1 << 17  # of all requests together
+_ENTRY_BYTES = 120  # measured just after growth, without the key's tokens
 
 
 @dataclass(slots=True)
 class _Index:
-    """The latest end of each n-gram in a request's first `num_tokens` tokens.
+    """The latest end position of each n-gram in a request's first `num_tokens` tokens.
 
-    N-grams that end with the last token are added when a token follows. ends: by n-gram as one integer. newest: the
-    last tokens, likewise.
+    An n-gram that ends with the last token is added when a token follows. ends: by n-gram, encoded as one integer.
+    newest: the last tokens, encoded likewise.
     """
 
     ends: dict[int, int] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class _Index:
 class NgramProposer(LookupProposer[_Index]):
     """Matches a request's longest repeated suffix of prompt_lookup_min to prompt_lookup_max tokens.
 
-    When the indices are full, further requests get no drafts until indexed ones end.
+    While the indices are full, new requests get no drafts.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class NgramProposer(LookupProposer[_Index]):
         if end is None:
             return []
         num_drafts = min(task.max_drafts, self.num_speculative_tokens)
-        # If too few tokens follow, assume that the text repeats.
+        # Assume that the text repeats.
         period = len(task.token_ids) - end
         found: list[int] = task.token_ids[end : end + num_drafts].tolist()
         return [found[i % period] for i in range(num_drafts)]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class NoProposer:
-    """Proposer without drafts."""
+    """A proposer without drafts."""
 
     num_speculative_tokens = 0
     num_bytes = 0

@@ -19,7 +19,7 @@ DRAFTS_PER_TOKEN = 2
 
 
 class PredictionProposer:
-    """Prefers the prediction to a proposer's drafts if it yields at least as many: each adds at most one token."""
+    """Uses the prediction if it yields at least as many drafts as a proposer."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 
@@ -49,10 +49,10 @@ class PredictionProposer:
 
 
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
-    """Return up to `most` tokens that follow the end of the answer in the prediction.
+    """Return up to `most` tokens of the prediction that follow the end of the answer.
 
-    Unless the answer is its prefix, they follow the longest match of the answer's last tokens; on a tie, the one
-    closest to the answer's position.
+    If the answer is not a prefix of the prediction, they follow the longest match of the answer's last tokens. On a
+    tie, the match closest to the answer's position wins.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):

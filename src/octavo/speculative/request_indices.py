@@ -13,7 +13,7 @@ IndexT = TypeVar("IndexT")
 
 
 class RequestIndices(Generic[IndexT]):
-    """An index per running request, of at most max_tokens together."""
+    """One index per running request. Together they hold at most `max_tokens`."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -21,16 +21,16 @@ class RequestIndices(Generic[IndexT]):
         self._kept: dict[str, tuple[IndexT, int]] = {}
 
     def get(self, request_id: str) -> IndexT | None:
-        """Return a request's index, if any."""
+        """Return a request's index, or None."""
         return self._kept[request_id][0] if request_id in self._kept else None
 
     def free_tokens(self, request_id: str) -> int:
-        """Return the largest capacity of a request's index, in tokens."""
+        """Return the largest capacity, in tokens, of the request's index."""
         current = self._kept[request_id][1] if request_id in self._kept else 0
         return self.max_tokens - self.num_tokens + current
 
     def keep(self, request_id: str, index: IndexT, num_tokens: int) -> None:
-        """Set a request's index. num_tokens: its capacity, at most `free_tokens()`."""
+        """Store a request's index. num_tokens: its capacity, at most `free_tokens()`."""
         self.forget((request_id,))
         self._kept[request_id] = (index, num_tokens)
         self.num_tokens += num_tokens
@@ -43,7 +43,7 @@ class RequestIndices(Generic[IndexT]):
 
 
 class LookupProposer(Generic[IndexT]):
-    """Looks drafts up in an index of each request's own tokens. max_tokens: of all indices."""
+    """Looks up drafts in an index of each request's own tokens. max_tokens: of all indices."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 

@@ -1,7 +1,7 @@
-"""Finds earlier occurrences of a suffix and drafts the tokens after them.
+"""Finds earlier occurrences of a suffix and drafts the tokens that followed.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with an n-gram index over a ring buffer instead of a suffix
-tree. Hits are compared token by token, so a hash collision never yields a draft.
+Uses an n-gram index over a ring buffer instead of SuffixDecoding's suffix tree. Hits are compared token by token, so a
+hash collision never yields a draft.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
-_MAX_HITS = 6  # the newest, among which continuations are counted
-_MAX_STEPS = 64  # limit on chain entries, collisions included
+_MAX_HITS = 6  # newest hits that are counted
+_MAX_STEPS = 64  # limit on chain entries, including collisions
 _MAX_LENGTHS = 2
 
 
 class SuffixIndex:
-    """Ring buffer of the newest `capacity` tokens, in texts that each have an owner.
+    """A ring buffer of the newest `capacity` tokens. They form texts, each with an owner.
 
     Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to its latest position, which links
     to the previous one.
@@ -34,7 +34,7 @@ class SuffixIndex:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(capacity, MIN_CAPACITY)
-        self.num_tokens = 0  # ever written, with boundaries
+        self.num_tokens = 0  # ever written, including boundaries
         self._oldest = 0
         self._tokens = array("i", [_BOUNDARY]) * self.capacity
         self._owners = array("i", [0]) * self.capacity
@@ -75,7 +75,7 @@ class SuffixIndex:
         self.num_tokens = end
 
     def close(self) -> None:
-        """End the newest text. No match or draft crosses its end."""
+        """End the newest text. Matches and drafts do not cross its end."""
         self._tokens[self.num_tokens % self.capacity] = _BOUNDARY
         self.num_tokens += 1
 
@@ -88,11 +88,12 @@ class SuffixIndex:
     ) -> tuple[list[int], float]:
         """Return the best continuation of the suffix in the owner's texts, and the expected number of accepted tokens.
 
-        A draft has at most `most` tokens, and at most factor times the match length. Each token is the most frequent
-        one among the hits that agree so far, the newest on a tie. Its probability is their share, times the previous
-        token's; the draft ends below min_probability. The sum of probabilities decides between match lengths (section 4
-        of the paper).
-        If the newest text is not closed, the suffix must be its end; a repetition there is continued.
+        A draft has at most `most` tokens, and at most factor times the match length. Its next token is the most
+        frequent one among the hits that agree with the draft so far, or the newest on a tie. The token's probability is
+        its share of these hits times the previous token's; the draft ends below min_probability. The match length with
+        the largest sum of probabilities wins (section 4 of SuffixDecoding).
+
+        If the newest text is not closed, the suffix must be its end. A repetition there is continued.
         """
         hits = self._find(suffix, owner)
         best: list[int] = []
@@ -128,7 +129,7 @@ class SuffixIndex:
             if owners[place] == owner and position < last:
                 start = place + 1 - length
                 stood = tokens[start : place + 1] if start >= 0 else tokens[start:] + tokens[: place + 1]
-                # The highest differing bit is in the last token that differs.
+                # The highest differing bit belongs to the last token that differs.
                 differing = (to_number(stood.tobytes(), "little") ^ as_number).bit_length()
                 num_same = length - (differing + _TOKEN_BITS - 1) // _TOKEN_BITS
                 if num_same >= NGRAM:
@@ -139,7 +140,7 @@ class SuffixIndex:
         return hits
 
     def _runs(self, positions: list[int], length: int) -> list[list[int]]:
-        """Repeat a run that reaches the newest token."""
+        """Repeat runs that reach the newest token."""
         capacity, tokens, end = self.capacity, self._tokens, self.num_tokens
         runs = [tokens[each % capacity : each % capacity + length].tolist() for each in positions]
         for index, position in enumerate(positions):

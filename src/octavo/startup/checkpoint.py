@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """A model as its files describe it. Methods read files, and raise `ModelError`."""
+    """A model as its files describe it. Methods read files and raise `ModelError`."""
 
     @property
     def path(self) -> Path:
-        """Its path, for another process."""
+        """The path for another process."""
         ...
 
     @property
     def weights(self) -> WeightSource:
-        """The weights, not opened."""
+        """The weights, not yet opened."""
         ...
 
     def read_config(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
         ...
 
     def check_tokenizer(self) -> None:
-        """Raise quickly found errors of `read_tokenizer`."""
+        """Raise errors of `read_tokenizer` that are found quickly."""
         ...
 
     def read_tokenizer(self) -> Tokenizer:
@@ -55,11 +55,11 @@ class Checkpoint(Protocol):
         ...
 
     def stored_tokenizer(self) -> bytes | None:
-        """Return bytes that identify the tokenizer, if any."""
+        """Return bytes that identify the tokenizer, or None."""
         ...
 
     def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Return the chat template, if any."""
+        """Return the chat template, or None."""
         ...
 
     def read_generation_defaults(self) -> GenerationDefaults:
@@ -67,12 +67,12 @@ class Checkpoint(Protocol):
         ...
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """Return how embeddings are made."""
+        """Return how embeddings are computed."""
         ...
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Open a path, hub id or built-in model; a file is read as GGUF. weights: False to not download them."""
+    """Open a path, hub id or built-in model. A file is read as GGUF. weights: False to download no weights."""
     model = built_in_path(str(model)) or model
     if problem := explain_undecodable(str(model)):
         raise ModelError(f"the model's path {problem}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FolderCheckpoint:
-    """A `Checkpoint` of a folder."""
+    """The `Checkpoint` of a folder."""
 
     __slots__ = ("path", "weights")
 
@@ -28,7 +28,7 @@ class FolderCheckpoint:
         self.weights = FolderWeights(path)
 
     def read_config(self) -> dict[str, Any]:
-        """Read config.json; {} if it does not exist."""
+        """Read config.json, or return {} if missing."""
         return read_json_object(self.path / "config.json")
 
     def read_architecture(self) -> Architecture:

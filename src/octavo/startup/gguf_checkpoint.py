@@ -32,11 +32,11 @@ _SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-_POOLING = {0: "last", 1: "mean", 3: "last"}  # llama.cpp's numbers; 0: none is named
+_POOLING = {0: "last", 1: "mean", 3: "last"}  # llama.cpp's numbers; 0 names none
 
 
 class GGUFCheckpoint:
-    """A `Checkpoint` of a GGUF file."""
+    """The `Checkpoint` of a GGUF file."""
 
     __slots__ = ("file", "path", "vocabulary", "weights")
 
@@ -47,7 +47,7 @@ class GGUFCheckpoint:
         self.vocabulary = GGUFVocabulary(path, self.file.metadata)
 
     def read_config(self) -> dict[str, Any]:
-        """Return the metadata as in a config.json."""
+        """Return the metadata as keys of config.json."""
         return read_gguf_config(self.file, self.weights.architecture, self.weights.family)
 
     def read_architecture(self) -> Architecture:
@@ -97,7 +97,7 @@ class GGUFCheckpoint:
         return GenerationDefaults(sampling, self.vocabulary.eos_token_ids(), self.path)
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """See `Checkpoint`; the default is the last state."""
+        """See `Checkpoint`. The default is the last hidden state."""
         key = f"{self.weights.architecture}.pooling_type"
         kind = self.file.metadata.get(key, 0)
         if not isinstance(kind, int) or kind not in _POOLING:

@@ -1,4 +1,4 @@
-"""An engine's fingerprint, and the keys under which engines share KV."""
+"""Checks an engine's fingerprint, and names the keys under which engines share KV."""
 
 from __future__ import annotations
 
@@ -41,20 +41,21 @@ def check_fingerprint(
     dtype: str,
     identity: WeightsIdentity | None,
 ) -> EngineFingerprint:
-    """Return the engine's fingerprint. Refuse a start that computes other numbers than an earlier one.
+    """Return the fingerprint, after comparing it with earlier starts of this engine.
 
-    identity: hashes the weights, so starts with a copy are compared, too. Compares nothing if packed_cache_bytes is 0
-    or there are no checksums. Raises `FingerprintError`, and `ModelError` for changed weights.
+    identity: hashes the weights, so that starts with a copy are compared, too. Nothing is compared if
+    packed_cache_bytes is 0 or there are no checksums. Raises `FingerprintError` if numbers differ, and `ModelError` if
+    weights were changed.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
         return fingerprint
     if identity is not None:
-        identity.result()  # writes hashes for `_describe_engine`
+        identity.result()  # stores hashes for `_describe_engine`
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
         engine = _describe_engine(config, served, info, draft, dtype)
-    except (OSError, RuntimeError) as error:  # a removed file, or no home directory
+    except (OSError, RuntimeError) as error:  # a file was removed, or no home directory
         logger.warning("the fingerprint of this start cannot be compared: %s", error)
         return fingerprint
     kept.check(engine, fingerprint)
@@ -64,7 +65,6 @@ def check_fingerprint(
 def _describe_engine(
     config: EngineConfig, served: ServedModel, info: WorkerInfo, draft: DraftCheckpoint | None, dtype: str
 ) -> dict[str, Any]:
-    """Return all that a start's numbers may depend on. Raises `OSError`."""
     model = config.model
     seed = model.seed if model.load_format == "dummy" else None
     hashes = FileHashes(cache_directory() / "packed" / HASHES_FILE)
@@ -82,9 +82,9 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return all that a token's KV depends on, except tokens.
+    """Return everything except tokens that a token's KV depends on.
 
-    Engines share KV only if their fingerprints agree. identity: of the weights; None if KV stays in this engine.
+    Engines share KV only if all keys are equal. identity: of the weights, or None if KV stays in this engine.
     """
     model, cache = config.model, config.cache
     keys = [
@@ -101,7 +101,7 @@ def cache_keys(
 
 
 def kv_format(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return the cache keys by name, for a router, without the secret. Long ones are hashed."""
+    """Return cache keys by name, for a router. Omits the secret, and hashes long values."""
     values = dict(key.split(":", 1) for key in keys)
     values.pop("secret", None)
     return {

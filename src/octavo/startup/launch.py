@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model to serve. text: the checkpoint of tokenizer and chat template. max_model_len: in tokens."""
+    """A model to serve. text: checkpoint of tokenizer and chat template. max_model_len: in tokens."""
 
     checkpoint: Checkpoint
     text: Checkpoint
@@ -44,7 +44,7 @@ class ServedModel:
 
     @classmethod
     def find(cls, config: ModelConfig) -> ServedModel:
-        """Find a configuration's model. Raises `ConfigError` and `ModelError`."""
+        """Find the configured model. Raises `ConfigError` and `ModelError`."""
         checkpoint = text = open_checkpoint(config.model or BUILT_IN_MODEL, weights=config.load_format != "dummy")
         if config.tokenizer is not None and not config.skip_tokenizer_init:
             text = open_checkpoint(config.tokenizer, weights=False)
@@ -70,9 +70,9 @@ def launch_engine(
 
     served, path = ServedModel.find(config.model), config.model
     draft = find_draft_checkpoint(config.speculative, config.model, served)
-    # -P: never import a file of the current directory.
+    # -P: no imports from the current directory.
     command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
-    # Pass paths: after a restart a hub id may mean other files.
+    # Pass paths, because a hub id may mean other files after a restart.
     if config.model.model is not None:
         config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
     if config.model.tokenizer is not None:
@@ -90,7 +90,7 @@ def launch_engine(
 
 
 def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProcessor, OutputProcessor]:
-    """Load the processors of inputs and outputs."""
+    """Create the processors of inputs and outputs."""
     tokenizer = template = None
     if not config.skip_tokenizer_init:
         tokenizer = served.text.read_tokenizer()
@@ -105,7 +105,7 @@ def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProc
 
 
 def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler | None:
-    """Make a compiler of grammars. None without a tokenizer."""
+    """Create the grammar compiler, or None without a tokenizer."""
     if config.skip_tokenizer_init:
         return None
 
@@ -123,7 +123,7 @@ def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler |
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
-    """Return the configured maximum length, by default the checkpoint's. Raises `ConfigError` if it is larger."""
+    """Return the configured maximum length, by default the checkpoint's. Raises `ConfigError` if it is too large."""
     longest = architecture.max_context_tokens
     path = model_config.max_model_len
     if path is not None and path > longest:

@@ -1,1 +1,1 @@
-"""Structured output: which tokens may follow."""
+"""Structured output: computes which tokens may come next."""

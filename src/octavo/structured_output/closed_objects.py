@@ -1,6 +1,7 @@
-"""Closes objects with properties if the schema does not decide about further ones.
+"""Closes objects that have `properties`, unless the schema decides about further properties.
 
-In JSON Schema they are open, and a small model invents properties without end. llama.cpp and xgrammar close them, too.
+In JSON Schema they are open, and a small model would invent properties without end. llama.cpp and xgrammar close them,
+too.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ MAX_MERGED = 50_000  # about 20 ms
 
 
 class MergeBudget:
-    """Limits merging: products of options and properties grow fast."""
+    """Limits merging, because products of options and properties grow fast."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED
 
     def take(self, amount: int) -> None:
-        """Raise `RequestError` beyond the limit."""
+        """Raise `RequestError` above the limit."""
         self._left -= amount
         if self._left < 0:
             raise RequestError(
@@ -49,7 +50,7 @@ class Merged:
     """The combined constraints of several schemas on one object.
 
     least: minimum number of properties. has_properties: a schema names properties or forbids unevaluated ones.
-    is_decided: a schema determines further properties.
+    is_decided: a schema decides about further properties.
     """
 
     def __init__(self, budget: MergeBudget) -> None:
@@ -68,7 +69,7 @@ class Merged:
         return other
 
     def add(self, schema: Any, root: dict[str, Any]) -> None:
-        """Add a schema, including its references and options."""
+        """Add a schema with its references and options."""
         left = [schema]
         while left:
             part = left.pop()
@@ -76,7 +77,7 @@ class Merged:
                 continue
             self._add_properties(part)
             reference = part.get("$ref")
-            if isinstance(reference, str) and reference not in self._referred:  # only once: references may be cyclic
+            if isinstance(reference, str) and reference not in self._referred:  # references may be cyclic
                 self._referred.add(reference)
                 left.append(resolve(reference, root))
             for key in ("allOf", "anyOf", "oneOf"):
@@ -102,11 +103,11 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """True if the object may have only named properties, which must reach its minimum."""
+        """True if the object may have only named properties, and they reach its minimum."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:
-        """Close a closable merge with a member of `allOf`."""
+        """Close the object with a member of `allOf`, if closable."""
         if not self.is_closable or not isinstance(schema, dict):
             return schema
         self._budget.take(len(self.names))
@@ -118,7 +119,7 @@ class Merged:
 
 
 def closed(schema: dict[str, Any], found: Any) -> Any:
-    """Return `found`, which is `schema` with rewritten properties, closed if possible."""
+    """Close `found`, which is `schema` with rewritten properties, if possible."""
     merged = Merged(MergeBudget())
     merged.add(schema, schema)
     if not merged.is_closable or not isinstance(found, dict):

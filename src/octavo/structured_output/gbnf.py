@@ -1,7 +1,7 @@
 """Translates llama.cpp's GBNF into llguidance's Lark.
 
-Characters become lexemes, except for the parts that `octavo.structured_output.gbnf_lexemes` finds: longer lexemes would
-forbid allowed texts, such as "ba" for `root ::= word "a"` and `word ::= [a-z]+`. The notation:
+Each character becomes a lexeme, except in parts that `gbnf_lexemes` finds. Other long lexemes would forbid allowed
+texts, such as "ba" for `root ::= word "a"` and `word ::= [a-z]+`. The notation:
 https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
@@ -49,7 +49,7 @@ _ANY: Ranges = ((0, MAX_CODE),)
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Look for `::=`, which Lark does not have."""
+    """Return True if the grammar has `::=`, which Lark lacks."""
     return _RULE.search(grammar) is not None
 
 
@@ -167,7 +167,7 @@ def _joined(alternatives: list[list[Node]]) -> Node:
 
 
 def _written(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
-    """Avoid recursion: nodes may be deep."""
+    """Avoid recursion, because nodes may be deep."""
     written: list[str] = []
     left: list[Node | str] = [root]
     while left:

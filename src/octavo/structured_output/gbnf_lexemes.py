@@ -1,6 +1,6 @@
-"""Finds the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
+"""Finds the parts of a grammar that can be one lexeme. A lexeme per character is exact, but slow.
 
-llguidance's lexer takes the longest lexeme and never backtracks. This is exact if no text of a lexeme is a prefix of
+llguidance's lexer takes the longest lexeme and never backtracks. That is exact if no text of a lexeme is a prefix of
 another text. A grammar without recursion becomes one lexeme. In a recursive one, parts that mark their own end become
 lexemes, if the prefix condition holds for all lexemes and single characters together.
 """
@@ -27,8 +27,8 @@ from octavo.structured_output.gbnf_nodes import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-# Beyond these limits, an automaton could exceed the lexer's.
-_MAX_CHARS = 1000  # with repetitions counted
+# Above these limits, an automaton could exceed the lexer's.
+_MAX_CHARS = 1000  # counting repetitions
 _MAX_DEPTH = 64
 _MAX_STATES = 1000
 _MAX_ROUNDS = 100
@@ -36,7 +36,7 @@ _MAX_WORK = 100_000  # about 5 us each; other threads wait
 
 
 class TooLargeError(Exception):
-    """Too many states."""
+    """An automaton has too many states."""
 
 
 class TooMuchWorkError(Exception):
@@ -75,7 +75,7 @@ def _fits(rules: Rules, node: Node, work: _Work) -> bool:
 
 
 class _Sizes:
-    """Characters and levels of nodes with expanded rules; None if recursive or too large."""
+    """Characters and levels of nodes with expanded rules. None if recursive or too large."""
 
     def __init__(self, rules: Rules) -> None:
         self._of_rules: dict[str, tuple[int, int]] = {}
@@ -151,7 +151,7 @@ class _Automaton:
             self._owners += [index] * (len(self._edges) - len(self._owners))
 
     def continuing(self, *, until_found: bool = False) -> set[int]:
-        """Return the parts with an empty text, or a text of which a text of any part is a prefix.
+        """Return the parts that have an empty text, or a text that continues a text of any part.
 
         Raises `TooLargeError`.
         """
@@ -251,7 +251,7 @@ class _Run:
 
 
 class _Parts:
-    """Chooses runs that can be lexemes together with each other and with the remaining characters."""
+    """Chooses runs of items that can be lexemes together with other runs and characters."""
 
     def __init__(self, rules: Rules, sizes: _Sizes, work: _Work) -> None:
         self._rules, self._sizes, self._work = rules, sizes, work
@@ -335,7 +335,6 @@ class _Parts:
         return known
 
     def _refuse(self) -> bool:
-        """Refuse runs that conflict with lexemes or characters. Return True if there are any."""
         parts = [*self._runs]
         longer = _Automaton(self._rules, parts, self._work).continuing()
         chars = tuple(each for ranges in self._chars for each in ranges)

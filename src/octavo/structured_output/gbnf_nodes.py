@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of code points, both ends included
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of code points, including both ends
 MAX_CODE = 0x10FFFF
 _FIRST_SURROGATE, _LAST_SURROGATE = 0xD800, 0xDFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character."""
+    """One character of a set."""
 
     ranges: Ranges
 
@@ -59,7 +59,7 @@ Rules: TypeAlias = dict[str, Node]
 
 
 def negated(ranges: Ranges) -> Ranges:
-    """Return the complement without surrogates."""
+    """Return the complement, without surrogates."""
     rest, begin = [], 0
     for first, last in sorted(ranges):
         if begin < first:
@@ -78,14 +78,14 @@ def negated(ranges: Ranges) -> Ranges:
 
 
 def chars_regex(ranges: Ranges) -> str:
-    """Spell a set."""
+    """Return a set's regular expression."""
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return f"\\u{{{ranges[0][0]:X}}}"
     return "[" + "".join(f"\\u{{{first:X}}}-\\u{{{last:X}}}" for first, last in ranges) + "]"
 
 
 def regex(node: Node, rules: Rules) -> str:
-    """Spell a node without recursion."""
+    """Return a node's regular expression, without recursion."""
     match node:
         case Chars(ranges):
             return chars_regex(ranges)

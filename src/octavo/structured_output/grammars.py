@@ -1,6 +1,6 @@
 """Compiles and matches grammars with llguidance (https://github.com/guidance-ai/llguidance).
 
-The allowed tokens depend only on the tokens so far, so a schedule cannot change them.
+The allowed tokens depend only on the tokens so far, so scheduling cannot change them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _MAX_KEPT = 128  # a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20
-_STACK_BYTES = 512 << 20  # address space; a text may have 16,000 rules in a chain, and 4,000 take 8 MB
-_MAX_WAITING = 1024  # grammars of one tenant
-_LARGE_CHARS = 1 << 12  # shorter ones process a token within 1 ms
+_STACK_BYTES = 512 << 20  # of address space; a text may have 16,000 rules in a chain, and 4,000 take 8 MB
+_MAX_WAITING = 1024  # grammars per tenant
+_LARGE_CHARS = 1 << 12  # shorter grammars process a token within 1 ms
 _PARAMETER = "structured_outputs"
 # About 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
 _LIMITS = {
@@ -58,13 +58,13 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be compiled, or exceeded its limits."""
+    """A grammar cannot be compiled, or exceeds its limits."""
 
 
 class Matcher:
-    """The position of one output in its grammar. Raises `GrammarError` beyond the grammar's limits.
+    """The position of one output in its grammar. Raises `GrammarError` if the grammar exceeds its limits.
 
-    With `large`, other threads run during `advance`; they always do during `allowed`.
+    Other threads can run during `allowed`, and with `large` also during `advance`.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -79,7 +79,7 @@ class Matcher:
         return self._large is not None
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Advance over tokens. Raises `GrammarError` if one is forbidden."""
+        """Advance over tokens. Raises `GrammarError` if a token is forbidden."""
         with _named_faults():
             if self._large is not None:
                 continues = self._large.consume(self._matcher, token_ids)
@@ -102,7 +102,7 @@ class Matcher:
         self.num_tokens -= num_tokens
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens may come next in this order."""
+        """Return how many of these tokens, from the first on, may come next."""
         with _named_faults():
             return int(self._matcher.validate_tokens(list(token_ids)))
 
@@ -122,7 +122,7 @@ class _LargeSteps:
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
-        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # refuses any token immediately
+        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # it refuses any token immediately
 
     def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
         other = self._other.deep_copy()  # each thread needs its own
@@ -131,9 +131,10 @@ class _LargeSteps:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The properties of a tokenizer that grammars need.
+    """A tokenizer's properties that grammars need.
 
-    text: its tokenizer.json. num_ids: the model may have more or fewer rows. added_ids: not in the trained vocabulary.
+    text: content of tokenizer.json. num_ids: the model may have more or fewer rows. added_ids: ids outside the trained
+    vocabulary.
     """
 
     text: str
@@ -152,10 +153,10 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. Caches the most recently used ones and those of unfinished requests.
+    """Compiles grammars for one vocabulary. Caches recently used grammars and those of unfinished requests.
 
-    read_vocabulary: called for the first grammar or by `read_ahead`. For 150,000 tokens, it takes 110 MB and a second
-    or two, and blocks other threads. vocab_size: rows of the model; tokens without a row are never allowed.
+    read_vocabulary: called by `read_ahead` or for the first grammar. For 150,000 tokens, it takes 110 MB and one or two
+    seconds, and blocks other threads. vocab_size: rows of the model; tokens without a row are never allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -177,15 +178,15 @@ class GrammarCompiler:
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
         """Compile a grammar in the background. The future raises `GrammarError`.
 
-        The grammar lives as long as the object `wanted`: no step waits for it. Tenants take turns; the future is
-        `running()` once it is the tenant's turn. Raises `GrammarError` if no thread can be started, and
-        `QueueFullError` if too many grammars of the tenant wait.
+        The grammar is kept while the object `wanted` lives, so no step waits for it. Tenants take turns; the future is
+        `running()` at the tenant's turn. Raises `GrammarError` if no thread can start, and `QueueFullError` if too many
+        of the tenant's grammars wait.
         """
         with _named_faults():
             return _turns().submit(tenant, lambda: self._prepare(wanted))
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
-        """Return a new matcher; waits for the compilation. Raises `GrammarError`."""
+        """Return a new matcher, after compilation. Raises `GrammarError`."""
         with _named_faults():
             compiled = self._waited_for.get(id(wanted))
             if compiled is None:
@@ -228,7 +229,7 @@ class GrammarCompiler:
             limits = llguidance.LLParserLimits(**_LIMITS)
             matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # copies share these states
+                matcher.compute_bitmask()  # shared by all copies
             if matcher.is_error():
                 raise _refusal(llguidance, wanted.kind, structure, matcher.get_error())
             compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
@@ -298,7 +299,7 @@ def _turns() -> Turns:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the one thread that compiles. Its stack fits llguidance's recursion over the longest text."""
+    """Return the only compiling thread. Its stack fits llguidance's recursion over the longest text."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:

@@ -13,18 +13,18 @@ from octavo.structured_output.schema_rewriting import rewritten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# JSON is on one line, with an optional space after commas and colons: small models write white space without end.
-# `oneOf` is treated as `anyOf`: an automaton cannot count matching options.
+# JSON is on one line, with an optional space after commas and colons, because small models write endless white space.
+# `oneOf` is treated as `anyOf`, because an automaton cannot count the options that match.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
     "coerce_one_of": True,
 }
-# Otherwise llguidance would force text with one continuation as the tokenizer's tokens, and refuse an added token such
-# as "<think>".
+# Without this option, llguidance would force text that has only one continuation as ordinary tokens, and refuse an
+# added token such as "<think>".
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Blanks at a beginning are limited, but some are needed: chat templates put up to two line feeds around reasoning.
+# Blanks at the start are limited, but some are needed: chat templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
@@ -42,7 +42,7 @@ def lark_json(schema: str | dict[str, Any]) -> str:
 
 
 def _bare(schema: Any) -> Any:
-    """Remove annotations: the size of a grammar is limited."""
+    """Remove annotations, because the size of a grammar is limited."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -57,17 +57,17 @@ def _bare(schema: Any) -> Any:
 
 
 def by_id(token_id: int) -> str:
-    """Return the name of a token in a grammar: llguidance never uses an added token <...> by its text."""
+    """Return a token's name in a grammar: llguidance never uses an added token <...> by its text."""
     return f"<[{token_id}]>"
 
 
 def text_up_to(
     marker: str, token: str | None, *, head: str = "head", text: str = "TEXT", between: Sequence[int] = ()
 ) -> str:
-    """Return two rules: `head`, any text up to and including a marker, and `text`, any text.
+    """Return two rules: `head` is any text up to and including a marker, `text` is any text.
 
     token: the marker's name if it is one token; then `text` excludes it in any tokenization. between: ids of added
-    tokens that the head may contain.
+    tokens that `head` may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"
@@ -76,9 +76,10 @@ def text_up_to(
 
 
 def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int], *, is_exact: bool) -> str:
-    """Return the rules of an answer that is free up to and including a marker, followed by the structure, `@answer`.
+    """Return the rules of an answer: free text up to and including the marker `ends`, then the structure `@answer`.
 
-    opens: begins the free part; None if every answer has one. is_exact: no blanks may precede an answer without one.
+    opens: begins the free text; None if every answer has one. is_exact: no blanks may precede an answer without free
+    text.
     """
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
     if opens is None:
@@ -89,13 +90,13 @@ def free_start(ends: str, ends_token: str | None, opens: str | None, between: Se
 
 
 def pattern(text: str) -> str:
-    """Return a regular expression of this text."""
+    """Return a regular expression that matches exactly this text."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
-    """Return the grammar for llguidance: `rules` around the structure. free_from: as `opens` of `free_start`."""
-    if free_from is not None:  # text that begins so would be ambiguous
+    """Return the grammar for llguidance: `rules` around the structure. free_from: like `opens` of `free_start`."""
+    if free_from is not None:  # a text that begins like this would be ambiguous
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)
     inner = json.loads(structure)["grammars"] if structure.startswith("{") else [{"lark_grammar": structure}]

@@ -1,8 +1,7 @@
-"""Rewrites a regular expression with lookahead as several ones without it that must all match.
+"""Replaces a regular expression with lookahead by several expressions without it that must all match.
 
-llguidance has no look-around, but pydantic writes it for `Decimal`, zod for `email()`, users for passwords. An
-assertion at the beginning becomes a pattern of its own, a negative one its complement. Functions return None for an
-unknown form.
+llguidance has no lookahead, but pydantic uses it for `Decimal`, zod for `email()`, users for passwords. An assertion at
+the beginning becomes a separate pattern, or its complement if it is negative. Functions return None for unknown forms.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _ANY, _SOME = r"[\s\S]*", r"[\s\S]+"
 _GROUP = re.compile(r"\((?:\?:)?(?P<inner>(?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")
 _MAX_LITERAL_CHARS = 64
-# pydantic's Decimal with a maximum of digits: the assertion counts the digits after it.
+# pydantic's Decimal with a limit of digits, which the assertion counts.
 _PLACES = r"\\d\{0,(?P<places>\d+)\}"
 _DECIMAL = re.compile(
     rf"\(\?:\\d\{{0,(?P<whole>\d+)\}}\|\(\?=\[\\d\.\]\{{1,(?P<most>\d+)\}}0\*\$\)"
@@ -30,9 +29,9 @@ _MAX_DIGITS = 100
 
 
 def without_lookahead(pattern: str) -> list[str] | None:
-    """Return patterns that together match the same texts as a pattern, or fewer.
+    """Return patterns that together match the same texts as `pattern`, or fewer.
 
-    As in JSON schemas, a text matches a pattern if any part of it does.
+    As in JSON schemas, a pattern may match any part of a text.
     """
     if not _LOOK_AROUND.search(pattern):
         return [pattern]
@@ -55,7 +54,7 @@ def without_lookahead(pattern: str) -> list[str] | None:
 def _decimal(found: re.Match[str]) -> str:
     r"""Drop the assertion that counts digits.
 
-    Pydantic's first alternative has an open end; here the number ends.
+    Pydantic's first alternative lets text follow the number. This one does not.
     """
     whole, most, places = int(found["whole"]), int(found["most"]), found["places"]
     if places is not None and whole + int(places) < most:

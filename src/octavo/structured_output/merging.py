@@ -1,6 +1,6 @@
-"""Merges the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema add to one value.
+"""Merges the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema put on one value.
 
-Only call formats other than JSON need this: they write properties one by one. References point into `root`.
+Needed only for call formats other than JSON, which write properties one by one. References point into `root`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.structured_output.references import resolve
 
-MAX_OPTIONS = 16  # of one object
+MAX_OPTIONS = 16  # per object
 MAX_EXPANDED = 512  # nested schemas
 _OPTIONS = ("anyOf", "oneOf")
 _NAMING = frozenset(("patternProperties", "propertyNames"))
@@ -20,15 +20,15 @@ _NOTES = frozenset(("$comment", "$schema", "default", "deprecated", "description
 
 
 def is_merged(schema: dict[str, Any]) -> bool:
-    """Return True without any such keyword."""
+    """Return True if the schema has no such keyword."""
     return not any(key in schema for key in _MERGED)
 
 
 def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """Merge the target of a schema's `$ref` and the members of `allOf`; `anyOf`, `oneOf` and properties' schemas stay.
+    """Merge a schema with the target of its `$ref` and the members of its `allOf`.
 
-    Keywords that cannot be combined become members of an `allOf`. Beyond MAX_EXPANDED members the result is {}, which
-    allows anything.
+    `anyOf`, `oneOf` and properties' schemas are not merged. Keywords that cannot be combined become members of an
+    `allOf`. Above MAX_EXPANDED members, the result is {}, which allows anything.
     """
     found = dict[str, Any]()
     left, referred, num_seen = [schema], set[str](), 0
@@ -57,7 +57,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one merged schema for each option of `anyOf` and `oneOf`.
 
-    Beyond MAX_OPTIONS, return a single schema with the properties of all options.
+    Above MAX_OPTIONS, return a single schema with the properties of all options.
     """
     left, found = [merged(schema, root)], list[dict[str, Any]]()
     num_seen = 0
@@ -77,7 +77,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_small(schema: Any, root: dict[str, Any]) -> bool:
-    """Return whether a schema, fully expanded, has at most MAX_EXPANDED schemas."""
+    """Return True if a fully expanded schema has at most MAX_EXPANDED schemas."""
     left, num_seen = [schema], 0
     while left and num_seen <= MAX_EXPANDED:
         part = left.pop()
@@ -125,9 +125,9 @@ def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_open(schema: dict[str, Any]) -> bool:
-    """Return whether an object may have properties that its merged schema does not name.
+    """Return True if an object may have properties that its merged schema does not name.
 
-    With `properties` and without `additionalProperties` it is closed, as models write such calls.
+    With `properties` and without `additionalProperties`, it is closed.
     """
     others = schema.get("additionalProperties")
     if others is not None:

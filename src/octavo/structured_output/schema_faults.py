@@ -1,4 +1,4 @@
-"""Finds the refused part of a JSON schema: llguidance's errors do not name it."""
+"""Finds the part of a JSON schema that llguidance refuses but does not name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from octavo.structured_output.references import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Keyword, ignored by llguidance: the request's field with the schema.
+# Keyword that llguidance ignores: the request's field that contains the schema.
 FIELD = "x-octavo-field"
-# Keyword: ignore unsupported keywords instead of refusing them.
+# Keyword: unsupported keywords are ignored instead of refused.
 LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
@@ -40,7 +40,7 @@ class SchemaFault:
 
 
 def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the smallest part of a schema that fails alone, if any."""
+    """Return the fault of the smallest part that fails alone, or None."""
     message = check(schema)
     if message is None:
         return None
@@ -64,7 +64,7 @@ def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | N
 
 
 def find_fault_in_grammar(grammar: str, check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the first fault of a schema in a Lark grammar."""
+    """Return the first fault of a schema inside a Lark grammar, or None."""
     decoder = json.JSONDecoder()
     for found in _SCHEMA.finditer(grammar):
         try:
@@ -93,7 +93,7 @@ def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Itera
 
 
 def place_of_pattern(schema: dict[str, Any], pattern: str) -> str:
-    """Return the place of a pattern, or "#"."""
+    """Return a pattern's path in the schema, or "#" if it is missing."""
     left: list[tuple[str, Any]] = [("#", schema)]
     while left:
         place, part = left.pop(0)
@@ -120,7 +120,7 @@ def _explained(message: str, schema: dict[str, Any]) -> str:
 
 
 def reason_of(message: str) -> str:
-    """Return the first line of llguidance's error; for a regular expression with the later reason."""
+    """Return the first line of llguidance's error, or for a regular expression the reason after it."""
     head, _, rest = message.strip().partition("\n")
     reason = rest.rpartition("error: ")[2].partition("\n")[0] if "regex parse error" in head else ""
     return f"{head.rpartition('regex parse error')[0]}{reason}" if reason else head

@@ -1,6 +1,7 @@
-"""Rewrites a JSON schema for llguidance, with the meaning that the client expects.
+"""Rewrites a JSON schema for llguidance, with the meaning that clients expect.
 
-It allows the same values or fewer, except that unknown formats are not checked, and options of `oneOf` may overlap.
+The result allows the same values or fewer, except that unknown formats are not checked, and options of `oneOf` may
+overlap.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ _KNOWN_DIALECTS = "json-schema.org/"
 def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema to compile. The argument is not changed.
 
-    * An object with `properties` and without `additionalProperties` is closed, after `$ref`, `allOf` and `anyOf` have
-    been merged; not with `patternProperties`, or if it must have more properties than named.
+    * An object with `properties` and without `additionalProperties` is closed, taking `$ref`, `allOf` and `anyOf` into
+      account. It stays open if it has `patternProperties` or needs more properties than are named.
     * An unknown `format` is dropped.
     * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
-    or `properties`.
-    Raises `RecursionError` if it is nested too deep, `RequestError` if its merges are too large.
+      or `properties`.
+
+    Raises `RecursionError` if the schema is nested too deep, and `RequestError` if merges are too large.
     """
     return _Rewriter(schema).whole()
 
@@ -42,20 +44,20 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 class _Rewriter:
     """Rewrites one schema.
 
-    A whole value is closed. Members of a merge (`allOf`, a `$ref` with other keywords) stay open, and the merge is
+    Whole values are closed. Members of a merge (`allOf`, or `$ref` with other keywords) stay open, and the merge is
     closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._names: dict[tuple[int, bool], str] = {}  # by id() of the target and `is_open`
+        self._names: dict[tuple[int, bool], str] = {}  # by id() of the target, and `is_open`
         self._left: list[tuple[str, Any, bool]] = []
         self._budget = MergeBudget()
 
     def whole(self) -> dict[str, Any]:
         found = self._closed(self._root)
         if not isinstance(found, dict):
-            found = {"not": {}}  # llguidance refuses it
+            found = {"not": {}}  # a schema that llguidance refuses
         added = {}
         while self._left:
             name, target, is_open = self._left.pop()
@@ -95,7 +97,7 @@ class _Rewriter:
         return self._rewritten(schema, is_open=True)
 
     def _rewritten(self, schema: Any, *, is_open: bool) -> Any:
-        """Rewrite parts. is_open: parts that apply to the same value stay open."""
+        """Rewrite all parts. is_open: parts that describe the same value stay open."""
         schema = _mended(schema) if isinstance(schema, dict) else schema
         if not isinstance(schema, dict):
             return schema
@@ -137,7 +139,7 @@ class _Rewriter:
 
 
 def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
-    """Drop or replace keywords that llguidance refuses without need; return False if no value can match."""
+    """Drop or replace keywords that llguidance needlessly refuses. Return False if no value can match."""
     found = dict(schema)
     if found.get("not") in ({}, True) and "not" in found:
         return False
@@ -162,7 +164,7 @@ def _mended(schema: dict[str, Any]) -> dict[str, Any] | bool:
 
 def _mend_names(schema: dict[str, Any]) -> None:
     names = schema.get("propertyNames")
-    if names in (True, {}, {"type": "string"}):  # all names are strings
+    if names in (True, {}, {"type": "string"}):  # names are always strings
         del schema["propertyNames"]
         return
     if not isinstance(names, dict) or schema.get("properties") or schema.get("patternProperties"):

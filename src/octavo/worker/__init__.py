@@ -1,1 +1,1 @@
-"""The device: KV memory, ragged batches, sampling."""
+"""Runs models on a device."""

@@ -1,4 +1,4 @@
-"""Plans captured graphs."""
+"""Plans which graphs to capture."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
 
 MOST_ROWS = 512  # a larger step takes longer to compute than to launch
-# an estimate: drivers do not report a launch's memory
+# An estimate, because drivers do not report a launch's memory.
 BYTES_PER_LAYER = 512 << 10
-_SPARE_BYTES = 32 << 20  # torch makes allocations of up to 20 MiB
+_SPARE_BYTES = 32 << 20  # torch allocates up to 20 MiB
 
 
 def make_decode_plan(
@@ -33,9 +33,9 @@ def make_decode_plan(
     max_model_len: int,
     block_size: int,
 ) -> DecodePlan | None:
-    """Return the plan of a model's graphs, or None.
+    """Return the plan of a model's graphs, or None if none are captured.
 
-    num_rows: average rows per request, ascending. Smaller graphs share the memory of the largest, except for launches.
+    num_rows: average rows per request, ascending. Graphs share the largest one's memory, except for launches.
     """
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture

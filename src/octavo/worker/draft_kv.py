@@ -1,4 +1,4 @@
-"""Tracks the KV of a drafting model. Mistakes only lower acceptance rates: missing KV is computed before any guess."""
+"""Tracks a draft model's KV. Mistakes only lower acceptance rates, because missing KV is computed before drafting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DraftKV(Protocol):
-    """A drafting model's KV."""
+    """A draft model's KV."""
 
     cache: PagedKVCache
 
@@ -31,20 +31,20 @@ class DraftKV(Protocol):
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record how far known tokens have KV."""
+        """Record that known tokens before `ends` have KV."""
         ...
 
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Record how far guesses have KV."""
+        """Record that guesses before `num_computed` have KV."""
         ...
 
 
 class SharedDraftKV:
-    """The target's own KV cache, which has all but the newest token before drafting begins.
+    """The target's KV cache, which has KV for all tokens but the newest when drafting begins.
 
-    The drafting model writes later KV into slots that the target overwrites before it reads them.
+    The draft model writes later KV into slots that the target overwrites before it reads them.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -68,16 +68,16 @@ class SharedDraftKV:
 
 
 class OwnDraftKV:
-    """The drafting model's own cache, with the block ids of the target's first KV group.
+    """The draft model's own cache, with the block ids of the target's first KV group.
 
-    A shared or swapped block has KV as far as a request that drafted with it has computed.
+    In a shared or swapped block, only positions computed for drafting have KV.
     """
 
     def __init__(self, cache: PagedKVCache, batch: InputBatch, num_speculative_tokens: int) -> None:
         self.cache = cache
         self._batch = batch
         num_rows = len(batch.num_tokens)
-        # Number of each block's first positions with final KV.
+        # Number of leading positions of each block with final KV.
         self._filled = np.zeros(cache.num_blocks, dtype=np.int64)
         self._filled_on_host = np.zeros(cache.num_host_blocks, dtype=np.int64)
         # Each row's tokens with recorded KV, and the guesses after them.
@@ -85,7 +85,7 @@ class OwnDraftKV:
         self._guesses = np.full((num_rows, num_speculative_tokens), -1, dtype=np.int64)
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Repeat the target's copies; count new blocks as empty."""
+        """Repeat the target's copies. New blocks are empty."""
         copies, filled = scheduled.copies, self._filled
         if copies:
             copies = copies.of_group(0)
@@ -97,7 +97,7 @@ class OwnDraftKV:
             for _, host, block in copies.swap_in:
                 filled[block] = self._filled_on_host[host]
         for transfer in scheduled.kv_transfers:
-            if transfer.direction is TransferDirection.LOAD:  # of the target's KV only
+            if transfer.direction is TransferDirection.LOAD:  # loads only the target's KV
                 filled[transfer.block_ids[0]] = 0
         for new in scheduled.scheduled_new_reqs:
             self._start(new)
@@ -130,7 +130,7 @@ class OwnDraftKV:
         return ends
 
     def _find(self, row: int, end: int, most: int) -> int:
-        """Return up to which position, at most `most`, the row has KV, if it has it up to `end`."""
+        """Return the first position without KV, at most `most`. The row has KV before `end`."""
         size = self.cache.block_size
         first = end // size
         filled = self._filled[self._batch.block_tables[0][row, first : -(-most // size)]]
@@ -139,7 +139,7 @@ class OwnDraftKV:
         return max(end, min((first + num_full) * size + in_next, most))
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record it in the rows' blocks, except in scratch blocks."""
+        """See `DraftKV`. Ignores scratch blocks."""
         size, tables = self.cache.block_size, self._batch.block_tables[0]
         self._guesses[rows] = -1
         first, ends = self._num_noted[rows], np.minimum(ends, self._batch.num_blocks[0, rows] * size)
@@ -156,7 +156,7 @@ class OwnDraftKV:
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Record guesses outside scratch blocks."""
+        """See `DraftKV`. Ignores scratch blocks."""
         ends = np.minimum(num_computed, self._batch.num_blocks[0, rows] * self.cache.block_size)[:, None]
         positions = num_known[:, None] + np.arange(self._guesses.shape[1])
         tokens = self._batch.token_ids[rows[:, None], np.minimum(positions, num_computed[:, None] - 1)]

@@ -1,4 +1,4 @@
-"""The drafting model."""
+"""The draft model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModel:
-    """A loaded drafting model. dtype: of unquantized weights. kv_dtype: of the KV that it reads."""
+    """A loaded draft model. dtype: of unquantized weights. kv_dtype: of the KV that the model reads."""
 
     checkpoint: DraftCheckpoint
     model: CausalLM
@@ -46,7 +46,7 @@ class DraftModel:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """A request's blocks for the KV of drafts. Its own blocks reach to its newest token but one."""
+        """Blocks per request for the KV of drafts. Other blocks hold all known tokens but the newest."""
         return -(-self.num_speculative_tokens // self.block_size)
 
     @property
@@ -55,7 +55,7 @@ class DraftModel:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of its own KV for each block."""
+        """Bytes that the draft model adds to each KV block."""
         return 0 if self.checkpoint.shares_kv else self._block_bytes
 
     @property
@@ -85,7 +85,7 @@ class DraftModel:
 
 
 class DraftRunner:
-    """Runs the drafting model. draft_probs: receives drafts' distributions, if verification needs them."""
+    """Runs the draft model. draft_probs: receives the distributions of drafts if verification needs them."""
 
     def __init__(
         self,
@@ -139,14 +139,14 @@ class DraftRunner:
         self._drawn_from = [[] for _ in requests]
         self._rows = rows = np.array([request.row for request in requests])
         self._num_known = self._batch.num_tokens[rows]
-        self._num_tokens = self._num_known.copy()  # with guesses
+        self._num_tokens = self._num_known.copy()  # including guesses
         self._num_computed = self.kv.begin(rows, self._num_known)
         self._batch.write_scratch_blocks(rows, [scratch[rows] for scratch in self._scratch_blocks])
 
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """See `DraftingModel`. A failed request gets -1.
+        """See `DraftingModel`. Returns -1 for a failed request.
 
-        If the pass lacks room, requests that miss fewest tokens come first.
+        If the pass is too small, requests with the fewest tokens to compute come first.
         """
         rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
         counts = num_tokens - first
@@ -218,7 +218,7 @@ class DraftRunner:
         return chosen, np.array(can_continue)
 
     def end(self) -> None:
-        """Record how far drafts were computed; publish their distributions."""
+        """Record how many drafts have KV, and publish distributions."""
         requests, self._requests = self._requests, []
         if self._has_noted:
             self._has_noted = False

@@ -1,4 +1,4 @@
-"""Proposes drafts."""
+"""Calls proposers for draft tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Calls a proposer, and cuts off drafts that cannot be accepted.
+    """Calls a proposer and cuts off drafts that cannot be accepted.
 
-    computed: requests with newest drafts of a model. draft_probs: distributions of a request's newest drafts, float32
+    computed: requests with newest drafts from a model. draft_probs: distributions of a request's newest drafts, float32
     [num_drafts, vocab], if drawn for rejection sampling.
     """
 
@@ -72,14 +72,15 @@ class Drafting:
     def propose(
         self, sampled_token_ids: Mapping[str, list[int]], max_drafts: Mapping[str, int]
     ) -> dict[str, list[int]]:
-        """Return the drafts of a step's requests.
+        """Return the drafts for a step's requests.
 
-        max_drafts: how many drafts (of the drafting model, if any) are worthwhile; no entry: no bound.
+        max_drafts: how many drafts are worthwhile for a request; no entry means no limit. If there is a draft model,
+        only its drafts are limited.
         """
         if not self.proposer.num_speculative_tokens:
             return {}
         self.num_passes, self.computed = 0, frozenset()
-        is_bounded = max_drafts and not self.proposer.computes  # with a drafting model, lookups are not bounded
+        is_bounded = max_drafts and not self.proposer.computes  # with a draft model, lookups are not limited
         if is_bounded and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
             self.seconds = 0.0
             self._drop_probs(sampled_token_ids)
@@ -112,7 +113,7 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            logger.exception("no tokens are drafted in this step")  # this costs time, but no token
+            logger.exception("no tokens are drafted in this step")  # slower, but correct
             self.forget(task.request_id for task in tasks)
             return {}
         found = {task.request_id: self._cut(task, drafts) for task, drafts in zip(tasks, proposed, strict=True)}
@@ -132,7 +133,7 @@ class Drafting:
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
         """Drop drafts from the first one that ends the request or that the grammar forbids.
 
-        That one stays if drafts were drawn for rejection sampling: to drop it because of its token would bias the
+        Keep that one if drafts were drawn for rejection sampling, because dropping it for its token would bias the
         result.
         """
         request = self._batch.requests[task.request_id]

@@ -1,4 +1,4 @@
-"""Passes of one model."""
+"""Runs forward passes of one model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: rows of the recording; larger steps run without it. recorded: None until the first step, or if the
+    max_tokens: rows of the recording; larger steps run without it. recorded: None before the first step, or if the
     kernels cannot record.
     """
 
@@ -44,7 +44,7 @@ class ForwardPass:
         return self._is_recorded
 
     def __call__(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden], valid until the next call. Writes KV."""
+        """Write KV and return hidden states [num_outputs, hidden], valid until the next call."""
         if self.recorded is not None and token_ids.shape[0] <= self.max_tokens:
             return self.recorded(token_ids, batch)
         if self._is_recorded:
@@ -59,9 +59,9 @@ class ForwardPass:
         return self.model.forward(token_ids, batch, self.kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor, most_rows: int) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], valid until the next call. most_rows: of any call.
+        """Return float32 [rows, vocab_size], valid until the next call. most_rows: maximum of all calls.
 
-        The memory is kept: zeroing new pages would take a tenth of a step of 64 rows.
+        Memory is reused, because zeroing new pages is slow.
         """
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():

@@ -1,7 +1,7 @@
-"""Walks of grammars on a thread of their own.
+"""Advances grammars over new tokens ("walks") on a separate thread.
 
-A step waits for them for a share of its own time, because a mask may take 20 ms. The token of a late walk follows in a
-later step.
+A mask may take 20 ms, so a step waits for walks only a share of its time. If a walk is late, a later step chooses the
+token.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _SHARE = 0.25  # of the step's time so far
 _LEAST_S = 0.001
-_ALONE_S = 0.005  # if no request of the step could get a token
+_ALONE_S = 0.005  # if no request could get a token
 _PATIENCE = 10.0  # walks added within this multiple of a walk's last duration precede it
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """Masks, bool [vocab], after a request's newest token and each draft, until a forbidden draft or an error."""
+    """Masks, bool [vocab], after the newest token and after each draft. They end at a forbidden draft or an error."""
 
     masks: Masks
     error: BaseException | None
@@ -38,7 +38,7 @@ class Walked:
 
 @dataclass(slots=True)
 class Walk:
-    """A walk over new tokens. drafts: after the known tokens."""
+    """A walk of one request's grammar. drafts: after the known tokens."""
 
     num_tokens: int
     drafts: list[int]
@@ -47,11 +47,11 @@ class Walk:
 
     @property
     def is_ready(self) -> bool:
-        """True if it ended."""
+        """True if the walk has ended."""
         return self.result.done()
 
     def wait(self) -> None:
-        """Wait for the walk, or cancel it before it begins."""
+        """Cancel the walk, or wait if it has begun."""
         if not self.result.cancel():
             wait([self.result])
 
@@ -62,14 +62,14 @@ class GrammarWalks:
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar-walk")
         self._waiting: PriorityQueue[tuple[float, int, Walk, Callable[[], Walked]]] = PriorityQueue()
-        self._numbers = itertools.count()  # breaks ties
+        self._numbers = itertools.count()  # decides ties
 
     def add(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
-        """Queue a walk. last_s: the last one's duration."""
+        """Queue a walk. last_s: duration of the request's last walk."""
         self._waiting.put((time.monotonic() + _PATIENCE * last_s, next(self._numbers), walk, run))
 
     def begin(self) -> None:
-        """Start the queued walks together: waking the thread costs as much as a short walk."""
+        """Start queued walks together, because waking the thread takes as long as a short walk."""
         if not self._waiting.empty():
             self._executor.submit(self._run_all)
 

@@ -1,6 +1,6 @@
-"""Copies between host memory and the device for the steps in flight.
+"""Copies between host memory and the device for steps in flight.
 
-A GPU copies later, and the source must not change until then. So steps use two sets of pinned memory in turn.
+A GPU copies later, and the source must not change until then. So steps alternate between two sets of pinned memory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-NUM_SETS = 2  # as many steps are in flight
+NUM_SETS = 2  # the number of steps in flight
 _FIRST_BYTES = 1 << 16  # of a set, which grows
-_ALIGNMENT = 64  # bytes: kernels read 16 at a time
+_ALIGNMENT = 64  # bytes; kernels read 16 at a time
 
 
 class Mark(Protocol):
-    """A position in the order of a device's work."""
+    """A position in a device's queue of work."""
 
     def synchronize(self) -> None:
         """Wait for all earlier work. Raises its error."""
@@ -33,7 +33,7 @@ class Mark(Protocol):
 
 
 class DeviceQueue(Protocol):
-    """A device's work."""
+    """A device's queue of work."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return device-accessible host memory, uint8."""
@@ -52,15 +52,15 @@ class CudaQueue:
     """A GPU's current stream."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Return pinned memory."""
+        """See `DeviceQueue`."""
         return pinned_memory(num_bytes, is_brief=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy."""
+        """See `DeviceQueue`."""
         target.copy_(source, non_blocking=True)
 
     def mark(self) -> Mark:
-        """Return an event."""
+        """See `DeviceQueue`."""
         event: Mark = torch.cuda.current_stream().record_event()
         return event
 
@@ -75,20 +75,20 @@ class HostCopies(Protocol):
         ...
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Return a tensor on the device, for later work.
+        """Return the array on the device, for work enqueued later.
 
-        On a CPU it may share the array's memory; otherwise the array may be changed afterwards.
+        A CPU may share the array's memory. Otherwise the array may be changed after the call.
         """
         ...
 
     def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Like `to_device`, with one copy, into device memory that the tensors share."""
+        """Like `to_device`, with one copy into memory that the tensors share."""
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the host, complete when a later `mark` is passed.
+        """Return a tensor on the host, complete when a later `mark` is reached.
 
-        On a CPU it is the tensor itself: copy it before you change it.
+        A CPU returns the tensor itself: copy it before you change it.
         """
         ...
 
@@ -98,14 +98,14 @@ class HostCopies(Protocol):
 
 
 class Passed:
-    """A mark without work."""
+    """A mark of finished work."""
 
     def synchronize(self) -> None:
         """Return immediately."""
 
 
 class SharedMemory:
-    """`HostCopies` of a CPU."""
+    """The `HostCopies` of a CPU."""
 
     device = torch.device("cpu")
     _passed = Passed()
@@ -126,7 +126,7 @@ class SharedMemory:
         return tensor
 
     def mark(self) -> Mark:
-        """Return a passed mark."""
+        """See `HostCopies`."""
         return self._passed
 
 
@@ -134,7 +134,7 @@ class _PinnedSet:
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._memory = queue.host_memory(_FIRST_BYTES)
-        self._full: list[Tensor] = []  # still read by copies
+        self._full: list[Tensor] = []  # that copies may still read
         self._num_used = 0
         self.last_copy: Mark | None = None
 
@@ -162,9 +162,9 @@ class _PinnedSet:
 
 
 class PinnedMemory:
-    """`HostCopies` of a device with its own memory.
+    """The `HostCopies` of a device with separate memory.
 
-    `begin` does not wait if the step before the last was collected.
+    `begin` does not wait if the step before the previous one was collected.
     """
 
     def __init__(self, device: torch.device, queue: DeviceQueue, num_sets: int = NUM_SETS) -> None:
@@ -174,18 +174,18 @@ class PinnedMemory:
         self._number = 0
 
     def begin(self) -> None:
-        """Switch sets."""
+        """See `HostCopies`."""
         self._sets[self._number].last_copy = self._queue.mark()
         self._number = (self._number + 1) % len(self._sets)
         self._sets[self._number].rewind()
 
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
-        """Enqueue a copy."""
+        """See `HostCopies`."""
         (tensor,) = self.to_device_together([array])
         return tensor
 
     def to_device_together(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Enqueue one copy."""
+        """See `HostCopies`."""
         sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
         source = self._sets[self._number].write(arrays, sizes)
         target = torch.empty(len(source), dtype=torch.uint8, device=self.device)
@@ -203,13 +203,13 @@ class PinnedMemory:
         return tensors
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Enqueue a copy; the caller owns the memory."""
+        """Enqueue a copy into memory that the caller owns."""
         target = self._queue.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         self._queue.copy(target, tensor)
         return target
 
     def mark(self) -> Mark:
-        """Mark all enqueued work."""
+        """See `HostCopies`."""
         return self._queue.mark()
 
 

@@ -1,7 +1,7 @@
 """The worker's requests, and the ragged batch of a step.
 
-If a step is launched before the previous one is collected, the host writes -1 less the row's number for an awaited
-token, and the device feeds the row's last sampled token.
+A step may be launched before the previous one is collected. For a token that is sampled but not collected (an awaited
+token), the host writes -1 - row, and the device inserts the row's last sampled token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestRow:
-    """The data of a request that is not in arrays.
+    """Data of a request that is not in arrays.
 
     has_failed: a step could not choose a token; later results are discarded.
     """
@@ -43,7 +43,7 @@ class RequestRow:
     stop_token_ids: frozenset[int]
     cache_salt: str | None = None
     predicted_token_ids: NDArray[np.int32] | None = None
-    matcher: Matcher | None = None  # None after a preemption
+    matcher: Matcher | None = None  # dropped by a preemption
     walk: Walk | None = None
     has_failed: bool = False
 
@@ -52,14 +52,14 @@ class RequestRow:
 class ModelInputs:
     """One step, ready for the model, without padding.
 
-    output_start    first row of each request's hidden states, then the total: all rows if its prompt's logprobs or
-                    hidden states are wanted, otherwise the sampled ones
-    sampled         indices of `requests` without uncomputed known tokens after this step
-    cu_num_logits   int32 [len(sampled) + 1], first row of logits of each, then the total
+    output_start    first row of each request's hidden states, then the total. A request has only its sampled rows, or
+                    all rows if its prompt's logprobs or mean are wanted
+    sampled         indices of `requests` that this step samples, because it computes their last tokens
+    cu_num_logits   int32 [len(sampled) + 1], first row of logits of each sampled request, then the total
     sampled_rows    int64 [num_logits], rows in the worker's arrays
-    num_known       int64 [num_logits], tokens before the chosen one
+    num_known       int64 [num_logits], tokens before the token to choose
     logits_indices  int64 [num_logits], rows of hidden states; None for all
-    rows_there, known_there: sampled_rows, and num_known as int32, on the device
+    rows_there, known_there: `sampled_rows`, and `num_known` as int32, on the device
     """
 
     token_ids: torch.Tensor
@@ -83,9 +83,9 @@ class ModelInputs:
 class InputBatch:
     """The requests that the worker knows, one row each.
 
-    Only `append_sampled` makes tokens known; awaited tokens or drafts may follow them. block_tables: for each KV group
-    [max_num_seqs, blocks], undefined for released blocks. num_changes: how often a request ended or failed.
-    num_position_dims: after a prompt, all dimensions count on from its largest position.
+    Only `append_sampled` makes tokens known; awaited tokens or drafts may follow. block_tables: [max_num_seqs, blocks]
+    per KV group, undefined for released blocks. num_changes: how often a request ended or failed. num_position_dims:
+    after the prompt, all dimensions continue from its largest position.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class InputBatch:
         self._tensors = copies.to_device_together
         self.requests: dict[str, RequestRow] = {}
         self.num_changes = 0
-        # One more for the last sampled token, which is never fed.
+        # One more column, for the last token, which is never fed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.num_position_dims = num_position_dims
-        self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # by row: a prompt's [num_position_dims, num_tokens]
+        self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # prompts' [num_position_dims, num_tokens] by row
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known ones
-        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # that follow the known ones
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # of known tokens
+        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # of awaited tokens
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=copies.device)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -128,7 +128,7 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs)
 
     def add_request(self, data: NewRequestData) -> None:
-        """Add a request. Raises `ValueError`, before any change, for positions of other dimensions."""
+        """Add a request. Raises `ValueError`, before any change, if its positions have another number of dimensions."""
         if data.rotary_positions is not None and len(data.rotary_positions) != self.num_position_dims:
             raise ValueError(f"positions of {len(data.rotary_positions)} dimensions, not of {self.num_position_dims}")
         row, predicted = self._free_rows.pop(), data.predicted_token_ids
@@ -172,28 +172,28 @@ class InputBatch:
                     self._append_blocks(group, row, block_ids)
 
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
-        """Let the next step feed the tokens that this one sampled.
+        """Make the next step feed the tokens that this step sampled.
 
-        sampled_rows, sampled: int64 [n] on the device; no row occurs twice. rows: those that await their token.
+        sampled_rows, sampled: int64 [n] on the device, with distinct rows. rows: those that will be fed.
         """
         self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
         self.num_awaited[rows] += 1
 
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
-        """Await one token less in `rows`, except for gone requests in `left`: their rows may be reused."""
+        """Count one awaited token less in `rows`, but not for removed requests in `left`: their rows may be reused."""
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
     def left_among(self, requests: Iterable[RequestRow]) -> list[RequestRow]:
-        """Return the ended or failed requests."""
+        """Return the requests that have ended or failed."""
         return [request for request in requests if request.has_failed or not self._has(request)]
 
     def _has(self, request: RequestRow) -> bool:
         return self.requests.get(request.request_id) is request
 
     def fail(self, requests: Iterable[RequestRow]) -> None:
-        """Mark as failed."""
+        """Mark requests as failed."""
         for request in requests:
             request.has_failed = True
             self.num_changes += 1
@@ -205,7 +205,7 @@ class InputBatch:
         token_ids = list(chain.from_iterable(sampled_token_ids.values()))
         first = self.num_tokens[rows]
         if len(token_ids) == len(rows):
-            self.token_ids[rows, first] = token_ids  # the usual case: one token for each request
+            self.token_ids[rows, first] = token_ids  # usually one token per request
         else:
             self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = token_ids
         self.num_tokens[rows] = first + counts
@@ -216,23 +216,24 @@ class InputBatch:
         self.num_blocks[group, row] += len(block_ids)
 
     def known_tokens(self, request: RequestRow) -> NDArray[np.int32]:
-        """Return prompt and output, as a view."""
+        """Return a view of prompt and output."""
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def append_unsampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens after the known ones. Return a view of both."""
+        """Write tokens after the known ones. Return a view of all."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
 
     def input_tokens(self, inputs: ModelInputs) -> NDArray[np.int64]:
-        """Return each logits row's input token."""
+        """Return the input token of each row of logits."""
         return self.token_ids[inputs.sampled_rows, inputs.num_known - 1].astype(np.int64)
 
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step.
 
-        Longer ones come first; equal ones with the same first block are adjacent: attention reads it once.
+        Requests with more tokens come first. Requests with equally many tokens and the same first block are adjacent,
+        because attention reads that block once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
@@ -289,13 +290,13 @@ class InputBatch:
         *,
         num_groups: int,
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
-        """Return token ids and attention input of `counts` tokens of each row from `first` on, and `others`.
+        """Return token ids and attention input of `counts` tokens per row, starting at `first`, and copies of `others`.
 
-        output_start: starts of the hidden states wanted of each row's last tokens, then the total. All are on the
-        device.
+        output_start: first output row of each request, then the total; outputs are a request's last tokens. All results
+        are on the device.
         """
         query_start = _starts(counts)
-        row_of_token, positions = rows, first  # if each has one token
+        row_of_token, positions = rows, first  # if each row has one token
         if query_start[-1] > len(rows):
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
         seq_lens = first + counts
@@ -308,7 +309,7 @@ class InputBatch:
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:
             num_outputs = np.diff(output_start)
-            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # a request's last rows
+            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # each request's last rows
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
             tokens = row_of_token[of_step], positions[of_step]
@@ -323,14 +324,14 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Replace awaited tokens. One that could not be chosen becomes 0: its results are discarded."""
+        """Replace awaited tokens. A failed choice becomes 0, because its results are discarded."""
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)
         return torch.where(fed < 0, sampled, fed)
 
     def write_scratch_blocks(self, rows: NDArray[np.int64], block_ids: Sequence[NDArray[np.int32]]) -> None:
-        """Write blocks [len(rows), n] of each KV group after the requests' own."""
+        """Append scratch blocks [len(rows), n] of each KV group to block tables."""
         for tables, num_blocks, ids in zip(self.block_tables, self.num_blocks, block_ids, strict=False):
             tables[rows[:, None], num_blocks[rows, None] + np.arange(ids.shape[1])] = ids
 

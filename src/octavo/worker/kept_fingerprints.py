@@ -1,4 +1,4 @@
-"""Keeps fingerprints of earlier starts: a start that differs is refused once."""
+"""Compares a start's fingerprint with earlier ones. A start that differs is refused once."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MAX_FILES = 512
 _SUFFIX, _OTHER_SUFFIX = ".json", ".other"
-_ROOMS = ("kernels", "models", "worker")  # their code affects results
+_ROOMS = ("kernels", "models", "worker")  # code in these packages affects results
 
 
 class KeptFingerprints:
-    """A directory with one JSON file for each engine; the oldest of many are removed.
+    """A directory with a JSON file per engine. If there are too many, the oldest are removed.
 
-    `<key>.json` has the fingerprint that starts must have, `<key>.other` that of the last refused start.
+    `<key>.json` has the expected fingerprint, `<key>.other` that of the last refused start.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def check(self, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
-        """Compare a start with earlier ones of the same engine; keep the first one's fingerprint.
+        """Compare a fingerprint with the stored one. Store it if this is the engine's first start.
 
-        engine: all that the numbers depend on, as plain data. Raises `FingerprintError` if a checksum differs. A
-        directory that cannot be used costs one warning. If two starts in a row agree with each other only, their
-        fingerprint replaces the kept one.
+        engine: plain data about everything that affects numbers. Raises `FingerprintError` if a checksum differs. If
+        the previous start was refused with the same fingerprint, replace the stored one instead. An unusable directory
+        only causes a warning.
         """
         path = self.path(engine)
         try:
@@ -88,7 +88,7 @@ class KeptFingerprints:
         return True
 
     def path(self, engine: Mapping[str, Any]) -> Path:
-        """Return an engine's file."""
+        """Return the path of an engine's file."""
         return self.directory / f"{_digest(json.dumps(engine, sort_keys=True))}{_SUFFIX}"
 
     def _keep(self, path: Path, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
@@ -108,8 +108,8 @@ class _Kept:
 
 
 def describe_installation() -> dict[str, str]:
-    """Return what all numbers depend on: processor, libraries, code."""
-    from octavo import _kernels  # noqa: PLC0415  only compiled kernels have fingerprints
+    """Return the processor, libraries and code."""
+    from octavo import _kernels  # noqa: PLC0415 - only compiled kernels have fingerprints
 
     root = Path(octavo.__file__).parent
     files = [Path(_kernels.__file__), *(path for room in _ROOMS for path in sorted((root / room).rglob("*.py")))]
@@ -125,9 +125,9 @@ def describe_installation() -> dict[str, str]:
 def describe_model(
     weights: WeightSource, architecture: Architecture, hashes: FileHashes, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return what a model's numbers depend on, without reading weights. seed: of random weights. Raises `OSError`.
+    """Return what affects a model's numbers, without reading weights. seed: for random weights. Raises `OSError`.
 
-    A file is described by its hash if `hashes` knows it, else by path and state.
+    A file is described by its hash if `hashes` has it, otherwise by path and state.
     """
     files = [] if seed is not None else [_hash_or_state(path, hashes) for path in weights.weight_files()]
     configs = [_content(path) for path in weights.config_files()]
@@ -145,7 +145,6 @@ def _content(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> _Kept | None:
-    """Return None if the file is missing or damaged."""
     try:
         values = json.loads(path.read_bytes())
         if values["digest"] == _digest(json.dumps(values["fingerprint"])):
@@ -177,7 +176,7 @@ def _remove(path: Path) -> None:
 
 @cache
 def _process(pid: int) -> str:
-    """Return a unique name: pids repeat in containers."""
+    """Return a unique name, because pids repeat in containers."""
     return f"{pid}-{secrets.token_hex(8)}"
 
 

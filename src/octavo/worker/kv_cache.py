@@ -1,4 +1,4 @@
-"""The KV tensors."""
+"""The tensors of the KV cache."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import BlockCopies
     from octavo.models.kv_layout import KVLayout
 
-# Version of a stored block's bytes; each KV group after the first adds 1. Stores do not find blocks of another version.
+# Version of a stored block's bytes. Each KV group after the first adds 1. Stores ignore blocks of other versions.
 LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """A KV group's memory, a row for each block, scratch blocks last."""
+    """A KV group's memory, with a row per block. Scratch blocks are last."""
 
     kind: KVGroupKind
     num_blocks: int
@@ -41,10 +41,10 @@ class GroupMemory:
 
 
 class TimeMark(Protocol):
-    """A time in the order of a device's work."""
+    """A time in a device's queue of work."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds to a later mark, when both are passed."""
+        """Return the milliseconds until a later mark, once both are reached."""
         ...
 
 
@@ -58,11 +58,11 @@ class _Now:
 
 
 class PagedKVCache:
-    """Keys and values of all layers, see `KVLayout`: a row of memory for each block of each KV group.
+    """Keys and values of all layers; see `KVLayout`. Each block of each KV group is a row of memory.
 
-    dtype: that of the activations, or int8 or float8_e4m3fn: then rows of each block, layer and head are followed by
-    their float32 scales. num_host_blocks: each has room for a block of every group. num_scratch_blocks: further blocks
-    of each group, unknown to the scheduler.
+    dtype: the activations' dtype, or int8 or float8_e4m3fn with float32 scales after the rows of each block, layer and
+    head. num_host_blocks: each holds a block of every group. num_scratch_blocks: further blocks of each group, unknown
+    to the scheduler.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class PagedKVCache:
 
     @property
     def num_blocks(self) -> int:
-        """The first group's."""
+        """Blocks of the first group."""
         return self.groups[0].num_blocks
 
     @property
     def block_bytes(self) -> int:
-        """The first group's."""
+        """Bytes per block of the first group."""
         return self.groups[0].block_bytes
 
     @property
@@ -114,7 +114,7 @@ class PagedKVCache:
 
     @property
     def memory(self) -> list[Tensor]:
-        """The reserved device tensors."""
+        """The allocated device tensors."""
         return [group.blocks for group in self.groups if group.blocks.nbytes]
 
     @property
@@ -123,9 +123,9 @@ class PagedKVCache:
         return sum(each.nbytes for each in self.memory)
 
     def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
-        """Copy whole blocks, in the order of `BlockCopies`. A GPU copies later, in its order of work.
+        """Enqueue copies of whole blocks, in the order of `BlockCopies`.
 
-        When the copies are done, call the returned function: it returns the moves to and from host memory.
+        When they are done, call the returned function to get the moves to and from host memory.
         """
         if not copies:
             return _no_moves
@@ -153,12 +153,12 @@ class PagedKVCache:
         return TierMove(HOST, num_blocks, num_bytes, seconds if moved else 0.0)
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return the views of a layer."""
+        """Return a layer's views."""
         return self._layers[index]
 
 
 def time_mark(device: torch.device) -> TimeMark:
-    """Return a mark after all enqueued work; on a CPU the time."""
+    """Return a mark after all enqueued work, or on a CPU the time."""
     if device.type == "cpu":
         return _Now(time.perf_counter())
     event = torch.cuda.Event(enable_timing=True)

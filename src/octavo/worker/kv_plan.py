@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """Blocks of each group."""
+    """Blocks of each KV group."""
 
     blocks_of_groups: tuple[int, ...]
 
     @property
     def num_blocks(self) -> int:
-        """The first group's."""
+        """Blocks of the first group."""
         return self.blocks_of_groups[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlan:
-    """The bytes of a block of each KV group, and how many blocks each bounded group needs.
+    """Bytes per block of each KV group, and the blocks that bounded groups (with windows) need.
 
-    A short sequence has as many blocks of every group; a long one needs few of the bounded groups. Lengths are unknown,
-    so a bounded group has blocks for all sequences that may run or, if that is more, one for each `bytes_of_all /
+    A short sequence has equally many blocks of every group, but a long one has few of bounded groups. Lengths are
+    unknown, so a bounded group gets blocks for all sequences that may run or, if that is more, one per `bytes_of_all /
     block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
-    block_bytes: the first includes the drafting model's. blocks_of_sequence: held after a step, for each bounded group.
+    block_bytes: the first includes the draft model's. blocks_of_sequence: held after a step, for each bounded group.
     """
 
     block_bytes: tuple[int, ...]
@@ -52,7 +52,7 @@ class KVPlan:
         max_num_batched_tokens: int,
         draft_block_bytes: int = 0,
     ) -> KVPlan:
-        """Compute the plan. Raises `ConfigError`."""
+        """Compute the plan. Raises `ConfigError` for an unsupported `kv_dtype`."""
         check_kv_dtype(architecture, kv_dtype)
         layout = architecture.kv_layout
         first, *others = layout.block_bytes(block_size, kv_dtype)
@@ -67,7 +67,7 @@ class KVPlan:
 
     @property
     def bytes_of_all(self) -> int:
-        """Bytes of a block of every group."""
+        """Bytes of one block of every group."""
         return sum(self.block_bytes)
 
     @property
@@ -76,7 +76,7 @@ class KVPlan:
 
     @property
     def _blocks_that_run(self) -> list[int]:
-        """Blocks of each bounded group for all sequences, a step, and as many tokens being saved."""
+        """Blocks of each bounded group for all sequences, a step, and equally many tokens being saved."""
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
@@ -84,17 +84,17 @@ class KVPlan:
         return sum(map(operator.mul, size.blocks_of_groups, self.block_bytes))
 
     def with_blocks(self, num_blocks: int) -> KVSize:
-        """Return the size with `num_blocks` of the first group."""
+        """Return the size for `num_blocks` of the first group."""
         if not self._bounded_bytes:
             return KVSize((num_blocks,))
         balanced = num_blocks * self.block_bytes[0] // self.bytes_of_all
         return KVSize((num_blocks, *(min(num_blocks, max(balanced, count)) for count in self._blocks_that_run)))
 
     def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
-        """Return how many blocks of the first group sequences can use if the bounded groups have `num_bytes`.
+        """Return how many blocks of the first group are useful if bounded groups have `num_bytes`.
 
-        Blocks without bytes still cost time and memory. So there are enough for the sequences that fit the bounded
-        groups in addition to a step, or for one sequence and all kept blocks.
+        Blocks without bytes still cost time and memory. So there are only enough for the sequences that fit in the
+        bounded groups next to a step, or for one sequence and all cached blocks.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:
@@ -104,7 +104,7 @@ class KVPlan:
         return min(most, max(num_sequences * blocks_of_longest, blocks_of_longest + kept))
 
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
-        """Return the largest cache of `num_bytes` with at most `most_blocks` of the first group."""
+        """Return the largest cache in `num_bytes` with at most `most_blocks` of the first group."""
         first_bytes, bounded_bytes = self.block_bytes[0], self._bounded_bytes
         if not bounded_bytes:
             return KVSize((min(num_bytes // first_bytes, most_blocks),))
@@ -121,7 +121,7 @@ class KVPlan:
 
 
 def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
-    """Raise `ConfigError` for an unsupported dtype."""
+    """Raise `ConfigError` if the kernels do not support a dtype."""
     if kv_cache_dtype in ROUNDED_KV and kv_cache_dtype not in kernels.kv_cache_dtypes:
         has = " or ".join(("auto", *kernels.kv_cache_dtypes))
         raise ConfigError(
@@ -131,7 +131,7 @@ def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
 
 
 def check_kv_dtype(architecture: Architecture, kv_dtype: str) -> None:
-    """Raise `ConfigError` for unaligned scales."""
+    """Raise `ConfigError` if scales would not be aligned."""
     for name, dtype in ROUNDED_KV.items():
         for spec in architecture.kv_layout.specs:
             if kv_dtype == dtype and (obstacle := spec.obstacle(dtype)) is not None:

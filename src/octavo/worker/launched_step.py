@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 class LaunchedStep:
     """A launched step, passed once to `ModelRunner.collect`.
 
-    host_moves  moves to and from host memory; read after `end`
-    inputs      None if nothing is computed
-    chosen      None if no request is sampled
-    due_rows    of requests that get one token; None if none is sampled or drafts are verified
-    is_awaited  a later step is fed the tokens sampled here
-    num_changes that of the batch at the launch
-    troubles    rows of logits that give no token
+    host_moves   returns the moves to and from host memory, after `end`
+    inputs       None if nothing is computed
+    chosen       None if no request is sampled
+    due_rows     rows of requests that get one token; None if drafts are verified or no request is sampled
+    is_awaited   a later step is fed the tokens sampled here
+    num_changes  of the batch at the launch
+    troubles     by row of logits that gives no token
     """
 
     scheduled: SchedulerOutput

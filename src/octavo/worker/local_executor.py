@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from octavo.worker.transfer_threads import KVMover
     from octavo.worker.worker import Worker
 
-TRANSFER_WAIT_S = 0.01  # longest wait for a KV transfer: new requests wait meanwhile
+TRANSFER_WAIT_S = 0.01  # limit, because new requests wait meanwhile
 
 
 class LocalExecutor:
-    """Runs its one worker in this process, and transfers KV from and to a store.
+    """Runs a worker in this process, and transfers KV between worker and store.
 
-    store: closed with the executor. num_threads: for loads. ended_transfers: None only ends a wait.
+    store: closed at shutdown. num_threads: for loads. ended_transfers: None only ends a wait.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class LocalExecutor:
         return self._mode.worker
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Compile a request's grammar in the background, if any."""
+        """Compile a request's grammar, if any, in the background."""
         wanted, grammars = params.structured_outputs, self.worker.grammars
-        if wanted is None or grammars is None:  # no tokenizer, no grammar
+        if wanted is None or grammars is None:  # grammars need a tokenizer
             return None
         return grammars.prepare(wanted, tenant)
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Begin a step. If it fails, `collect` raises the error."""
+        """Begin a step. Errors are raised by `collect`."""
         self._mode.submit(scheduled)
         self._submitted.append(scheduled)
 
@@ -85,7 +85,7 @@ class LocalExecutor:
         self._mode.abandon()
 
     def wake(self) -> None:
-        """End a step that only waits for KV. Any thread may call it."""
+        """End a step that only waits for KV. Thread-safe."""
         self.ended_transfers.put(None)
 
     def _take_ended_transfers(self, *, only_waits: bool) -> list[EndedTransfer]:

@@ -1,4 +1,4 @@
-"""Measures a machine and products of a model, with compiled kernels."""
+"""Measures a machine and matrix products with compiled kernels."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Timing:
 class Product(Timing):
     """A product, measured as it is served: gate_up includes SiLU.
 
-    of_limit: the larger of its shares of arithmetic rate and bandwidth.
+    of_limit: share of arithmetic rate or bandwidth, whichever is larger.
     """
 
     ops_per_s: float
@@ -78,10 +78,11 @@ class Product(Timing):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Whether a product's rows have the same bits alone and in a batch, on one thread and on all.
+    """Results of checking one product.
 
-    error: relative norm of the difference from the float64 product of the same weights. For int8 and int4 activations
-    are rounded, for int4 also scales.
+    rows_are_independent: a row has equal bits alone and in a batch. threads_are_equal: one thread and all threads
+    compute equal bits. error: relative norm of the difference from the float64 product, with rounded activations (int8,
+    int4) and scales (int4).
     """
 
     name: str
@@ -92,7 +93,7 @@ class Check:
 
     @property
     def is_exact(self) -> bool:
-        """True if rows and threads agree."""
+        """True if both pairs have equal bits."""
         return self.rows_are_independent and self.threads_are_equal
 
 
@@ -100,8 +101,8 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits: the better ones of `limits_each`, before and after the products: the load of a shared machine varies.
-    best_limits: of the best instruction set.
+    limits: the better of `limits_each`, measured twice because a shared machine's load varies. best_limits: with the
+    best instruction set.
     """
 
     processor: str
@@ -135,10 +136,10 @@ def examine(
     precisions: tuple[str, ...],
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Report:
-    """Measure limits and products, and check exactness: 20 s and up to 1.8 GB for a 0.5B model on two cores.
+    """Measure limits and products, and check exactness. Takes 20 s and 1.8 GB for a 0.5B model on two cores.
 
-    precisions: dtypes, "int8", "int4" (lm_head is int8 then), "int4_all", or kinds of blocks. Raises `ConfigError`
-    without compiled kernels for `isa`, or if no product has a precision.
+    precisions: dtypes, "int8", "int4" (with int8 lm_head), "int4_all", or kinds of GGUF blocks. Raises `ConfigError`
+    without compiled kernels for `isa`, or if a precision fits no product.
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
@@ -153,7 +154,7 @@ def examine(
     _refuse_impossible(shapes, precisions)
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
     num_torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's would spin on the kernels' cores
+    torch.set_num_threads(1)  # torch's threads would spin on the kernels' cores
     try:
         progress("limits of the machine")
         limits_before, best_before = _measure_limits(kernels, best)
@@ -212,7 +213,7 @@ def _refuse_impossible(shapes: dict[str, tuple[int, int]], precisions: tuple[str
 def _is_possible(name: str, depth: int, precision: str) -> bool:
     if precision in BlockKind.__members__:
         return depth % BlockKind[precision].block_values == 0
-    return precision != "int4" or name != "lm_head"  # int8 then
+    return precision != "int4" or name != "lm_head"  # lm_head is int8 then
 
 
 def _stored(weight: Tensor, precision: str) -> Tensor | QuantizedWeight | list[BlockWeight]:
@@ -229,7 +230,7 @@ def _rows(precision: str, count: int, depth: int) -> Tensor:
 
 
 def checked_rows(precision: str, depth: int) -> int:
-    """Return a number of rows so large that every kind of product reads its panels again for the last of them."""
+    """Return so many rows that every kind of product reads its panels twice."""
     row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
-PROMPT_LOGPROBS_SLICE_ROWS = 32  # computed together
+PROMPT_LOGPROBS_SLICE_ROWS = 32  # rows computed together
 _UNLIMITED = 1 << 60
 
 
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
-    """Return a KV block's bytes over all layers. Raises `ConfigError`."""
+    """Return the bytes of a KV block over all layers. Raises `ConfigError` for an unsupported `kv_dtype`."""
     check_kv_dtype(architecture, kv_dtype)
     return sum(architecture.kv_layout.block_bytes(block_size, kv_dtype))
 
@@ -49,9 +49,9 @@ def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_se
 
 
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
-    """Return an upper bound of a step's bytes, without weights and KV.
+    """Return an upper bound of a step's bytes without weights and KV.
 
-    The peak is in the MLP: residual, hidden, gate and up, their product and a float32 copy. The sampler has three
+    The peak is in the MLP: residual, hidden, gate and up, their product, and a float32 copy. The sampler needs three
     float32 copies of the logits.
     """
     of_logits = max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
@@ -59,7 +59,7 @@ def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_row
 
 
 def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> int:
-    """Return the layers' part."""
+    """Return the bytes of the layers' activations."""
     width = DTYPE_BYTES[dtype]
     hidden, inner = architecture.hidden_size, max(layer.mlp.intermediate_size for layer in architecture.layers)
     mixed = max(layer.attention.width for layer in architecture.layers)
@@ -67,7 +67,7 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the GPU, or of the machine within this cgroup."""
+    """Return the free bytes of the GPU, or of the machine within its cgroups."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that loading no longer uses
         return int(torch.cuda.mem_get_info(device)[0])
@@ -87,10 +87,10 @@ def largest_batch(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> int:
-    """Return max_num_batched_tokens, or less if the KV cache would lack room, but at least max_num_seqs.
+    """Return max_num_batched_tokens, or less if the KV cache would not fit, but at least max_num_seqs.
 
-    The cache must hold the step's tokens, unless the configuration sets its size. scratch_bytes(num_tokens): of kernels
-    and proposer. store_bytes: of KV stores on the device.
+    The cache must hold the step's tokens, unless the configuration sets its size. scratch_bytes(num_tokens): memory of
+    kernels and proposer. store_bytes: memory of KV stores on the device.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     configured_blocks, configured_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
@@ -141,11 +141,11 @@ def decide_kv_size(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> KVSize:
-    """Return how many blocks each KV group gets, after loading weights. Arguments as in `largest_batch`.
+    """Return the number of blocks of each KV group, after loading weights. Arguments are as in `largest_batch`.
 
-    First swap_space_bytes and store_bytes are reserved. Then: num_gpu_blocks if given; else kv_cache_memory_bytes; else
-    the smaller of 4 GiB and half of the free memory (90 % of a GPU's), less activations and scratch_bytes, and at most
-    for max_num_seqs sequences of full length. Raises `ConfigError` if no block fits or memory is too little.
+    swap_space_bytes and store_bytes are reserved first. If set, num_gpu_blocks or kv_cache_memory_bytes decides.
+    Otherwise the cache gets half of the free memory (90 % on a GPU) minus activations and scratch_bytes, at most 4 GiB
+    on a CPU, and at most max_num_seqs full sequences. Raises `ConfigError` if no block fits or memory is too small.
     """
     plan = KVPlan.of(
         architecture,
@@ -193,7 +193,7 @@ def decide_num_host_blocks(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> int:
-    """Return how many blocks fit `swap_space_bytes`. Raises `ConfigError` if host memory is too little."""
+    """Return how many blocks fit `swap_space_bytes`. Raises `ConfigError` if host memory is too small."""
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
     if wanted + store_bytes > free:
         of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""
@@ -209,7 +209,7 @@ def _machine_free_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """Return the least limit less usage of all cgroups; page cache counts as free."""
+    """Return the smallest limit minus usage of all cgroups. Page cache is free."""
     free = _UNLIMITED
     for limit_file, usage_file, stat_file in _cgroup_files():
         limit = "".join(read_lines(limit_file)).strip()

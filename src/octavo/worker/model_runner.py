@@ -1,4 +1,4 @@
-"""Runs steps."""
+"""Runs a model's steps."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs steps on one device. The next step may be launched before this one is collected, so that a GPU never waits.
+    """Runs steps on one device. A step may be launched before the previous one is collected, so that a GPU never waits.
 
-    draft: for requests for which `proposer` finds nothing. draft_cache: its own KV cache, with the block ids of
-    `kv_cache`.
+    draft: used if `proposer` finds nothing. draft_cache: KV cache of `draft`, with the block ids of `kv_cache`.
     """
 
     def __init__(
@@ -119,9 +118,9 @@ class ModelRunner:
             return self._collect(self._launch(scheduled))
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
-        """Return whether all earlier steps must be collected before this one is launched.
+        """Return True if earlier steps must be collected before this one is launched.
 
-        Drafts, penalties and grammars need tokens on the host; copies, transfers and preemptions are rare.
+        Drafts, penalties and grammars need tokens on the host. Copies, transfers and preemptions are rare.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens
@@ -138,7 +137,7 @@ class ModelRunner:
         return rows is not None and bool(self.batch.sampling.reads_tokens[rows].any())
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
-        """Enqueue a step's work. Only the previous step may be uncollected, unless `needs_sampled_tokens`."""
+        """Enqueue a step. At most one earlier step may be uncollected, or none if `needs_sampled_tokens`."""
         with torch.inference_mode():
             return self._launch(scheduled)
 
@@ -170,9 +169,9 @@ class ModelRunner:
 
     def _follow(self, scheduled: SchedulerOutput) -> None:
         if scheduled.kv_transfers or scheduled.kv_cancels:
-            self.kv_mover.begin(scheduled)  # after the copies: a load may write blocks that they read
+            self.kv_mover.begin(scheduled)  # after the copies, which may read blocks that a load writes
         if scheduled.finished_req_ids:
-            self.drafting.finish(scheduled.finished_req_ids)  # before the batch forgets their tokens
+            self.drafting.finish(scheduled.finished_req_ids)  # before the batch drops their tokens
         if scheduled.preempted_req_ids:
             self.drafting.forget(scheduled.preempted_req_ids)
         self.batch.update(scheduled)
@@ -182,11 +181,11 @@ class ModelRunner:
             self._pooler.forget(scheduled.finished_req_ids)
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        """Return hidden states [num_outputs, hidden], valid until the next call. Writes KV."""
+        """Write KV and return hidden states [num_outputs, hidden], valid until the next call."""
         return self.forward_pass(inputs.token_ids, inputs.attention)
 
     def compute_logits(self, scheduled: SchedulerOutput) -> torch.Tensor:
-        """Compute prompts; return their last logits, float32 [num_requests, vocab_size], valid until the next step.
+        """Compute prompts. Return the last logits, float32 [num_requests, vocab_size], valid until the next step.
 
         All earlier steps must be collected.
         """
@@ -217,7 +216,7 @@ class ModelRunner:
             step.due_rows = inputs.sampled_rows[is_due]
 
     def collect(self, step: LaunchedStep) -> ModelOutput:
-        """Wait for the oldest uncollected step. Return the results of requests that remain."""
+        """Wait for the oldest uncollected step. Return the results of requests that have not ended."""
         with torch.inference_mode():
             return self._collect(step)
 
@@ -276,8 +275,8 @@ class ModelRunner:
     ) -> None:
         """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
-        While drafts equal the choices, the next choice has the logits that it would have without drafts. It also has
-        the noise, unless drafts are verified by rejection sampling.
+        After drafts that equal the choices, the next choice has the same logits as without drafts. It also has the same
+        noise, except with rejection sampling.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)
@@ -313,7 +312,6 @@ class ModelRunner:
         return partial(self.verification.choose, drafted=drafted)
 
     def _verify(self, inputs: ModelInputs, chosen: list[int]) -> list[list[int]]:
-        """`Kernels.rejection_sample` only compares here."""
         if len(chosen) == len(inputs.sampled):
             return [[token_id] for token_id in chosen]
         cu_num_logits = torch.from_numpy(inputs.cu_num_logits)
@@ -330,7 +328,7 @@ class ModelRunner:
 
 
 def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:
-    """Return how many tokens precede the first failure; the next step meets it, too."""
+    """Return how many tokens precede the first failure, which the next step repeats."""
     if not troubles and min(token_ids) >= 0:
         return len(token_ids)
     return next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), len(token_ids))

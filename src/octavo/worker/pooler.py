@@ -1,4 +1,4 @@
-"""Pools hidden states."""
+"""Pools hidden states into embeddings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """float32 [n, hidden], from `position` on, being copied to the host. is_complete: the prompt ends there."""
+    """float32 [n, hidden] from `position` on, being copied to the host. is_complete: True if they end the prompt."""
 
     request: RequestRow
     states: torch.Tensor
@@ -37,10 +37,10 @@ class PooledRows:
 
 
 class Pooler:
-    """Takes the last hidden state of a prompt, or the mean of all, after the final norm.
+    """Takes a prompt's last hidden state, or the mean of all, after the final norm.
 
-    Positions are added one by one: bits do not depend on how the prompt is cut. A sum survives a preemption that keeps
-    KV; a recomputed prompt starts again.
+    Positions are added one by one, so that bits do not depend on how the prompt is split. Sums survive preemptions that
+    keep KV. A recomputed prompt starts again.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Pooler:
     def take(
         inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch, copies: HostCopies, errors: dict[str, str]
     ) -> list[PooledRows]:
-        """Copy the needed hidden states [num_outputs, hidden]. Fills `errors`."""
+        """Copy the needed hidden states [num_outputs, hidden]. Adds failed requests to `errors`."""
         taken: list[PooledRows] = []
         for index, request in enumerate(inputs.requests):
             pooling = request.sampling_params.pooling
@@ -69,19 +69,19 @@ class Pooler:
                 states = hidden[end - 1 if pooling == "last" else first : end].to(torch.float32, copy=True)
                 position = int(batch.num_computed_tokens[request.row])
                 taken.append(PooledRows(request, copies.to_host(states), position, is_complete))
-            except BaseException as error:  # noqa: BLE001 - see `faults`
+            except BaseException as error:  # noqa: BLE001
                 log_fault(request.request_id, "its hidden states were taken", error)
                 errors[request.request_id] = ErrorCode.REQUEST_FAILED
         return taken
 
     def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
-        """Return complete prompts' embeddings, float32 bytes, after the copies. Fills `errors`."""
+        """Return complete prompts' embeddings as float32 bytes, once copied. Adds failed requests to `errors`."""
         result: dict[str, bytes] = {}
         for rows in taken:
             request_id = rows.request.request_id
             try:
                 vector = self._pool(rows)
-            except BaseException as error:  # noqa: BLE001 - see `faults`
+            except BaseException as error:  # noqa: BLE001
                 log_fault(request_id, "its hidden states were pooled", error)
                 errors[request_id] = ErrorCode.REQUEST_FAILED
                 continue

@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
 
 class Prefault:
-    """A thread that touches memory page by page, with idle priority (on Linux), without changing it.
+    """A thread with idle priority (on Linux) that touches memory page by page, without changing it.
 
-    The system provides a page at its first touch: 2 GB took up to 2.6 s in a virtual machine. If the thread cannot
-    start, pages come when they are written.
+    The system allocates a page at its first touch: 2 GB took up to 2.6 s in a virtual machine.
     """
 
     def __init__(self, data: Tensor) -> None:
-        self._stop = np.zeros(1, np.uint8)  # not a torch tensor: a finalizer may run while torch is watched
+        self._stop = np.zeros(1, np.uint8)  # no torch tensor, because a finalizer may run while torch is watched
         self._thread = threading.Thread(target=_touch, args=(data, self._stop), name="octavo-kv-memory", daemon=True)
         with contextlib.suppress(RuntimeError):
             self._thread.start()
@@ -32,7 +31,7 @@ class Prefault:
         """End the thread."""
         self._stop[0] = 1
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()  # a finalizer may run in any thread
+            self._thread.join()  # a finalizer may run in this thread
 
 
 def _touch(data: Tensor, stop: NDArray[np.uint8]) -> None:

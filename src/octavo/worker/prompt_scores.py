@@ -1,4 +1,4 @@
-"""Scores prompt tokens."""
+"""Computes prompt tokens' log probabilities."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """A request's scores, being copied to the host. parts: tokens and log probabilities of slices of rows."""
+    """A prompt's log probabilities, being copied to the host. parts: tokens and log probabilities of slices."""
 
     request: RequestRow
     parts: list[tuple[list[int], LogprobRows]]
 
 
 class PromptScorer:
-    """Scores prompts for `SamplingParams.prompt_logprobs`."""
+    """Computes `SamplingParams.prompt_logprobs`."""
 
     def __init__(self, model: CausalLM, batch: InputBatch, sampler: Sampler, copies: HostCopies) -> None:
         self._model = model
@@ -42,7 +42,7 @@ class PromptScorer:
         self._copies = copies
 
     def score(self, inputs: ModelInputs, hidden: torch.Tensor, errors: dict[str, str]) -> list[PromptScores]:
-        """Score the tokens after hidden states [num_outputs, hidden]. Fills `errors`."""
+        """Score the tokens after hidden states [num_outputs, hidden]. Adds failed requests to `errors`."""
         result: list[PromptScores] = []
         for index, request in enumerate(inputs.requests):
             count = request.sampling_params.prompt_logprobs
@@ -51,7 +51,7 @@ class PromptScorer:
             first_row, end_row = (int(row) for row in inputs.output_start[index : index + 2])
             try:
                 parts = self._score(request, hidden[first_row:end_row], count)
-            except BaseException as error:  # noqa: BLE001 - see `faults`
+            except BaseException as error:  # noqa: BLE001
                 log_fault(request.request_id, "its prompt was scored", error)
                 errors[request.request_id] = ErrorCode.REQUEST_FAILED
                 continue
@@ -66,7 +66,7 @@ class PromptScorer:
         parts: list[tuple[list[int], LogprobRows]] = []
         for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):
             part = targets[start : start + PROMPT_LOGPROBS_SLICE_ROWS]
-            rows = hidden[start : start + len(part)].clone()  # aligned, or another kernel would be compiled
+            rows = hidden[start : start + len(part)].clone()  # aligned; otherwise another kernel would be compiled
             logprobs = self._model.compute_logits(rows)
             log_softmax(self._model.kernels, logprobs)
             token_ids, counts = self._copies.to_device(part), [num_best] * len(part)
@@ -75,13 +75,13 @@ class PromptScorer:
 
     @staticmethod
     def read(scores: Iterable[PromptScores], errors: dict[str, str]) -> dict[str, list[TokenLogprobs]]:
-        """Return entries, after the copies. Fills `errors`."""
+        """Return the log probabilities, once copied. Adds failed requests to `errors`."""
         result: dict[str, list[TokenLogprobs]] = {}
         for each in scores:
             name = each.request.request_id
             try:
                 result[name] = [entry for token_ids, rows in each.parts for entry in rows.read(token_ids)]
-            except BaseException as error:  # noqa: BLE001 - see `faults`
+            except BaseException as error:  # noqa: BLE001
                 log_fault(name, "its prompt's scores were read", error)
                 errors[name] = ErrorCode.REQUEST_FAILED
         return result

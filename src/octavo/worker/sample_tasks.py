@@ -1,4 +1,4 @@
-"""Sampling beyond the kernel."""
+"""Sampling work outside the kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trouble:
     doing: str
 
     def reason(self, request_id: str) -> str:
-        """Log it; return the client's error code."""
+        """Log the error; return the client's error code."""
         if isinstance(self.error, RequestError):
             logger.info("request %s: %s", request_id, self.error)
             return ErrorCode.GRAMMAR_EXCEEDED
@@ -43,17 +43,17 @@ class Trouble:
 
 
 class SampleTasks:
-    """Makes `SampleTask`s, and walks grammars."""
+    """Makes `SampleTask`s and advances grammars."""
 
     def __init__(self, batch: InputBatch, grammars: GrammarCompiler | None) -> None:
         self._batch = batch
         self._grammars = grammars
         self._walks = GrammarWalks()
         self._start_s = 0.0
-        self._asking: list[tuple[RequestRow, range]] = []  # of the step that has begun
+        self._asking: list[tuple[RequestRow, range]] = []  # requests of this step that need tasks
 
     def begin(self, inputs: ModelInputs) -> None:
-        """Start walking grammars."""
+        """Start the step's grammar walks."""
         self._start_s = time.monotonic()
         self._asking = self._not_plain(inputs)
         for request, rows in self._asking:
@@ -64,10 +64,10 @@ class SampleTasks:
             self._walks.begin()
 
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
-        """Return the tasks of the step, by row of logits. Each row counts the drafts before it as known tokens.
+        """Return the step's tasks by row of logits. In each row, the drafts before it count as known tokens.
 
-        Rows after a forbidden draft and rows of postponed requests get no task: their choice has no effect. troubles:
-        receives the first row of each failed grammar. postponed: receives requests with a late walk.
+        Rows after a forbidden draft and rows of postponed requests get no task, because their choices are unused. Adds
+        to `troubles` each failed grammar's first row, and to `postponed` requests with a late walk.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:
@@ -92,7 +92,7 @@ class SampleTasks:
     def make_for_drafts(
         self, requests: Sequence[RequestRow], rows: NDArray[np.int64], num_known: NDArray[np.int64]
     ) -> dict[int, SampleTask]:
-        """Return the tasks for one pass of a drafting model, by index into `requests`.
+        """Return the tasks for one pass of a draft model, by index into `requests`.
 
         num_known: includes drafts. Grammars are not applied: walks would delay the step, and forbidden drafts are cut
         off later.
@@ -106,7 +106,7 @@ class SampleTasks:
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
         """Return how many drafts precede the first forbidden one.
 
-        A large grammar allows all: the next step walks it.
+        A large grammar allows all, because the next step checks them.
         """
         if request.sampling_params.structured_outputs is None:
             return len(drafts)
@@ -132,7 +132,7 @@ class SampleTasks:
         if last is not None and last.num_tokens == num_tokens:
             if drafts == last.drafts[:num_drafts]:
                 return
-            last.wait()  # new drafts for a postponed token
+            last.wait()  # the drafts of a postponed token changed
         num_walked = 0 if request.matcher is None else request.matcher.num_tokens
         new = known[request.num_prompt_tokens + num_walked : num_tokens].tolist()
         request.walk = walk = Walk(num_tokens, drafts)

@@ -1,8 +1,8 @@
 """Chooses tokens from logits.
 
 A token depends only on its logits, the request's parameters, known tokens and grammar, and the noise of (seed,
-position, sample index). As in vLLM: allowed ids, min_tokens, logit bias, penalties, typical sampling, kernel. A grammar
-masks before them, after the raw log probabilities are taken.
+position, sample index). Log probabilities come first, then the grammar, then as in vLLM: allowed ids, min_tokens, logit
+bias, penalties, typical sampling, kernel.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _INT64_SIGN = 1 << 63
 
 
 class SamplingColumns:
-    """The sampling kernel's parameters, a row for each request.
+    """The sampling kernel's parameters, with a row per request.
 
-    is_plain: no `SampleTask` is needed. reads_tokens: the task reads earlier tokens on the host.
+    is_plain: the row needs no `SampleTask`. reads_tokens: the task reads earlier tokens on the host.
     """
 
     def __init__(self, num_rows: int, copies: HostCopies) -> None:
@@ -63,9 +63,9 @@ class SamplingColumns:
         self._gathered = None
 
     def gather(self, rows: NDArray[np.int64], position: Tensor) -> SamplingRows:
-        """Return the parameters of rows on the device, copied only after changes.
+        """Return parameters of rows on the device. Copies only after changes.
 
-        position: int32 [len(rows)] on the device, the number of known tokens.
+        position: int32 [len(rows)] on the device, number of known tokens.
         """
         key = rows.tobytes()
         if self._gathered is None or key != self._gathered_key:
@@ -77,9 +77,9 @@ class SamplingColumns:
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """The work on a row of logits outside of the kernel.
+    """Work on a row of logits outside the kernel.
 
-    known_tokens: only their number matters unless `SamplingColumns.reads_tokens`. allowed: bool [vocab], by a grammar.
+    known_tokens: only their number matters unless `SamplingColumns.reads_tokens`. allowed: bool [vocab] from a grammar.
     """
 
     sampling_params: SamplingParams
@@ -95,7 +95,7 @@ class SampleTask:
 
     @property
     def adjusts_logits(self) -> bool:
-        """True if the row changes before temperature."""
+        """True if logits change before temperature."""
         params = self.sampling_params
         return self.allowed is not None or self.num_output_tokens < params.min_tokens or _changes_every_row(params)
 
@@ -130,7 +130,7 @@ def _is_plain(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The results of all rows. token_ids: -1 if logits were NaN or all tokens were excluded (`none_allowed`)."""
+    """The results of all rows. token_ids: -1 for NaN logits, or if no token is allowed (`none_allowed`)."""
 
     token_ids: list[int]
     none_allowed: set[int]
@@ -140,9 +140,9 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log probabilities of each row's token and of its best ones, being copied to the host.
+    """Log probabilities of each row's token and best tokens, being copied to the host.
 
-    ranks: int64 [n]. values, ids: [n, most]; None if no row asks for any.
+    ranks: int64 [n]. values, ids: [n, most], or None if no row wants best tokens.
     """
 
     sampled: Tensor
@@ -152,7 +152,7 @@ class LogprobRows:
     num_best: Sequence[int]
 
     def read(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Return each row's entry, after the copies."""
+        """Return each row's entry, once copied."""
         best_values: list[list[float]] = [[]] * len(token_ids) if self.values is None else self.values.tolist()
         best_ids: list[list[int]] = [[]] * len(token_ids) if self.ids is None else self.ids.tolist()
         return [
@@ -165,7 +165,7 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of rows of logits, being copied to the host.
+    """The tokens chosen for rows of logits, being copied to the host.
 
     restricted: rows with excluded tokens. are_numbers: False for those with NaN.
     """
@@ -178,7 +178,7 @@ class Choices:
     faults: dict[int, BaseException]
 
     def read(self) -> Sampled:
-        """Return results, after the copies."""
+        """Return the results, once copied."""
         token_ids: list[int] = self.to_read.tolist()
         entries: dict[int, TokenLogprobs] = {}
         for rows, logprobs in self.logprobs:
@@ -193,7 +193,7 @@ class Choices:
 class Sampler:
     """Chooses one token per row. Only typical sampling waits for the device.
 
-    share_tokens(token_ids): replaces all choices, drafts included, int64 [n] on the device.
+    share_tokens(token_ids): replaces all choices and drafts, int64 [n] on the device.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Sampler:
         tasks: Mapping[int, SampleTask],
         sample: Callable[[Tensor, SamplingRows], Tensor] | None = None,
     ) -> Choices:
-        """Choose a token for every row of float32 [n, vocab]. Mutates the logits. sample: replaces `Kernels.sample`."""
+        """Choose a token for each row of float32 [n, vocab]. Mutates the logits. sample: replaces `Kernels.sample`."""
         copies = self._copies
         if not tasks:
             token_ids = self._share((sample or self._kernels.sample)(logits, rows))
@@ -271,7 +271,7 @@ class Sampler:
         return found
 
     def token_logprobs(self, logprobs: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> LogprobRows:
-        """Return each row's token and its `num_best` best ones, from log probabilities [n, vocab]."""
+        """Return each row's token and best tokens, from log probabilities [n, vocab]."""
         sampled = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > sampled).sum(dim=-1) + 1
         most = min(max(num_best), logprobs.shape[-1])

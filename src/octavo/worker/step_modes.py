@@ -1,4 +1,4 @@
-"""How steps are computed."""
+"""Ways to overlap steps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ResultT = TypeVar("ResultT")
 
 
 class StepMode(ABC):
-    """Computes steps in order. After a failed step, none is computed until `abandon`."""
+    """Computes steps in order. After a failed step, no step is computed until `abandon`."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._failed: int | None = None  # number of the first failed step
+        self._failed: int | None = None  # the first failed step
 
     @abstractmethod
     def submit(self, scheduled: SchedulerOutput) -> None:
@@ -36,11 +36,11 @@ class StepMode(ABC):
 
     @abstractmethod
     def collect(self) -> ModelOutput | ExecutionError:
-        """Return the oldest result. Call once for each step."""
+        """Return the oldest result. Call once per step."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop all uncollected steps. Then none is being computed."""
+        """Drop all uncollected steps. Afterwards no step is being computed."""
 
     def shutdown(self) -> None:
         """Drop the worker."""
@@ -51,7 +51,7 @@ class StepMode(ABC):
             return ExecutionError("the previous step failed")
         try:
             return part(argument)
-        except Exception as error:  # ends this step's requests, not the engine
+        except Exception as error:  # fails this step's requests, not the engine
             self._failed = step
             logger.exception("step %d failed", step)
             return ExecutionError(f"the model failed in this step: {type(error).__name__}")
@@ -68,21 +68,21 @@ class ComputesAtOnce(StepMode):
         self._results: deque[ModelOutput | ExecutionError] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Compute the step."""
+        """See `StepMode`."""
         self._results.append(self._run(scheduled.step, self.worker.execute, scheduled))
 
     def collect(self) -> ModelOutput | ExecutionError:
-        """Return the result."""
+        """See `StepMode`."""
         return self._results.popleft()
 
     def abandon(self) -> None:
-        """Drop the results."""
+        """See `StepMode`."""
         self._results.clear()
         self._failed = None
 
 
 class ComputesInBackground(StepMode):
-    """Computes in a thread."""
+    """Computes steps in a thread."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
@@ -90,7 +90,7 @@ class ComputesInBackground(StepMode):
         self._results: deque[Future[ModelOutput | ExecutionError]] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Queue the step."""
+        """See `StepMode`."""
         self._results.append(self._thread.submit(self._run, scheduled.step, self.worker.execute, scheduled))
 
     def collect(self) -> ModelOutput | ExecutionError:
@@ -101,7 +101,7 @@ class ComputesInBackground(StepMode):
 
     def abandon(self) -> None:
         """Wait for the thread."""
-        self._failed = -1  # a step that begins before its cancel is not run
+        self._failed = -1  # also skips steps that start before the cancel
         try:
             wait([result for result in self._results if not result.cancel()])
         finally:
@@ -115,9 +115,9 @@ class ComputesInBackground(StepMode):
 
 
 class LaunchesAhead(StepMode):
-    """`submit` launches, `collect` waits for the device.
+    """`submit` launches a step, and `collect` waits for the device.
 
-    If a step needs earlier tokens on the host, earlier steps are finished first.
+    If a step needs earlier tokens on the host, earlier steps are collected first.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -125,14 +125,14 @@ class LaunchesAhead(StepMode):
         self._steps: deque[tuple[int, LaunchedStep | ModelOutput | ExecutionError]] = deque()
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Launch the step."""
+        """See `StepMode`."""
         if self._steps and self.worker.needs_sampled_tokens(scheduled):
             for index in range(len(self._steps)):
                 self._finish(index)
         self._steps.append((scheduled.step, self._run(scheduled.step, self.worker.launch, scheduled)))
 
     def collect(self) -> ModelOutput | ExecutionError:
-        """Wait for the device."""
+        """See `StepMode`."""
         result = self._finish(0)
         self._steps.popleft()
         return result

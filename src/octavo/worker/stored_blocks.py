@@ -1,7 +1,7 @@
-"""Copies of blocks between the KV cache and the buffers of transfers.
+"""Copies blocks between the KV cache and the buffers of transfers.
 
-A CPU copies in one thread, with numpy: torch would use all cores. On a GPU each buffer has a stream, so that transfers
-do not wait for later steps. Blocks are gathered on the device, and cross the bus in one copy.
+A CPU copies with numpy in one thread, because torch would use all cores. On a GPU each buffer has a stream, so that
+transfers do not wait for later steps. Blocks are gathered on the device and cross the bus in one copy.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # a d
 
 
 class CopyStream(Protocol):
-    """A device's stream. Its work is done in order."""
+    """A device's stream, which runs work in order."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return device-accessible host memory, uint8."""
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Begin later work after a mark of any stream."""
+        """Start later work after a mark of any stream."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -66,25 +66,25 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device)
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Return pinned memory."""
+        """See `CopyStream`."""
         return pinned_memory(num_bytes)
 
     def wait(self, mark: Mark) -> None:
-        """Let the stream wait; the host does not."""
+        """See `CopyStream`."""
         self._stream.wait_event(cast("torch.cuda.Event", mark))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy."""
+        """See `CopyStream`."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def gather(self, target: Tensor, source: Tensor, rows: Tensor) -> None:
-        """Enqueue a kernel."""
+        """See `CopyStream`."""
         with torch.cuda.stream(self._stream):
             torch.index_select(source, 0, rows, out=target)
 
     def scatter(self, target: Tensor, rows: Tensor, source: Tensor) -> None:
-        """Enqueue a kernel."""
+        """See `CopyStream`."""
         with torch.cuda.stream(self._stream):
             target.index_copy_(0, rows, source)
 
@@ -99,12 +99,12 @@ class CudaStream:
 class PieceBuffer(Protocol):
     """Host memory for a piece of a transfer. Used by one thread at a time.
 
-    After `write` or `read` returns or raises, it copies nothing. block_ids: an id for each KV group and block;
-    `NO_BLOCK` is skipped. after: a mark that the copies wait for.
+    `write` and `read` copy nothing after they return or raise. block_ids: an id for each KV group and block; `NO_BLOCK`
+    is skipped. after: the copies wait for this mark.
     """
 
     def views(self, count: int) -> list[memoryview]:
-        """Return the memory of the first blocks."""
+        """Return the memory of `count` blocks."""
         ...
 
     def write(self, block_ids: list[list[int]], after: Mark) -> None:
@@ -118,14 +118,14 @@ class PieceBuffer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A KV group's blocks as rows of bytes, and their columns in a buffer's rows."""
+    """Blocks of a KV group as rows of bytes, and their columns in a buffer."""
 
     blocks: Tensor
     columns: slice
 
 
 class StoredBlocks:
-    """The blocks of a KV cache as stores keep them: all KV groups' contents, one after another."""
+    """The blocks of a KV cache as stores keep them: all KV groups' contents together."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
@@ -138,36 +138,36 @@ class StoredBlocks:
             start = end
 
     def make_buffer(self, num_blocks: int) -> PieceBuffer:
-        """Return a buffer."""
+        """Allocate a buffer."""
         stream = create_copy_stream(self._device)
         if stream is None:
             return HostBuffer(self._parts, self.block_bytes, num_blocks)
         buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device)
-        stream.wait(self.mark())  # earlier steps may still use this memory
+        stream.wait(self.mark())  # earlier steps may use this memory
         return buffer
 
     def mark(self) -> Mark:
-        """Mark all enqueued work of steps."""
+        """Mark all enqueued steps."""
         return mark_steps(self._device)
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return which loaded blocks need more than the first group's content; all if there is one group."""
+        """Return which loaded blocks need all groups' content, not only the first group's."""
         return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
 
 class HostBuffer:
-    """`PieceBuffer` of a CPU."""
+    """The `PieceBuffer` of a CPU."""
 
     def __init__(self, parts: Sequence[_Part], block_bytes: int, num_blocks: int) -> None:
         self._rows = np.empty((num_blocks, block_bytes), np.uint8)
         self._parts = [(part.blocks.numpy(), self._rows[:, part.columns]) for part in parts]
 
     def views(self, count: int) -> list[memoryview]:
-        """Return memory views."""
+        """See `PieceBuffer`."""
         return [memoryview(row) for row in self._rows[:count]]
 
     def write(self, block_ids: list[list[int]], after: Mark) -> None:
-        """Copy block by block."""
+        """See `PieceBuffer`."""
         del after
         for (blocks, rows), ids in zip(self._parts, block_ids, strict=True):
             for row, block_id in enumerate(ids):
@@ -175,7 +175,7 @@ class HostBuffer:
                     np.copyto(blocks[block_id], rows[row])
 
     def read(self, block_ids: list[list[int]], after: Mark) -> None:
-        """Copy block by block."""
+        """See `PieceBuffer`."""
         del after
         for (blocks, rows), ids in zip(self._parts, block_ids, strict=True):
             for row, block_id in enumerate(ids):
@@ -184,9 +184,9 @@ class HostBuffer:
 
 
 class StagedBuffer:
-    """`PieceBuffer` of a device: equal memory on both sides, first the ids, then a row for each block.
+    """The `PieceBuffer` of a device. Both sides have equal memory: first ids, then a row per block.
 
-    Only this stream uses the device's memory.
+    Only this buffer's stream uses the device memory.
     """
 
     def __init__(
@@ -215,11 +215,11 @@ class StagedBuffer:
         ]
 
     def views(self, count: int) -> list[memoryview]:
-        """Return memory views."""
+        """See `PieceBuffer`."""
         return [memoryview(row) for row in self._host_rows[:count].numpy()]
 
     def write(self, block_ids: list[list[int]], after: Mark) -> None:
-        """Copy all blocks to the device; scatter them there."""
+        """See `PieceBuffer`."""
         if not block_ids[0]:
             return
         stream, end = self._stream, self._head_bytes + len(block_ids[0]) * self._block_bytes
@@ -234,7 +234,7 @@ class StagedBuffer:
             stream.mark().synchronize()
 
     def read(self, block_ids: list[list[int]], after: Mark) -> None:
-        """Gather all blocks on the device; copy them to the host."""
+        """See `PieceBuffer`."""
         stream, count = self._stream, len(block_ids[0])
         end = self._head_bytes + count * self._block_bytes
         self._put(block_ids)
@@ -258,7 +258,7 @@ class _Copied:
     rows: Tensor
 
     def runs(self, block_ids: list[int]) -> list[slice]:
-        """Return the stretches of rows without `NO_BLOCK`; none if blocks have no bytes."""
+        """Return ranges of rows without `NO_BLOCK`, or no range if blocks have no bytes."""
         runs, start = [], 0
         for is_there, run in groupby(block_ids, NO_BLOCK.__ne__):
             end = start + len(list(run))
@@ -269,10 +269,10 @@ class _Copied:
 
 
 def create_copy_stream(device: torch.device) -> CopyStream | None:
-    """Return a new stream; None for a CPU."""
+    """Return a new stream, or None for a CPU."""
     return None if device.type == "cpu" else CudaStream(device)
 
 
 def mark_steps(device: torch.device) -> Mark:
-    """Mark all enqueued work of steps."""
+    """Mark all enqueued steps."""
     return Passed() if device.type == "cpu" else CudaQueue().mark()

@@ -1,7 +1,8 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
-A load writes a block after the store has confirmed its bytes; a save reads a block before it calls the store. Both hold
-the transfer's lock and check for a cancel. So no block of a cancelled transfer is touched, however slow the store is.
+A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Meanwhile
+both hold the transfer's lock and check for a cancel. So a cancelled transfer touches no block, however slow the store
+is.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _SHUTDOWN_S = 2.0
 
 
 class KVMover(Protocol):
-    """Moves KV."""
+    """Moves KV between store and cache."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Cancel and begin a step's transfers, after block copies and before anything is computed."""
+        """Cancel and start a step's transfers, after block copies and before the step is computed."""
         ...
 
     def shutdown(self) -> None:
@@ -59,9 +60,9 @@ class NoKVMover:
 
 @dataclass(slots=True)
 class _Moving:
-    """A transfer until it is reported.
+    """An unreported transfer.
 
-    begun: mark after earlier steps' work. lock: held while its blocks are written or read.
+    begun: mark after earlier steps. lock: held while blocks are written or read.
     """
 
     order: KVTransfer
@@ -73,10 +74,10 @@ class _Moving:
 
 
 class KVTransferThreads:
-    """Carries out the transfers of steps, and closes the store at shutdown.
+    """Runs the transfers of steps, and closes the store at shutdown.
 
-    report: called once for each uncancelled transfer that ends, from any thread. num_threads: for loads. Saves have one
-    more, so that loads do not wait for them.
+    report: called from any thread, once for each transfer that ends uncancelled. num_threads: for loads. Saves have
+    another thread, so that loads do not wait for saves.
     """
 
     def __init__(
@@ -103,11 +104,11 @@ class KVTransferThreads:
 
     @property
     def num_moving(self) -> int:
-        """Running transfers."""
+        """Number of running transfers."""
         return len(self._moving)
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """See `KVMover`. Then blocks of cancelled transfers are neither written nor read."""
+        """See `KVMover`. Then blocks of cancelled transfers are no longer written or read."""
         for transfer_id in scheduled.kv_cancels:
             with self._lock:
                 moving = self._moving.pop(transfer_id, None)
@@ -144,7 +145,7 @@ class KVTransferThreads:
                 self._report(EndedTransfer(order.transfer_id, moving.num_moved, moves, evicted))
 
     def _take(self, buffers: queue.SimpleQueue[PieceBuffer]) -> PieceBuffer:
-        """Return a buffer; a new one if stores that hang keep all of them."""
+        """Return a free buffer, or a new one if hanging stores hold all."""
         try:
             return buffers.get_nowait()
         except queue.Empty:
@@ -177,7 +178,7 @@ class KVTransferThreads:
         return order.keys[first:end], [ids[first:end] for ids in order.block_ids]
 
     def shutdown(self) -> None:
-        """Cancel all transfers and close the store; abandon one that hangs."""
+        """Cancel all transfers and close the store. Abandon a hanging store."""
         with self._lock:
             all_moving = list(self._moving.values())
             self._moving.clear()
@@ -194,10 +195,10 @@ class KVTransferThreads:
 
 
 def piece_blocks(block_bytes: int) -> int:
-    """Return blocks per move."""
+    """Return the blocks per piece."""
     return max(_PIECE_BYTES // block_bytes, 1)
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return the buffers' bytes if no store hangs. A GPU has as many in its own memory."""
+    """Return the bytes of all buffers, if no store hangs. A GPU has equal buffers in its memory."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes

@@ -1,4 +1,4 @@
-"""Locally typical sampling (Meister et al. 2023, section 3). As in Hugging Face's TGI, it follows the other filters."""
+"""Locally typical sampling (Meister et al. 2023, section 3). It follows the other filters, as in Hugging Face's TGI."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels
     from octavo.sampling_params import SamplingParams
 
-_FIRST_LOOK = 1024  # tokens: sorting a whole vocabulary is slow
+_FIRST_LOOK = 1024  # tokens; sorting a whole vocabulary is slow
 
 
 def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
-    """Set all tokens to -inf that min_p, top_k, top_p or typical sampling exclude. Mutates `row`, float32 [vocab].
+    """Exclude tokens by min_p, top_k, top_p and typical sampling: set them to -inf. Mutates `row`, float32 [vocab].
 
-    Tokens are kept in order of the distance of their surprise, -ln p, from its expected value, up to a probability of
-    typical_p, with those at the last distance. A row of a greedy request, with a NaN or with nothing above -inf does
-    not change.
+    Tokens are ordered by the distance of their surprise, -ln p, from its expected value. They are kept until their
+    probability reaches typical_p, and ties with the last one, too. Rows of greedy requests, rows with NaN and rows of
+    -inf do not change.
     """
     if params.is_greedy:
         return
     scaled = row / params.temperature
-    if not bool(scaled.max() > -math.inf):  # this excludes NaN, too
+    if not bool(scaled.max() > -math.inf):  # False for NaN, too
         return
     ids, weights = _left(scaled, params, kernels)
     probabilities = weights / weights.sum()
@@ -45,11 +45,11 @@ def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
         reached = probabilities[order].cumsum(0) >= mass
         if bool(reached.any()):
             return nearest[reached.int().argmax()]
-    return nearest[-1]  # the sum is too small by a rounding error
+    return nearest[-1]  # the sum has a rounding error
 
 
 def _left(scaled: Tensor, params: SamplingParams, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """Return the ids and weights that min_p, then top_k, then top_p keep, as in `Kernels.sample`."""
+    """Apply min_p, then top_k, then top_p, as in `Kernels.sample`."""
     largest = scaled.max()
     weights = torch.where(scaled == largest, 1.0, (scaled.double() - largest.double()).exp())
     likely = weights >= params.min_p if params.min_p else scaled > -math.inf

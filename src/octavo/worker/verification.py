@@ -1,7 +1,7 @@
-"""Decides which drafts are kept, and how a drafting model draws them.
+"""Decides which drafts are accepted, and how a draft model draws drafts.
 
-A token is chosen in every row of logits, and choices are kept up to the first that differs from its draft. Rejection
-sampling keeps the distribution of the answer, but not its tokens.
+Each row of logits gets a choice. Choices are accepted up to the first that differs from its draft. Rejection sampling
+keeps the distribution of answers, but not their tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.kernels.interface import Kernels, SamplingRows
 
-_SLICE_LOGITS = 1 << 18  # in memory at a time, or those of one request if it has more
+_SLICE_LOGITS = 1 << 18  # processed at a time; one request may exceed it
 _BYTES_PER_LOGIT = 128  # p, q and their difference in float64; the filters' values, ids and sums
 
 
@@ -33,9 +33,9 @@ _BYTES_PER_LOGIT = 128  # p, q and their difference in float64; the filters' val
 class DraftedRows:
     """Requests with drafts to verify.
 
-    cu_num_logits  int32 [num_requests + 1], the first row of each, then the total
-    draft_ids      int64 [num_logits], input tokens: after a request's first row, its drafts
-    draft_probs    float32 [num_drafts or more, vocab] if drafts were drawn
+    cu_num_logits: int32 [num_requests + 1], first row of each request, then the total. draft_ids: int64 [num_logits],
+    input tokens; a request's drafts follow its first row. draft_probs: float32 [num_drafts or more, vocab] per request,
+    or None if drafts were not drawn.
     """
 
     is_greedy: Sequence[bool]
@@ -48,62 +48,62 @@ class Verification(Protocol):
     """Chooses tokens and draws drafts."""
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return the most bytes that drafts need beyond logits."""
+        """Return the most bytes that drafts need in addition to logits."""
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
-        """Return the choice of each row of float32 [num_logits, vocab] as int64, -1 if no token can be chosen.
+        """Return each row's choice from float32 [num_logits, vocab] as int64, -1 if no token can be chosen.
 
-        After a request's first difference from its drafts, choices are meaningless.
+        After a request's first choice that differs from its draft, choices are meaningless.
         """
         ...
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | None]:
-        """Return a draft for each row of logits, -1 if none can be drawn, and its distribution, float32 [n, vocab].
+        """Return a draft per row of logits, -1 if none can be drawn, and the distributions, float32 [n, vocab].
 
-        It is None if verification does not need it. Otherwise, whether a draft is verified must not depend on its
-        token.
+        Distributions are None if verification does not need them. Otherwise, a decision to verify a draft must not
+        depend on its token.
         """
         ...
 
 
 class ExactVerification:
-    """Chooses with the sampling kernel. A drafting model's choices use the same noise."""
+    """Chooses with the sampling kernel. Draft models use the same noise."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return 0."""
+        """See `Verification`."""
         del num_drafts, vocab_size
         return 0
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
-        """Return the kernel's choices."""
+        """See `Verification`."""
         del drafted
         return self._kernels.sample(logits, rows)
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, None]:
-        """Return the kernel's choices."""
+        """See `Verification`."""
         return self._kernels.sample(logits, rows), None
 
 
 class RejectionVerification:
-    """Rejection sampling, see `octavo.kernels.rejection_sampling`.
+    """Rejection sampling.
 
-    The sampling kernel chooses for greedy requests, and after the last draft.
+    Greedy requests, and tokens after the last draft, use the sampling kernel.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return the bytes of distributions, and of logits verified together."""
+        """See `Verification`."""
         at_once = max(_SLICE_LOGITS, (MAX_DRAFTS + 1) * vocab_size)
         return num_drafts * vocab_size * 4 + at_once * _BYTES_PER_LOGIT
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
-        """Return accepted drafts and the next tokens."""
+        """See `Verification`."""
         chosen = self._kernels.sample(logits, rows)
         first, num_rows = drafted.cu_num_logits[:-1], np.diff(drafted.cu_num_logits)
         draft_ids = torch.from_numpy(drafted.draft_ids).to(logits.device)
@@ -127,7 +127,7 @@ class RejectionVerification:
         return chosen
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """Draw with a separate noise stream."""
+        """Draw with separate noise."""
         probs, ids = torch.empty_like(logits), torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         uniform = uniform_noise(rows.seed, rows.position, rows.sample_index, RandomStream.DRAFT).to(logits.device)
         max_rows = max(_SLICE_LOGITS // logits.shape[1], 1)
@@ -147,7 +147,7 @@ def create_verification(config: SpeculativeConfig | None, kernels: Kernels) -> V
 def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
     """Divide requests with drafts, except greedy ones, into parts of at most `max_rows` rows, or one request.
 
-    In a part, all drafts were drawn or none.
+    In a part, either all drafts were drawn or none.
     """
     num_rows = np.diff(drafted.cu_num_logits).tolist()
     for is_drawn in (False, True):
@@ -166,7 +166,7 @@ def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
 
 
 def _draft_probs(drafted: DraftedRows, part: Sequence[int], num_rows: NDArray[np.int32]) -> Tensor | None:
-    """Return distributions by row; None if drafts were not drawn. Each request's last row is arbitrary."""
+    """Return None if drafts were not drawn. Last rows are arbitrary."""
     probs: list[Tensor] = []
     for index, count in zip(part, num_rows.tolist(), strict=True):
         of_request = drafted.draft_probs[index]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _ID = "octavo-warm-up"
-_PRIME = 7919  # steps of the fixed prompt through the vocabulary
+_PRIME = 7919  # distance between the fixed prompt's tokens
 _PLAIN = SamplingParams()
 _SCORED = SamplingParams(prompt_logprobs=1)
 _FILTERED = SamplingParams(top_k=4, top_p=0.9, min_p=0.01, logprobs=2)
@@ -28,10 +28,9 @@ _PENALIZED = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1)
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Run a prompt of `num_tokens` tokens, which the cache must hold.
+    """Run a prompt of `num_tokens` tokens, which the cache must hold. Launch all kernels that compile at first use.
 
-    Then launch all kernels compiled at their first launch. Blocks belong to no request: their next owner writes them
-    before it reads them.
+    The blocks belong to no request. Their next owner writes before it reads.
     """
     start = time.monotonic()
     runner.execute(_first_step(runner, num_tokens))
@@ -47,7 +46,7 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
 
 def fixed_prompt_logits(runner: ModelRunner, num_tokens: int) -> Tensor:
-    """Return float32 [1, vocab_size] after a fixed prompt."""
+    """Return the logits after a fixed prompt, float32 [1, vocab_size]."""
     logits = runner.compute_logits(_first_step(runner, num_tokens)).clone()
     _end(runner, [_ID])
     return logits
@@ -131,6 +130,6 @@ def _request(
 
 
 def _end(runner: ModelRunner, names: Iterable[str]) -> None:
-    """Preempt requests: the blocks of finished ones could stay in the prefix cache."""
+    """Preempt, because blocks of finished requests could stay in the prefix cache."""
     empty = CachedRequestData.make_empty()
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids=set(names)))

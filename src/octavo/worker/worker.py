@@ -1,4 +1,4 @@
-"""The worker."""
+"""Computes steps on one device."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Worker:
-    """Computes steps on one device. Call `load`, `plan` and `allocate` once, in this order.
+    """Loads a model and computes steps. Call `load`, `plan` and `allocate` once, in this order.
 
-    store_bytes(block_bytes): host memory of KV stores. staging_bytes(block_bytes): their GPU memory. Raises
-    `ConfigError` for a missing device or kernels.
+    store_bytes(block_bytes): host memory of KV stores. staging_bytes(block_bytes): GPU memory of KV stores. Raises
+    `ConfigError` if the device or kernels are missing.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class Worker:
         self.draft = None if self._draft_checkpoint is None else self._load_draft(self._draft_checkpoint)
 
     def plan(self) -> WorkerInfo:
-        """Divide the free memory among steps and KV groups. Allocates nothing.
+        """Divide the free memory between steps and KV groups. Allocates nothing.
 
-        Lowers max_num_batched_tokens if no larger step fits. Raises `ConfigError` if memory is too little.
+        Lowers max_num_batched_tokens if such a step does not fit. Raises `ConfigError` if memory is too small.
         """
         architecture = self.model.architecture
         of_block = block_bytes(architecture, self.cache_config.block_size, self.kv_dtype)
@@ -156,7 +156,7 @@ class Worker:
         return self.info
 
     def allocate(self) -> None:
-        """Reserve the KV cache, and warm up."""
+        """Allocate the KV cache and warm up."""
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
@@ -168,7 +168,7 @@ class Worker:
     def start_kv_transfers(
         self, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
     ) -> KVMover:
-        """Start transfers. report: called when one ends, from any thread."""
+        """Start transfers. report: called from any thread when a transfer ends."""
         self.runner.kv_mover = KVTransferThreads(self.kv_cache, store, report, num_threads=num_threads)
         return self.runner.kv_mover
 
@@ -216,10 +216,10 @@ class Worker:
         return 0 if self.draft is None else self.draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
 
     def take_fingerprint(self) -> EngineFingerprint:
-        """Check the tables; return checksums of weights, tables and logits.
+        """Check rotary tables; return checksums of weights, tables and logits.
 
-        Only compiled kernels have them: elsewhere the last bits depend on threads and memory addresses. Raises
-        `FingerprintError` for a wrong table.
+        Only compiled kernels have checksums: in other kernels, the last bits depend on threads and addresses. Raises
+        `FingerprintError` if a table is wrong.
         """
         kernels = self.kernels
         draft = self.runner.draft_runner
@@ -270,7 +270,7 @@ class Worker:
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,
-            # After accepted drafts, KV of the last one is missing: that pass has two rows.
+            # The last accepted draft has no KV yet, so that pass has two rows.
             decodes=self._plan_decodes(
                 model, num_rows=[1] if checkpoint.shares_kv else [1, 2], max_model_len=checkpoint.max_model_len
             ),
@@ -379,15 +379,15 @@ class Worker:
         return replace(result, num_compilations=len(compiled)) if compiled else result
 
     def wait_idle(self) -> None:
-        """Wait for all launched work. Raises its error."""
+        """Wait for launched work. Raises its error."""
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run in any thread. If kernels have their own threads, torch gets one: more would spin on their cores.
+        """Run from any thread. If kernels have their own threads, torch gets one: more would spin on their cores.
 
-        A context manager would cost microseconds: weights have pushed Python out of the caches.
+        A context manager would cost microseconds.
         """
-        if self.device.index is not None:  # a CPU has none
+        if self.device.index is not None:  # a CPU has no index
             use_device(self.device)
         if not self.kernels.has_own_threads:
             return run()
