@@ -227,7 +227,7 @@ def _connect(
     direct: MooncakeConnector | None,
     kinds: list[KVGroupKind],
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
-    """Return the connector to the stores, and the same as a recorded one if a journal is written."""
+    """Return the connector to the stores, and the same connector again if it is recorded in a journal."""
     if store is None:
         return None, None
     connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, kinds)
@@ -300,7 +300,7 @@ def resolve_scheduler(
 ) -> ResolvedSchedulerConfig:
     """Set missing attention_cost_tokens and mixed_step_ms.
 
-    Attention is slower per operation than matrix products, by a factor of the instruction set and the weights.
+    Attention is slower per operation than matrix products, by a factor that depends on instruction set and weights.
     """
     cost, step_ms = config.attention_cost_tokens, config.mixed_step_ms
     if not config.enable_chunked_prefill:
@@ -308,7 +308,7 @@ def resolve_scheduler(
     if cost is None:
         bits = WEIGHT_BITS[quantization] if architecture.stored is None else architecture.stored.bits
         if architecture.block_bytes and quantization is None:
-            bits = 4  # products of any blocks are about as fast as int4's
+            bits = 4  # products of any blocks are about as fast as those of int4
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
     if step_ms is None:
         step_ms = DEFAULT_MIXED_STEP_MS if config.batching is BatchingMode.MIXED else 0.0
@@ -316,7 +316,7 @@ def resolve_scheduler(
 
 
 def fit_reservation(config: ResolvedSchedulerConfig, num_kv_tokens: int) -> ResolvedSchedulerConfig:
-    """Lower TGI's limits to the engine's capacity. num_kv_tokens: of the KV cache."""
+    """Lower TGI's limits to the engine's capacity. num_kv_tokens: capacity of the KV cache."""
     there = {
         "max_batch_total_tokens": (num_kv_tokens, "the KV cache is not larger"),
         "max_batch_prefill_tokens": (

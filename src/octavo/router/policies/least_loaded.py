@@ -22,5 +22,5 @@ class LeastLoaded(RoutingPolicy):
 
 
 def least_loaded(engines: Sequence[EngineHandle]) -> EngineHandle:
-    """Minimize the load."""
+    """Return the least loaded engine."""
     return min(engines, key=lambda engine: (engine.load, engine.num_sent_tokens, engine.number))
