@@ -176,7 +176,7 @@ class CoreServer:
         answer = partial(self._answer, message.request_id)
         try:
             requests = message.to_requests()
-        except Exception as error:  # `error_for` logs it
+        except Exception as error:  # noqa: BLE001 - it is logged there
             answer(error_for(message.request_id, "it was read", error))
         else:
             self._core.add_request(message.request_id, requests, answer)

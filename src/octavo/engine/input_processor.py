@@ -24,7 +24,7 @@ _ORDINARY_CHARS = 16  # shorter texts skip the search for the longest token
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 
-A dictionary may have "predicted_token_ids", the expected answer, which does not change the output.
+A dictionary may have "predicted_token_ids", the expected answer; no token depends on it.
 """
 
 

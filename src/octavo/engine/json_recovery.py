@@ -38,7 +38,7 @@ _KEY = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})){0,256
 _LAST_COMMA = re.compile(r",[ \t\r\n]*[}\]]")
 _PYTHON_OBJECT = re.compile(r"\{[ \t\r\n]*'")
 END = re.compile(r"\s*\Z")
-"""Matches if only white space follows."""
+"""Nothing but white space follows."""
 
 
 class StrictObject:
@@ -380,7 +380,7 @@ class _Search:
 class _Escapes:
     """The backslashes in one string.
 
-    has_invalid: one escapes nothing, so the model did not use JSON's escapes. has_other: others are then ambiguous.
+    has_invalid: one escapes nothing, so the model did not use JSON's escapes. has_other: another one is then ambiguous.
     has_end: one precedes a quote that may end the string.
     """
 

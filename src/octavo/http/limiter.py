@@ -306,7 +306,7 @@ class RequestLimiter:
     def release(self, place: Permit) -> None:
         """Release a permit's streams."""
         self.streams.give_back(place.tenant, place.num_streams)
-        if place.is_in:  # others do not show how fast answers end
+        if place.is_in:  # only admitted requests show how fast answers end
             self._endings.append((self._clock(), place.num_streams))
             self._has_ended = True
 

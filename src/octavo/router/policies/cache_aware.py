@@ -40,7 +40,7 @@ class CacheAware(RoutingPolicy):
         self._work: dict[EngineHandle, float] = {}  # new tokens; old ones count less
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
-        """Return the engine with the longest prefix that is not overloaded, otherwise that with least load and new work."""
+        """Return the engine with the longest prefix that is not overloaded, otherwise that with least load and work."""
         least = min(engine.load for engine in engines)
         able = [engine for engine in engines if not self._is_more(engine.load, least)]
         found = self._tree.find(summary, able)
