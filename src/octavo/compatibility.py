@@ -1,4 +1,4 @@
-"""Arguments of vLLM that octavo lacks, and those of their values that change nothing here.
+"""Arguments of vLLM that octavo lacks, and their values that change nothing here.
 
 Such a value is accepted with a warning. Any other value is refused.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Values without effect, and the reason. values: None accepts all values."""
+    """Values without effect, and the reason. values: None accepts all."""
 
     values: tuple[Any, ...] | None
     reason: str

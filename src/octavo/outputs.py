@@ -70,8 +70,8 @@ def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> 
 class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
     """Log probabilities of a prompt: None for its first token, then one dict of token id -> Logprob per token.
 
-    A dict is made when it is read, because a prompt may have 40,000 alternatives. A copy is a list. entries: the
-    worker's results for all tokens except the first.
+    A dict is made when it is read, because a prompt may have 40,000 alternatives. entries: the worker's results for all
+    tokens except the first.
     """
 
     __slots__ = ("entries", "texts")

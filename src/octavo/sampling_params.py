@@ -99,11 +99,11 @@ class Limits:
     may_be_none: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Return True if a number is in the range. NaN is in none."""
+        """Return True if a number is in the range. NaN is not."""
         return bool(self.low <= value <= self.high) and not (self.is_open and value == self.low)
 
 
-LIMITS: dict[str, Limits] = {  # of the numbers in `SamplingParams`
+LIMITS: dict[str, Limits] = {
     "n": Limits(1, MAX_N),
     "max_tokens": Limits(1, MAX_COUNT, may_be_none=True),
     "min_tokens": Limits(0, MAX_COUNT),
@@ -256,7 +256,7 @@ class SamplingParams:
 
     @property
     def least_output_tokens(self) -> int:
-        """Number of output tokens that must fit: 1, or 0 if pooled."""
+        """Output tokens that must fit: 1, or 0 if pooled."""
         return 0 if self.pooling is not None else 1
 
     @property
@@ -274,7 +274,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_specia
 
 
 def plain_number(value: Any) -> Any:
-    """Convert another library's number to Python's, because only Python's can be sent to another process."""
+    """Convert another library's number to Python's, which can be sent to another process."""
     if type(value) in (int, float, bool):
         return value
     if isinstance(value, Integral):

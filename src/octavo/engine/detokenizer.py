@@ -170,7 +170,7 @@ class IncrementalDetokenizer:
         try:
             self._held += data[utf_8_decode(data, "strict" if has_runs else "replace", False)[1] :]
         except UnicodeDecodeError:
-            self._held += _NO_UTF8  # makes the run invalid
+            self._held += _NO_UTF8
         self.num_prompt_bytes = len(self._held)
         return has_text
 

@@ -149,7 +149,7 @@ class LocalCore:
     def step(self) -> list[EngineCoreOutput]:
         """Add prepared requests. Returns the outputs of aborted requests; if there are none, computes a step."""
         self._take_prepared()
-        if self._undelivered:  # without the delay of a step
+        if self._undelivered:
             outputs, self._undelivered = self._undelivered, []
         else:
             outputs = self.core.step() if self.core.has_work() else []

@@ -109,7 +109,7 @@ class LongTextEncoder:
 
     def _next_cut(self, text: str, start: int) -> int | None:
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
-            return None  # faster than the search
+            return None
         for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel the search
             progress()
             found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more characters

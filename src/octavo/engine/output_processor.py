@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 Text = TypeVar("Text")
-_NUM_TEXTS = 1 << 14  # some 2 MB
+_NUM_TEXTS = 1 << 14
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ class ValueScanner:
         self._start = start
         self._position, self._ends = start, ends
         self._stack: list[str] = []
-        self._quote = ""  # of the current string
+        self._quote = ""
         self._whole: tuple[int, str] | None = None  # end of the last complete member, and open brackets' closers
 
     def end(self, text: str, *, is_over: bool) -> int | None:

@@ -45,7 +45,7 @@ class StopStrings:
         self.first_characters = frozenset({self._characters[0], *self._branches.get(0, ())})
 
     def _branch_off(self, strings: list[str]) -> None:
-        lengths = [0]  # shared with the previous string
+        lengths = [0]
         for index, (before, text) in enumerate(pairwise(strings), start=1):
             length = _shared_length(before, text)
             lengths.append(length)

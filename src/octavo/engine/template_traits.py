@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EmptyContent = Literal["null", "empty", "absent"]
 SystemPlaces = Literal["anywhere", "first", "never"]
 
-_SEPARATOR = "\n\n"  # between joined messages
+_SEPARATOR = "\n\n"
 _FIRST, _SECOND, _EXTRA = "octavo-first", "octavo-second", "octavo-extra"
 _USER = {"role": "user", "content": "Question"}
 _ARGUMENTS = {_FIRST: 1}

@@ -26,10 +26,10 @@ class _LastToken(msgspec.Struct):
 class Api:
     """One API.
 
-    name: tag in the OpenAPI document. below: path prefix of errors in this API's form. error: returns an error's JSON
-    object. event: returns the last event of a failing stream. last_event: matches the start of a complete stream's last
-    event; None if that event has a field of `_LastToken`. statuses: HTTP status -> this API's status, if different.
-    any_type: accepts any Content-Type. lines: events are lines of JSON.
+    below: path prefix of errors in this API's form. error: returns an error's JSON object. event: returns the last
+    event of a failing stream. last_event: matches the start of a complete stream's last event; None if that event has a
+    field of `_LastToken`. statuses: HTTP status -> this API's status, if different. any_type: accepts any Content-Type.
+    lines: events are lines of JSON.
 
     For the router: `limits` are fields that limit the answer's tokens; `a.b` is field b of object a. `counted` is the
     field in which the token counts begin.

@@ -102,7 +102,7 @@ def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MA
             app,
             log_config=None,
             log_level=config.log_level,
-            access_log=False,  # the audit log says more
+            access_log=False,
             loop="auto",
             http=http,  # type: ignore[arg-type]  # any factory of protocols
             ws="none",

@@ -154,7 +154,7 @@ class WaitingLine:
             if waiter.granted.cancelled():
                 self._remove(waiter)
                 self.serve()
-            else:  # granted just before
+            else:
                 self.give_back(tenant, amount)
             raise
 
@@ -392,6 +392,6 @@ class RequestLimiter:
             self._endings.popleft()
         if len(self._endings) < 2 or now <= self._endings[0][0]:
             return _LONGEST_RETRY_S if self._has_ended else 1.0
-        (first, _), *later = self._endings  # starts the measured time
+        (first, _), *later = self._endings
         rate = sum(num_streams for _, num_streams in later) / (now - first)
         return min(max(math.ceil(num_ahead / rate), 1.0), _LONGEST_RETRY_S)

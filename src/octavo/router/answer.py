@@ -67,7 +67,7 @@ class Answer:
         self._progress_at = self._loop.time()  # when the body was last taken or requested
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._num_framing_bytes = 0  # since the last piece of the body
+        self._num_framing_bytes = 0
         self._is_begun = self.is_over = self.ends_with_connection = self._keeps_alive = False
         self._error: Exception | None = None
         self._pieces: list[bytes] = []
@@ -226,7 +226,7 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._keeps_alive = False  # even after the answer
+            self._keeps_alive = False
             self._fail(MalformedAnswerError(f"its answer is not valid HTTP: {error}"))
         self._num_framing_bytes = self._num_framing_bytes + len(data) if self._num_body_bytes == num_body_bytes else 0
         if self._num_framing_bytes > _MAX_HEADER_BYTES:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _VAIN_IN_A_ROW = 3  # before a pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
-_MAX_UNKNOWN = 1024  # figures are read every second
+_MAX_UNKNOWN = 1024
 _LEAST_SHARE = 0.1  # of new tokens: if fewer arrived, no KV arrived
 _COMPUTED_SHARE = 0.5  # of estimated new tokens: if as many were computed, no KV arrived
 

@@ -25,7 +25,7 @@ _BLOCK_BYTES = 4096
 
 _PROMPT_FIELDS = tuple(dict.fromkeys(name for api in APIS for name in api.prompt))
 _LIMITS = tuple(dict.fromkeys(tuple(name.split(".")) for api in APIS for name in api.limits))
-_DETAILS = ("parameters", "decoder_input_details")  # of TGI
+_DETAILS = ("parameters", "decoder_input_details")
 _OTHERS = ("model", "n", "echo", "logprobs", "prompt_logprobs", "user", "prompt_cache_key", "cache_salt")
 
 

@@ -30,7 +30,7 @@ _BODIES = 64  # of the largest size, at the same time
 
 
 class RouterService(HttpService):
-    """Engines and keys. Used on one event loop only.
+    """State of a router. Used on one event loop only.
 
     launcher: None if engines are started elsewhere. Raises `ConfigError`.
     """

@@ -17,7 +17,7 @@ _PLACES = tuple({f'"{api.counted}":'.encode() for api in APIS})
 _PROMPT = _number(*(name for api in APIS for name in api.prompt_counts))
 _WRITTEN = _number(*(name for api in APIS for name in api.answer_counts))
 _CACHED, _READ = _number("cached_tokens"), _number("cache_read_input_tokens")
-COUNTS_BYTES = 2048  # for the token counts
+COUNTS_BYTES = 2048
 
 
 class ReportedUsage(NamedTuple):

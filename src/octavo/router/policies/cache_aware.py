@@ -30,7 +30,7 @@ class CacheAware(RoutingPolicy):
 
     balance_tokens, balance_ratio: an engine is overloaded if its load exceeds the smallest load by more than
     balance_tokens, and is more than balance_ratio times as large. For a shared prefix, this also applies to new work.
-    max_entries: remembered pieces.
+
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:

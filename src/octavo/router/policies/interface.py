@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RoutingPolicy(ABC):
-    """Chooses engines, without memory by default. Used in one thread only."""
+    """Chooses engines. Used in one thread only."""
 
     @abstractmethod
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:

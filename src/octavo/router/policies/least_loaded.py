@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LeastLoaded(RoutingPolicy):
-    """Chooses the engine with the fewest open, then the fewest sent tokens."""
+    """Chooses the least loaded engine."""
 
     def choose(self, _summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Choose an engine."""

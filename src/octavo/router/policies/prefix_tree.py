@@ -18,7 +18,7 @@ class Expected:
     """The prefix of a prompt that is expected in an engine's cache.
 
     num_bytes: 0 if only open requests sent it, because it may not be computed yet. since: when all of it had been sent.
-    now: the request's time.
+
     """
 
     num_bytes: int
@@ -56,7 +56,7 @@ class PrefixTree:
         self._max_entries = max_entries
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first, parents after children
         self._lost: dict[int, int] = {}  # by engine's number: time up to which its cache was evicted
-        self._open: dict[int, set[int]] = {}  # open requests
+        self._open: dict[int, set[int]] = {}
         self._now = 0
 
     def find(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> Found:

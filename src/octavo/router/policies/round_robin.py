@@ -17,7 +17,7 @@ class RoundRobin(RoutingPolicy):
     """Chooses engines in turn. Removing an engine changes no other turn."""
 
     def __init__(self) -> None:
-        self._last = -1  # the last engine's number
+        self._last = -1
 
     def choose(self, _summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Choose an engine."""
