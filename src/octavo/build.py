@@ -308,7 +308,7 @@ def resolve_scheduler(
     if cost is None:
         bits = WEIGHT_BITS[quantization] if architecture.stored is None else architecture.stored.bits
         if architecture.block_bytes and quantization is None:
-            bits = 4  # products of any blocks are about as fast as those of int4
+            bits = 4  # products of any blocks are about as fast as int4's
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
     if step_ms is None:
         step_ms = DEFAULT_MIXED_STEP_MS if config.batching is BatchingMode.MIXED else 0.0

@@ -102,7 +102,7 @@ class GGUFVocabulary:
         return Tokenizer(backend, special)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the ids of all EOS tokens."""
+        """Return all EOS ids."""
         named = {id_ for each in _ENDS if (id_ := self._id(each)) is not None}
         by_text = {
             id_

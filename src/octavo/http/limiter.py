@@ -106,7 +106,7 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: units that later requests took while this was its tenant's first waiter, times its weight over theirs.
+    passed: units that later requests took while this was its tenant's first waiter, times the ratio of both weights.
     """
 
     tenant: Tenant
