@@ -227,7 +227,7 @@ def _connect(
     direct: MooncakeConnector | None,
     kinds: list[KVGroupKind],
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
-    """Return the connector to the stores, and the same connector again if it is recorded in a journal."""
+    """Return the connector to the stores, and the same one again if a journal records it."""
     if store is None:
         return None, None
     connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, kinds)
