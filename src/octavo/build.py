@@ -227,7 +227,7 @@ def _connect(
     direct: MooncakeConnector | None,
     kinds: list[KVGroupKind],
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
-    """Return the connector to the stores, and the same as a recorded one if a journal is written."""
+    """Return the connector to the stores, and the same one again if a journal records it."""
     if store is None:
         return None, None
     connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, kinds)
@@ -300,7 +300,7 @@ def resolve_scheduler(
 ) -> ResolvedSchedulerConfig:
     """Set missing attention_cost_tokens and mixed_step_ms.
 
-    Attention is slower per operation than matrix products, by a factor of the instruction set and the weights.
+    Attention is slower per operation than matrix products, by a factor that depends on instruction set and weights.
     """
     cost, step_ms = config.attention_cost_tokens, config.mixed_step_ms
     if not config.enable_chunked_prefill:
@@ -316,7 +316,7 @@ def resolve_scheduler(
 
 
 def fit_reservation(config: ResolvedSchedulerConfig, num_kv_tokens: int) -> ResolvedSchedulerConfig:
-    """Lower TGI's limits to the engine's capacity. num_kv_tokens: of the KV cache."""
+    """Lower TGI's limits to the engine's capacity. num_kv_tokens: capacity of the KV cache."""
     there = {
         "max_batch_total_tokens": (num_kv_tokens, "the KV cache is not larger"),
         "max_batch_prefill_tokens": (

@@ -55,7 +55,7 @@ class PromptTooLongError(RequestError):
     def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True, least_output_tokens: int = 1) -> None:
         """Raise if the output does not fit after a prompt.
 
-        is_all: False if `num_tokens` are counted so far. least_output_tokens: as in `SamplingParams`.
+        is_all: False if `num_tokens` is a count so far.
         """
         most = max_model_len - least_output_tokens
         if num_tokens > most:
@@ -76,7 +76,7 @@ class QueueFullError(RequestError):
 
 
 class SlowReaderError(RequestError):
-    """The request was aborted: its output was not read in time."""
+    """The request was aborted because its output was not read in time."""
 
 
 class EngineError(OctavoError):

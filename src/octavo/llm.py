@@ -97,8 +97,7 @@ class AsyncLLM(AsyncEngine):
     async def launch(cls, config: EngineConfig | None = None, *, max_unread_outputs: int | None = None) -> Self:
         """Start an engine, and return once it has loaded its model. Needs the packages of octavo[server].
 
-        max_unread_outputs: a request with more unread outputs is ended; None for no limit. Raises `ConfigError` and
-        `ModelError`.
+        max_unread_outputs: see `AsyncEngine`. Raises `ConfigError` and `ModelError`.
         """
         loading = asyncio.get_running_loop().run_in_executor(None, launch_engine, config or EngineConfig())
         try:
@@ -132,36 +131,35 @@ class LLM:
     The model
       model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in model.
       tokenizer: directory or hub id of another tokenizer. skip_tokenizer_init: take and return token ids only.
-      dtype: of weights: "auto" (the checkpoint's), "bfloat16", "float16", "float32".
+      dtype: type of weights, "auto" (the checkpoint's), "bfloat16", "float16", "float32".
       quantization: None, "int8", "int4", "int4_all" or "fp8": rounds the weights at load. group_size: input features
-      that share a scale in int4. packed_cache_bytes: disk space for packed weights, which later starts read; 0: none.
+      that share a scale in int4. packed_cache_bytes: disk space for packed weights, which later starts read, or 0.
       max_model_len: maximum tokens of prompt and answer together; None for the checkpoint's.
       load_format: "auto", "safetensors", or "dummy" for random weights.
       generation_config: sampling defaults of the checkpoint ("auto") or of vLLM ("vllm").
-      chat_template: a Jinja template, as text or a file. seed: requests without a seed derive theirs from it.
+      chat_template: a Jinja template, as text or a file. seed: requests without a seed get one derived from it.
 
     Steps
-      max_num_seqs: maximum sequences in a step; None: 64, on a GPU 256. max_num_batched_tokens: maximum tokens in a
-      step; None: 1,024, on a GPU 8,192. enable_chunked_prefill: compute long prompts in chunks.
-      long_prefill_token_threshold: maximum tokens of one prompt in a step; 0: no limit.
+      max_num_seqs: maximum sequences in a step; None for 64, or 256 on a GPU. max_num_batched_tokens: maximum tokens
+      in a step; None for 1,024, or 8,192 on a GPU. enable_chunked_prefill: compute long prompts in chunks.
+      long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 for no limit.
       scheduling_policy: "fcfs", "priority", "deadline" or "fair".
 
     The KV cache
       block_size: tokens in a block. enable_prefix_caching: compute a shared prefix once.
-      kv_cache_memory_bytes: its size; None: half of the free memory, at most 4 GiB. num_gpu_blocks_override: its size
-      in blocks, regardless of memory. kv_cache_dtype: "auto", "int8" or "fp8".
-      kv_disk_dir: directory of a store on disk, which other processes may share; kv_disk_bytes: its maximum size.
+      kv_cache_memory_bytes: the size; None for half of the free memory, at most 4 GiB. num_gpu_blocks_override: the
+      size in blocks, regardless of memory. kv_cache_dtype: "auto", "int8" or "fp8".
+      kv_disk_dir: directory of a store on disk, which other processes may share; kv_disk_bytes: the maximum size.
       kv_mooncake: address of a Mooncake master. kv_transfer_config: these options as a `KVTransferConfig` or a mapping.
 
     Speculation and the device
       speculative_config: a `SpeculativeConfig`, or a mapping such as {"method": "none"}.
-      device: "cpu" or "cuda"; None: CUDA if there is a device. kernels: "auto", "cpu", "triton", "reference", ...
+      device: "cpu" or "cuda"; None for CUDA if a device is present. kernels: "auto", "cpu", "triton", "reference", ...
       isa: instruction set of the CPU kernels, "auto" for the best. num_threads: None for one per core.
       enforce_eager: no CUDA graphs.
 
     Further arguments: fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by name, such as
-    admission="reservation" (mixed_step_ms is 0 by default, so prompts may fill a step), and arguments of vLLM without
-    an effect here, which `octavo.compatibility` lists.
+    admission="reservation" (mixed_step_ms is 0 by default), and arguments of vLLM that `octavo.compatibility` lists.
 
     Raises `ConfigError` for an invalid or unknown argument and `ModelError` for a model that cannot be loaded.
     """
@@ -258,7 +256,7 @@ class LLM:
             )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters used if none are given: the checkpoint's, otherwise vLLM's."""
+        """Return the parameters that are used if none are given: the checkpoint's, otherwise vLLM's."""
         return self.llm_engine.input_processor.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -273,7 +271,7 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts; return the outputs in the order of the prompts.
+        """Answer prompts. Returns the outputs in the order of the prompts.
 
         prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}; one or many. sampling_params: one for
         all prompts, or a list. use_tqdm: show progress on terminals. priority: one for each prompt. Raises

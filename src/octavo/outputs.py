@@ -26,7 +26,7 @@ class ErrorCode(StrEnum):
 
     @classmethod
     def read(cls, error: str) -> tuple[ErrorCode, str]:
-        """Read an `EngineCoreOutput.error`. Any other text is a failed step's."""
+        """Read an `EngineCoreOutput.error`. A text that is no code comes from a failed step."""
         try:
             code = cls(error)
         except ValueError:
@@ -70,8 +70,8 @@ def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> 
 class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
     """Log probabilities of a prompt: None for its first token, then one dict of token id -> Logprob per token.
 
-    A dict is made when read: a prompt may have 40,000 alternatives. A copy is a list. entries: the worker's results for
-    all tokens except the first.
+    A dict is made when it is read, because a prompt may have 40,000 alternatives. entries: the worker's results for all
+    tokens except the first.
     """
 
     __slots__ = ("entries", "texts")
@@ -123,7 +123,7 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete."""
+        """True if the output is complete."""
         return self.finish_reason is not None
 
 
@@ -132,8 +132,8 @@ class RequestMetrics:
     """Times of one request in seconds of the engine's clock, and its token counts over all n outputs.
 
     first_scheduled_time: end of its first wait in the queue. num_computed_tokens: positions that the model computed.
-    num_recomputed_tokens: those of them that a preemption had lost, and rejected drafts. num_wasted_tokens: generated
-    after a stop string, and cut off. num_draft_tokens: verified drafts. num_accepted_tokens: those in the answer.
+    num_recomputed_tokens: computed positions that a preemption had lost, and rejected drafts. num_wasted_tokens: tokens
+    generated after a stop string. num_draft_tokens: verified drafts. num_accepted_tokens: drafts in the answer.
     """
 
     arrival_time: float

@@ -21,7 +21,7 @@ MAX_DRAFTS = 32
 MAX_COUNT = 2**31 - 1  # the maximum of the worker's tensors
 _STRUCTURED = "structured_outputs"
 _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
-_LEAST_TOP_P = 1e-9  # below any vocabulary's best probability
+_LEAST_TOP_P = 1e-9  # below the best token's probability in any vocabulary
 _SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
 
 
@@ -99,11 +99,11 @@ class Limits:
     may_be_none: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Return whether a number is in the range. NaN is in none."""
+        """Return True if a number is in the range. NaN is not."""
         return bool(self.low <= value <= self.high) and not (self.is_open and value == self.low)
 
 
-LIMITS: dict[str, Limits] = {  # of the numbers in `SamplingParams`
+LIMITS: dict[str, Limits] = {
     "n": Limits(1, MAX_N),
     "max_tokens": Limits(1, MAX_COUNT, may_be_none=True),
     "min_tokens": Limits(0, MAX_COUNT),
@@ -144,8 +144,8 @@ class SamplingParams:
     must then be 1. num_speculative_tokens: maximum number of drafts in a step, 0 for none, None for the engine's; no
     token depends on it.
 
-    Numbers may be numpy's. Raises `RequestError` for an invalid value. Fields may be changed until the request is sent:
-    the engine checks them again and keeps a copy.
+    Numbers may be numpy's. Raises `RequestError` for an invalid value. Fields may be changed until the request is sent.
+    Then the engine checks them again and keeps a copy.
     """
 
     n: int = 1
@@ -261,7 +261,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is always chosen."""
+        """True if the most probable token is always chosen."""
         return self.temperature == 0.0
 
     def replace(self, **values: Any) -> SamplingParams:
@@ -274,7 +274,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_specia
 
 
 def plain_number(value: Any) -> Any:
-    """Convert another library's number to Python's: only those can be sent to another process."""
+    """Convert another library's number to Python's, which can be sent to another process."""
     if type(value) in (int, float, bool):
         return value
     if isinstance(value, Integral):
@@ -283,7 +283,7 @@ def plain_number(value: Any) -> Any:
 
 
 def _plain_flag(value: Any) -> Any:
-    is_flag = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's are not Integral
+    is_flag = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_")  # numpy's bools are not Integral
     return bool(value) if is_flag and value in (0, 1) else value
 
 

@@ -31,9 +31,9 @@ _CHARS_PER_ID = 4
 
 
 class AsyncEngine:
-    """Steps an engine in a thread; other code reaches it through the inbox only.
+    """Steps an engine in a thread. Other code reaches the engine only through the inbox.
 
-    max_unread_outputs: a request with more unread outputs is ended; None: no limit.
+    max_unread_outputs: a request with more unread outputs is ended; None for no limit.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -44,8 +44,8 @@ class AsyncEngine:
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._read: dict[str, OutputStream] = {}
-        self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like `_submitted`
-        self._submitted: set[OutputStream] = set()  # not answered yet
+        self._streams: dict[str, OutputStream] = {}  # used only by the engine's thread, like `_submitted`
+        self._submitted: set[OutputStream] = set()  # the core has not answered
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # no command is added after `_dead` is set
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
@@ -54,12 +54,12 @@ class AsyncEngine:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine has ended for good."""
+        """True if the engine has ended for good."""
         return self._dead is not None or not self._thread.is_alive()
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can be added."""
+        """True if requests can be added."""
         return not self.is_dead and self.client.is_ready
 
     async def generate(
@@ -75,10 +75,10 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request. Closing the iterator early aborts the request.
 
-        The arguments are those of `Engine.add_request`. fields: replace those of `options`. on_processed: awaited with
-        the tokenized request before it is sent; its error ends the request. on_unread: called with each output that a
-        disconnected or slow reader missed. Raises `RequestError`, `EngineDeadError`, and `SlowReaderError` if too many
-        outputs are unread.
+        The arguments are those of `Engine.add_request`. fields: replace fields of `options`. on_processed: awaited with
+        the tokenized request before it is sent; an error from it ends the request. on_unread: called with each output
+        that a disconnected or slow reader missed. Raises `RequestError`, `EngineDeadError`, and `SlowReaderError` if
+        too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead
@@ -117,7 +117,7 @@ class AsyncEngine:
                     self._post(lambda: self._abort(request_id, stream))
 
     def fail(self, request_id: str, error: OctavoError) -> None:
-        """Fail the request's output stream now, even during a long step, and abort it."""
+        """Fail the request's output stream now, even during a long step, and abort the request."""
         stream = self._read.get(request_id)
         if stream is not None:
             _call_soon(stream.loop, stream.fail, error)
@@ -203,7 +203,7 @@ class AsyncEngine:
 
     def _abort(self, request_id: str, stream: OutputStream) -> None:
         stream.is_detached = True
-        is_new = stream in self._submitted and request_id not in self._streams  # its preparation can be cancelled
+        is_new = stream in self._submitted and request_id not in self._streams  # preparations can be cancelled
         if is_new or self._streams.get(request_id) is stream:
             self.engine.abort_request(request_id)
 
@@ -213,7 +213,7 @@ class AsyncEngine:
             _call_soon(stream.loop, stream.put, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Deliver outputs in one batch per event loop: waking a loop costs more than an output."""
+        """Deliver one batch per event loop, because waking a loop is slow."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -244,7 +244,7 @@ class AsyncEngine:
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is not None:
-                try:  # its caller needs an answer
+                try:  # the caller needs an answer
                     command()
                 except Exception:
                     logger.exception("a command to the dead engine failed")

@@ -1,4 +1,4 @@
-"""Read a model's arguments of a call, without dropping anything."""
+"""Read the arguments of a model's call."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return any call's arguments as an object, as chat templates need.
+    """Return any call's arguments as an object, which chat templates need.
 
     A cut-off call has the arguments that arrived, with the beginning of the last string. Other text becomes the value
-    of `UNREADABLE_KEY`: the model sees it.
+    of `UNREADABLE_KEY`, so that the model sees it.
     """
     whole = parse_arguments(text)
     if whole is not None:
@@ -41,7 +41,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def begun_arguments(text: str, *, with_last_string: bool = False) -> dict[str, Any]:
-    """Return the complete members of cut-off arguments, perhaps {}.
+    """Return the complete members of cut-off arguments, or {}.
 
     with_last_string: include an incomplete last string.
     """

@@ -1,4 +1,4 @@
-"""Render conversations with Jinja templates in a sandbox: they are untrusted programs."""
+"""Render conversations with Jinja templates in a sandbox, because templates are untrusted programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplate:
-    """A checkpoint's chat templates by name: "tool_use" for tools if it exists, else "default".
+    """A checkpoint's chat templates by name: "default", and "tool_use" for requests with tools.
 
     special_tokens: variables of the templates, such as "bos_token".
     """
@@ -63,7 +63,8 @@ class ChatTemplate:
     def from_directory(cls, directory: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
         """Read a checkpoint's templates, if any. Raises `ModelError`.
 
-        chat_template.jinja replaces those of tokenizer_config.json; additional_chat_templates/*.jinja adds more.
+        chat_template.jinja replaces the templates of tokenizer_config.json. additional_chat_templates/*.jinja adds
+        more.
         """
         templates = _read_config_templates(directory / "tokenizer_config.json")
         single = directory / "chat_template.jinja"
@@ -86,8 +87,8 @@ class ChatTemplate:
     ) -> str:
         """Return a prompt like transformers' `apply_chat_template`. Raises `RequestError`.
 
-        continue_final_message: end within the last message, so that the model continues it. chat_template: a name or
-        text. Other keywords are its variables.
+        continue_final_message: end within the last message, which the model continues. chat_template: a template's name
+        or text. Other keywords are variables of the template.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -134,7 +135,7 @@ class ChatTemplate:
 class _Compiled:
     """A compiled template with its traits.
 
-    no_tools: None as in transformers, or [] if the template fails with None.
+    no_tools: value of `tools` without tools: [] if the template refuses None.
     """
 
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
@@ -145,10 +146,7 @@ class _Compiled:
         self.no_tools: list[Any] | None = None if takes_null or self._try(question, special, []) is None else []
 
     def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Render the first shape that the template accepts.
-
-        Raises `RequestError` with the first shape's error.
-        """
+        """Render the first form of `chat` that the template accepts. Raises the first form's `RequestError`."""
         refusal: Exception | None = None
         if variables["tools"] is None:
             variables = {**variables, "tools": self.no_tools}
@@ -194,7 +192,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # unlike jinja's, no HTML escapes
+        # no HTML escapes, unlike Jinja's
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
@@ -268,7 +266,7 @@ def _part_text(part: Any, index: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Rebuild data from JSON types: no object with methods may reach a template."""
+    """Copy data as JSON types: no object with methods may reach a template."""
     try:
         return _rebuilt(value)
     except RecursionError:
@@ -296,7 +294,7 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Cut the text at the mark; strip it if the mark's space is missing: then the template strips messages."""
+    """Cut the text at the tag. If the tag's space is missing, the template strips messages, so strip the text."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The protocol of cores."""
+"""The interface of a core."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class CoreClient(Protocol):
-    """A core, here or in another process. Only `wake` and properties are thread-safe.
+    """A core in this process or another. Only `wake` and the properties are thread-safe.
 
-    A request is answered and then ends, once: by outputs of its streams, or by `on_lost`.
+    A request is answered once. If accepted, it ends once, by outputs of its streams or by `on_lost`.
     """
 
     @property
@@ -43,7 +43,7 @@ class CoreClient(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be added."""
+        """True if requests can be added."""
         ...
 
     @property
@@ -53,32 +53,32 @@ class CoreClient(Protocol):
 
     @property
     def num_failed_starts(self) -> int:
-        """Processes in a row that never took a request."""
+        """Consecutive processes that ended before they were ready."""
         ...
 
     @property
     def retry_after_s(self) -> float:
-        """Estimated seconds until a restart."""
+        """Estimated seconds until the core is ready again."""
         ...
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Call `lose` each time the core dies, after refusing unanswered requests."""
+        """Call `lose` each time the core dies, after unanswered requests were refused."""
         ...
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Add all streams of a request, or none. May answer immediately."""
+        """Add all streams of a request, or none. May call `answer` immediately."""
         ...
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End known streams. Only aborted ones have a last output: the engine decides on other ends."""
+        """End known streams. Only aborted streams have a last output: the engine itself decides on other ends."""
         ...
 
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Return True if `step` would do anything."""
         ...
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return new outputs; a core in this process computes a step."""
+        """Return new outputs. A core in this process computes a step."""
         ...
 
     def wait(self) -> None:
@@ -90,11 +90,11 @@ class CoreClient(Protocol):
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener, a few times a second; None: stop."""
+        """Report events to a listener a few times a second, or stop if it is None."""
         ...
 
     def finish_transfers(self) -> None:
-        """Wait until the KV of ended requests is saved; another process saves it when idle."""
+        """Wait until the KV of ended requests is saved. Another process saves it when idle."""
         ...
 
     def shutdown(self) -> None:

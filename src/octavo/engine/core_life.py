@@ -31,9 +31,9 @@ _MOST_AT_ONCE = 1000  # messages read in a row; commands wait meanwhile
 
 @dataclass(slots=True)
 class CoreLife:
-    """A process with its own sockets.
+    """An engine process with its sockets.
 
-    ready_at: monotonic time at which it first took requests. failure: its own report.
+    ready_at: monotonic time at which it became ready. failure: the error that it reported.
     """
 
     process: subprocess.Popen[bytes]
@@ -66,7 +66,7 @@ class CoreLife:
                 command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True
             )
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # `why_over` reports its death
+            with contextlib.suppress(BrokenPipeError):  # `why_over` reports the death
                 process.stdin.write(order)
                 process.stdin.flush()
             stack.pop_all()
@@ -74,13 +74,13 @@ class CoreLife:
 
     @property
     def why_over(self) -> str | None:
-        """How it ended, or why it must be killed."""
+        """How the process ended, or why it must be killed."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
         return self.health.why_given_up
 
     def send(self, message: bytes) -> bool:
-        """Send a message. Returns False if the process takes none."""
+        """Send a message. Returns False if the process accepts none."""
         if self.ready_at is None:
             return False
         try:
@@ -97,7 +97,7 @@ class CoreLife:
             yield self.news.recv()
 
     def end(self) -> None:
-        """Kill the process, which may end later, and remove its sockets."""
+        """Kill the process and remove its sockets. The process may end later."""
         self.process.kill()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):

@@ -45,9 +45,9 @@ _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
 def run_core_process(build: Build) -> None:
-    """Build the core of the `Launch` on standard input, and serve it until `Stop`.
+    """Build the core of the `Launch` on standard input, and serve the core until `Stop`.
 
-    build(config, progress): its error is sent to the parent and ends the process with status 1.
+    build(config, progress): an error from it is sent to the parent and ends the process with status 1.
     """
     # Signals may reach the whole process group; the parent handles them.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
@@ -82,10 +82,7 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Sends `Alive` messages, also during a long step.
-
-    progress: increased by the `CoreServer`.
-    """
+    """Sends `Alive` messages, also during a long step."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.progress = 0
@@ -125,7 +122,7 @@ class CoreServer:
         while not self._is_over:
             if not self._core.has_work():
                 self._wait_for_mail()
-                self._pulse.progress += 1  # an idle core progresses
+                self._pulse.progress += 1  # an idle core counts as progressing
             self._read_mail()
             self._step()
             if time.monotonic() > self._next_report:
@@ -195,11 +192,7 @@ class CoreServer:
 
 
 def _wake_when_parent_dies() -> None:
-    """Have Linux send SIGCONT when the parent dies: a stopped process would not notice the end of standard input.
-
-    A running process ignores the signal, so an early one is harmless. After an earlier death of the parent, this
-    process notices the end by itself.
-    """
+    """Have Linux send SIGCONT when the parent dies, because a stopped process does not notice it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 

@@ -1,7 +1,4 @@
-"""The text of tokens and streams, as tokenizer.json's decoder gives it.
-
-A token's text depends on few neighbours: incomplete characters, and for some decoders the space before the first word.
-"""
+"""Decode tokens and streams as tokenizer.json's decoder does."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-REPLACEMENT = "\ufffd"  # of invalid bytes
+REPLACEMENT = "\ufffd"  # replaces invalid bytes
 _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNFINISHED_BYTES = 3  # at most, of an incomplete character
-_BEFORE = "a"  # before the token
-_NUM_REMEMBERED = 1 << 14  # pieces: some 2 MB
+_UNFINISHED_BYTES = 3  # of an incomplete character, at most
+_BEFORE = "a"  # text before the decoded token
+_NUM_REMEMBERED = 1 << 14  # pieces, about 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
 
 class TokenPieces:
     """The text or bytes that each token appends to a nonempty text.
 
-    has_byte_runs: consecutive byte tokens form a run; if it is not UTF-8, each becomes a replacement character
-    (sentencepiece's byte fallback). strips_start: the decoder may change a text's beginning.
+    has_byte_runs: consecutive byte tokens form a run (sentencepiece's byte fallback). Each byte of an invalid run
+    becomes a replacement character. strips_start: the decoder may change a text's beginning.
     """
 
     __slots__ = ("_decoder", "_decodes_bytes", "_id_to_token", "_special_ids", "has_byte_runs", "kept", "strips_start")
@@ -51,7 +48,7 @@ class TokenPieces:
         self.kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}  # filled by `piece`
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """See `DetokenizerFactory`; "" if skipped."""
+        """See `DetokenizerFactory`."""
         kept = self.kept[skip_special_tokens]
         piece = kept.get(token_id)
         if piece is None:
@@ -62,7 +59,7 @@ class TokenPieces:
         return piece
 
     def _read(self, token: str | None) -> str | bytes:
-        if token is None:  # models pad their vocabulary
+        if token is None:  # the model's vocabulary is padded
             return ""
         if self._decodes_bytes:
             data = _byte_level(token)
@@ -81,9 +78,9 @@ class TokenPieces:
 class IncrementalDetokenizer:
     """Turns token ids into text. The results of `add` and `finish`, joined, equal `Tokenizer.decode`.
 
-    Incomplete characters and runs of byte tokens are held back, because later tokens may change them. The text
-    continues the prompt: its first word keeps the space that sentencepiece's decoders strip from a text's start. A
-    character that begins in the prompt is part of the text; other incomplete bytes are not.
+    Incomplete characters and byte runs are held back, because later tokens may change them. The text continues the
+    prompt, so the first word keeps the space that sentencepiece's decoders strip from a text's start. A character that
+    begins in the prompt is part of the text.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")
@@ -99,9 +96,9 @@ class IncrementalDetokenizer:
         """Start after a prompt. decode: decodes a complete sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept[skip_special_tokens]
-        self._held = bytearray()  # the first bytes may be the prompt's
+        self._held = bytearray()  # may begin with bytes of the prompt
         self.num_prompt_bytes = 0  # see `Detokenizer`
-        self._first_ids: list[int] | None = None  # tokens without text so far; then None
+        self._first_ids: list[int] | None = None  # the first tokens until they have text, then None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 
@@ -129,11 +126,10 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return held text."""
+        """Return the held text."""
         return self._release() if self._first_ids is None else self._decode(self._first_ids)
 
     def _begin(self, first_ids: list[int], token_id: int, piece: str | bytes) -> str:
-        """Decode first tokens with the library, until they have final text."""
         first_ids.append(token_id)
         text = "" if isinstance(piece, bytes) else self._decode(first_ids)
         if text:
@@ -156,7 +152,7 @@ class IncrementalDetokenizer:
         if num_bytes and self.num_prompt_bytes:
             self.num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]  # the prompt's character
+                text = text[1:]  # the character belongs to the prompt
         del self._held[:num_bytes]
         return text
 
@@ -174,7 +170,7 @@ class IncrementalDetokenizer:
         try:
             self._held += data[utf_8_decode(data, "strict" if has_runs else "replace", False)[1] :]
         except UnicodeDecodeError:
-            self._held += _NO_UTF8  # makes the run invalid
+            self._held += _NO_UTF8
         self.num_prompt_bytes = len(self._held)
         return has_text
 
@@ -187,7 +183,6 @@ def _kinds(decoder: Any) -> Iterable[str]:
 
 
 def _byte_level(token: str) -> bytes:
-    """Return a token's bytes; UTF-8 outside the byte-level alphabet."""
     try:
         return bytes(_BYTES[character] for character in token)
     except KeyError:
@@ -195,7 +190,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each GPT-2 character: printable bytes stay, the rest start at U+0100."""
+    """Return the byte of each GPT-2 character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

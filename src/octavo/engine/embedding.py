@@ -1,4 +1,4 @@
-"""From pooled hidden states to embeddings."""
+"""Turn pooled hidden states into embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def embedding(
 ) -> NDArray[np.float32]:
     """Return an embedding as a float32 vector. Raises `ExecutionError` if it is missing or not finite.
 
-    num_dimensions: leading ones to keep; None for all.
+    num_dimensions: number of leading dimensions to keep, or None for all.
     """
     if output.error is not None or output.pooled is None:
         raise ExecutionError(output.error or "the request ended before its embedding was computed")

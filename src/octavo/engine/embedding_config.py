@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MODULES, _USUAL_POOLING = "modules.json", "1_Pooling"
 _KINDS = {"lasttoken": "last", "mean": "mean"}
-_OWN = "sentence_transformers."  # other prefixes: custom code
+_OWN = "sentence_transformers."  # other prefixes are custom code
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 
 
@@ -21,7 +21,8 @@ _COMPUTED = ("Transformer", "Pooling", "Normalize")
 class EmbeddingConfig:
     """How hidden states become an embedding.
 
-    pooling: "last" or "mean". problem: why octavo cannot compute it, without absolute paths, because clients see it.
+    pooling: "last" or "mean". problem: why octavo cannot compute it. Clients see this text, so it has no absolute
+    paths.
     """
 
     pooling: str = "last"
@@ -29,7 +30,7 @@ class EmbeddingConfig:
 
 
 def read_embedding_config(directory: Path) -> EmbeddingConfig:
-    """Read a checkpoint's modules; the default is "last". Raises `ModelError`."""
+    """Read a checkpoint's pooling, by default "last". Raises `ModelError`."""
     folder, is_named = directory / _USUAL_POOLING, False
     for name, module in _read_modules(directory / _MODULES):
         kind = name.rpartition(".")[2]
@@ -68,7 +69,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_modes(path: Path, values: dict[str, Any]) -> list[str]:
-    """Return the poolings; the mean is on by default."""
+    """Return the poolings. The mean is on by default."""
     named = values.get("pooling_mode")
     if named is None:
         flags = {"pooling_mode_mean_tokens": True, **values}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """Runs a scheduler's steps on an executor. The next one may be scheduled during a step."""
+    """Runs a scheduler's steps on an executor. During a step, the next step may be scheduled."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class EngineCore:
         self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule, compute, process the oldest result; return new outputs.
+        """Schedule, compute, and process the oldest result. Returns new outputs.
 
         If a step fails, only its requests end with an error.
         """
@@ -68,13 +68,13 @@ class EngineCore:
         return [] if scheduled is None else self.scheduler.fail_step(scheduled, message)
 
     def has_work(self) -> bool:
-        """Whether another step is needed."""
+        """Return True if another step is needed."""
         return bool(self._undelivered) or self.scheduler.has_work()
 
     def finish_transfers(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Step until KV is saved, a step fails, or a request is unfinished.
 
-        may_go_on: asked before each step. A hanging save ends by `kv_transfer_timeout_s`.
+        may_go_on: asked before each step. A save that hangs ends after `kv_transfer_timeout_s`.
         """
         scheduler, stats = self.scheduler, self.metrics.stats
         news: list[EngineCoreOutput] = []

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Computes steps in order, with all copies and transfers.
+    """Computes steps in order.
 
     `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
-    before the next step. A step that `only_waits_for_transfers` ends when one has ended, or after a few milliseconds:
-    it must neither spin nor delay new requests.
+    before the next step. A step that `only_waits_for_transfers` ends when a transfer has ended, or after a few
+    milliseconds, so that it neither spins nor delays new requests.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Start a step; another may follow before its result is collected."""
+        """Start a step. Another one may follow before its result is collected."""
         ...
 
     def collect(self) -> ModelOutput:
-        """Wait for the oldest step."""
+        """Wait for the result of the oldest step."""
         ...
 
     def abandon(self) -> None:
@@ -33,10 +33,10 @@ class Executor(Protocol):
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Start a preparation, such as of a grammar, if needed.
+        """Start a preparation if needed, such as of a grammar.
 
         Tenants take turns: the future is `running()` from its turn on. It raises `RequestError` if the request cannot
-        be served, and so does this method if the preparation cannot start.
+        be served. This method raises it if the preparation cannot start.
         """
         ...
 

@@ -1,7 +1,7 @@
 """How a text is split before its bytes are merged, by the name in `tokenizer.ggml.pre`.
 
-Each pattern is applied to the pieces of the previous one; matches and texts between them are pieces. Source:
-llama.cpp's src/llama-vocab.cpp.
+Each pattern splits the pieces of the previous pattern into its matches and the texts between them. Source: llama.cpp's
+src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}"
 class PreTokenizer(NamedTuple):
     """A pre-tokenizer with llama.cpp's settings.
 
-    ignores_merges: a piece in the vocabulary becomes that token. adds_bos: unless the file says otherwise.
+    ignores_merges: a piece in the vocabulary becomes one token. adds_bos: default if the file does not say it.
     """
 
     patterns: tuple[str, ...]
@@ -65,7 +65,7 @@ class PreTokenizer(NamedTuple):
     adds_bos: bool = False
 
 
-# For old files.
+# For old files, which name no pre-tokenizer.
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
 _OF_KINDS: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((_LLAMA3,), True, True), "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"),

@@ -1,7 +1,7 @@
 """A GGUF file's tokenizer, rebuilt for the `tokenizers` library.
 
-"gpt2" is byte-level BPE; "llama" is SentencePiece BPE with merges by score, as in transformers; "gemma4" has listed
-merges instead.
+"gpt2" is byte-level BPE. "llama" is SentencePiece BPE with merges by score, as in transformers. "gemma4" is
+SentencePiece BPE with listed merges.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _END_MARKS = frozenset(
         *("<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     )
 )
-_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # ordinary texts may have these: HTML's </s>
+_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # texts may have these, such as HTML's </s>
 
 
 class GGUFVocabulary:
-    """The tokenizer in a GGUF file's metadata. Methods raise `ModelError`.
+    """The tokenizer in a GGUF file's metadata, if any. Methods raise `ModelError`.
 
-    size: number of tokens; 0 if the file needs another checkpoint's tokenizer.
+    size: number of tokens, perhaps 0.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path
         self._metadata = metadata
-        # Missing texts get llama.cpp's names.
+        # Tokens without text get llama.cpp's names.
         tokens = self._list("tokens", str) if f"{_PREFIX}tokens" in metadata else []
         self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(tokens)]
         self.size = len(self._tokens)
@@ -67,7 +67,7 @@ class GGUFVocabulary:
         self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 
     def check(self) -> None:
-        """Check that it can be built."""
+        """Check that the tokenizer can be built."""
         kind = self._get("model", str, None)
         if kind not in {_BYTES, _SCORES, _SPACED}:
             raise self._error("model", "octavo builds the kinds gpt2, llama and gemma4; give another tokenizer")
@@ -102,7 +102,7 @@ class GGUFVocabulary:
         return Tokenizer(backend, special)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return ids that end answers."""
+        """Return all EOS ids."""
         named = {id_ for each in _ENDS if (id_ := self._id(each)) is not None}
         by_text = {
             id_
@@ -168,7 +168,6 @@ class GGUFVocabulary:
         return merges
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Return pairs of tokens that form a token, in transformers' order, best score first."""
         scores = self._list("scores", float)
         if len(scores) < self.size:
             raise self._error("scores", f"has {len(scores)} entries, but there are {self.size} tokens")
@@ -192,9 +191,9 @@ class GGUFVocabulary:
             (backend.add_special_tokens if is_special else backend.add_tokens)(added)
 
     def _strips_after(self) -> frozenset[str]:
-        """Return tokens that strip spaces after them.
+        """Return tokens that strip the spaces after them.
 
-        Only Phi-3 has them. Its files do not list them, so it is detected by name, as in llama.cpp.
+        Only Phi-3 has such tokens. It is detected by name, as in llama.cpp, because its files do not list them.
         """
         name = str(self._metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:

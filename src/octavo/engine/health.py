@@ -17,9 +17,9 @@ _AWAY_S = 1.0  # after a longer gap between looks, the watching thread was stopp
 class Patience:
     """Time limits, in seconds.
 
-    frozen, stuck: time without a message, or progress, until it is not ready. dead, endless: until it is killed.
-    loading: replaces `dead` before it is ready. restarts: pauses before consecutive restarts; the last one repeats.
-    healthy: after so long a service they begin again. Messages come every half second; packed weights are progress.
+    frozen, stuck: a process is not ready after this time without a message, or without progress. dead, endless: it is
+    killed after this time. loading: replaces `dead` until it is ready. restarts: pauses before consecutive restarts;
+    the last pause repeats. healthy: after this time of service, the first pause applies again.
     """
 
     frozen: float = 3.0
@@ -61,13 +61,13 @@ class Health:
 
     @property
     def is_well(self) -> bool:
-        """Whether the last message and progress are recent."""
+        """True if the last message and progress are recent."""
         silent_s, still_s = self._looked_at - self._reported_at, self._looked_at - self._moved_at
         return silent_s < self._patience.frozen and still_s < self._patience.stuck
 
     @property
     def why_given_up(self) -> str | None:
-        """Why the process must be killed, if so."""
+        """Why the process must be killed, or None."""
         limit = self._patience.loading if self._is_loading else self._patience.dead
         if self._looked_at - self._reported_at > limit:
             return f"sent no message for {limit:g} s"

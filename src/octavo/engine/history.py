@@ -1,4 +1,4 @@
-"""Rewrite histories that chat templates refuse or lose parts of. Arguments are not changed."""
+"""Rewrite a conversation that a chat template would refuse or lose parts of. Arguments are not changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _DIGITS = string.ascii_letters + string.digits
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
     """Give calls and their results ids of nine letters and digits.
 
-    Such ids are kept. A new id depends only on the old one, or else on the call's place, so prefixes stay cached.
+    Such ids are kept. A new id depends only on the old id or, without one, on the call's position, so prefixes stay
+    cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []
@@ -46,7 +47,7 @@ class _ShortIds:
         self._taken = {*self._new}
 
     def of(self, old: Any, place: str) -> str:
-        """Return the new id. place: replaces a missing id."""
+        """Return the new id. place: identifies a call without an id."""
         key = str(old) if old not in (None, "") else f"\0{place}"
         if key not in self._new:
             attempt = 0
@@ -57,7 +58,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Return a result with its call's id, or with its own."""
+        """Return a result with its call's new id, or its own new id."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -73,7 +74,7 @@ def _hashed(text: str) -> str:
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
     """Split calls into rounds of one call and its results.
 
-    The first has text and reasoning; unmatched results come last.
+    The first round keeps text and reasoning. Unmatched results come last.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -92,13 +93,13 @@ def with_single_calls(chat: Sequence[Message]) -> list[Message]:
 
 
 def with_one_system_message(chat: Sequence[Message], join: Callable[[list[Message]], Message]) -> list[Message]:
-    """Join leading system messages."""
+    """Join the leading system messages."""
     count = next((index for index, message in enumerate(chat) if message["role"] != "system"), len(chat))
     return [join([*chat[:count]]), *chat[count:]] if count > 1 else [*chat]
 
 
 def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list[Message]:
-    """Turn system messages into user messages, with `keeps_first` except an initial one."""
+    """Turn system messages into user messages, except a first one if `keeps_first`."""
     return [
         {**message, "role": "user"} if message["role"] == "system" and (index or not keeps_first) else message
         for index, message in enumerate(chat)
@@ -106,7 +107,7 @@ def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list
 
 
 def begun_by_user(chat: Sequence[Message]) -> list[Message]:
-    """Insert an empty user message before an assistant's first one."""
+    """Insert an empty user message if the assistant speaks first."""
     start = 1 if chat[0]["role"] == "system" else 0
     if len(chat) > start and chat[start]["role"] == "assistant":
         return [*chat[:start], {"role": "user", "content": ""}, *chat[start:]]
@@ -129,10 +130,7 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return the place of each result's call, if any.
-
-    A result without an id belongs to the first call without a result.
-    """
+    """Return the position of each result's call. A result without an id belongs to the first call without a result."""
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
         of_ids.setdefault(str(call.get("id")), deque()).append(place)

@@ -1,4 +1,4 @@
-"""Makes core requests."""
+"""Turns prompts into core requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.data.request_options import RequestOptions
 
 _PREDICTED = "predicted_token_ids"
-_ORDINARY_CHARS = 16  # per token; finding the longest token takes 0.1 s
+_ORDINARY_CHARS = 16  # shorter texts skip the search for the longest token
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
@@ -33,11 +33,11 @@ class TextCodec(Protocol):
 
     @property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token."""
+        """Characters in the longest token."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return token ids, without a second BOS. most: encoding may stop after more."""
+        """Return token ids without a second BOS. most: encoding may stop after more ids."""
         ...
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
@@ -45,11 +45,11 @@ class TextCodec(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return tokens' text."""
+        """Return the tokens' text."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True for a token outside of texts, such as EOS."""
+        """Return True for a control token, such as EOS."""
         ...
 
     def token_id(self, text: str) -> int | None:
@@ -66,7 +66,7 @@ class ChatRenderer(Protocol):
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """Texts by name."""
+        """Template texts by name."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -76,7 +76,7 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A checked request. prompt: None for token ids."""
+    """A checked request. prompt: the text, if given."""
 
     request_id: str
     prompt: str | None
@@ -86,7 +86,7 @@ class ProcessedInput:
 
 
 class InputProcessor:
-    """Checks requests and translates them for the core. A missing seed depends on the count of arrivals."""
+    """Checks requests and translates them for the core. Draws a missing seed from the arrival number."""
 
     def __init__(
         self, tokenizer: TextCodec | None, model_info: ModelInfo, seed: int, chat_template: ChatRenderer | None = None
@@ -99,12 +99,12 @@ class InputProcessor:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat_prompt` works."""
+        """True if `chat_prompt` works."""
         return self._tokenizer is not None and self._chat_template is not None
 
     @property
     def chat_templates(self) -> list[str]:
-        """The checkpoint's templates."""
+        """The texts of the checkpoint's templates."""
         return [] if self._chat_template is None else list(self._chat_template.templates.values())
 
     @property
@@ -115,7 +115,7 @@ class InputProcessor:
         return self._tokenizer
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return the checkpoint's parameters, or vLLM's."""
+        """Return the checkpoint's default parameters, or vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
     def encode(
@@ -123,7 +123,7 @@ class InputProcessor:
     ) -> list[int]:
         """Return token ids. Raises `RequestError`, and `PromptTooLongError` if the text cannot fit.
 
-        is_prompt: refuse a prompt without room for `least_output_tokens`.
+        is_prompt: `least_output_tokens` must fit, too.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:
@@ -146,17 +146,17 @@ class InputProcessor:
         return token_ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last `num_tokens` ids, at most `max_model_len`: one more than a prompt may have."""
+        """Return the last `num_tokens` ids, at most `max_model_len`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
 
     def encode_start(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """See `encode_end`."""
+        """Return the first ids. See `encode_end`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """See `ChatTemplate.render`."""
+        """Render and tokenize a conversation."""
         text = self.chat_text(messages, **options)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
@@ -177,7 +177,7 @@ class InputProcessor:
         options: RequestOptions = NO_OPTIONS,
         arrival_time: float = 0.0,
     ) -> ProcessedInput:
-        """Check a request; split it into streams. Raises `RequestError`."""
+        """Check a request and split it into streams. Raises `RequestError`."""
         params = replace(params) if params is not None else self.default_sampling_params()
         if params.pooling is None and not self.model_info.has_head:
             raise RequestError("this checkpoint has no lm_head.weight: it gives embeddings, and no tokens")
@@ -186,13 +186,13 @@ class InputProcessor:
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
-        # The scheduler would refuse it only after it is copied or sent.
+        # The scheduler would refuse the prompt only after it is copied or sent.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
-        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # only one stream reports these
+        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # only one stream reports them
         eos_ids = frozenset[int]() if params.ignore_eos else self.model_info.eos_token_ids
         streams = [
             Request(
@@ -265,7 +265,6 @@ class InputProcessor:
 
 
 def _token_id(value: Any, parameter: str = "prompt") -> int:
-    """Convert any integer except a bool. Raises `RequestError`."""
     try:
         token_id = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -1,7 +1,4 @@
-"""Messages between an engine process and its parent, as msgpack, never as pickle.
-
-Each process has new sockets, so it never gets an earlier one's messages.
-"""
+"""Messages between an engine process and its parent, as msgpack, never as pickle."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ _ERRORS: dict[str, type[OctavoError]] = {
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The first line on standard input, as JSON."""
+    """The first line on the process's standard input, as JSON."""
 
     config: EngineConfig
     requests_endpoint: str
@@ -110,7 +107,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Start or stop sending `Seen`, kept events first."""
+    """Start or stop sending `Seen`. Kept events come first."""
 
     is_on: bool
 
@@ -120,7 +117,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Progress, in packed bytes of weights."""
+    """Loading progress, in bytes of packed weights."""
 
     done: int
     total: int
@@ -133,7 +130,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The build failed. kind: an error of `octavo.errors`."""
+    """The build failed. kind: name of the error's class."""
 
     kind: str
     message: str
@@ -167,7 +164,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """A `Snapshot`: each event with its type's name."""
+    """A `Snapshot`. events: pairs of a type's name and an event."""
 
     events: list[tuple[str, msgspec.Raw]]
     is_first: bool
@@ -210,7 +207,7 @@ decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:
-    """Return an invalid `Add`'s id, if any."""
+    """Return the request id of an invalid `Add`, if any."""
     try:
         return _decode_envelope(data).request_id
     except DecodeError:
@@ -253,13 +250,13 @@ def refusal(request_id: str, error: OctavoError) -> Refused:
 
 
 def failure(error: BaseException) -> Failed:
-    """Encode a failed build; unknown errors become `EngineDeadError`."""
+    """Encode a failed build. Unknown errors become `EngineDeadError`."""
     kind = type(error).__name__
     return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
 
 
 def error_of(message: Refused | Failed) -> OctavoError:
-    """Decode an error; unknown kinds become `EngineDeadError`."""
+    """Decode an error. Unknown kinds become `EngineDeadError`."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
     if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)

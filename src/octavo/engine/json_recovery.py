@@ -18,7 +18,7 @@ from octavo.engine.python_literals import NotALiteralError, ValueScanner, litera
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_MAX_STEPS = 1_000  # of one answer, each to one possible end of a string
+_MAX_STEPS = 1_000
 _MAX_DEPTH = 128
 _SPACE = " \t\r\n"
 _BLANKS = re.compile(r"[ \t\r\n]*")
@@ -42,9 +42,9 @@ END = re.compile(r"\s*\Z")
 
 
 class StrictObject:
-    """Scans a JSON object in pieces.
+    """Scans a JSON object that arrives in pieces.
 
-    num_safe: length of text that later text cannot change.
+    num_safe: length of the text that is final.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Return the position at which more text is needed, or the object ends or breaks."""
+        """Return the position at which the object ends or breaks, or text is missing."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -69,7 +69,7 @@ class StrictObject:
         return position
 
     def drop(self, num_chars: int) -> None:
-        """Forget a text's first characters."""
+        """Adjust to a text without its first characters."""
         self.num_safe -= num_chars
 
     def _scan_string(self, text: str, position: int) -> int:
@@ -126,7 +126,7 @@ class StrictObject:
 
 
 class SearchBudget:
-    """Limits an answer's repairs."""
+    """Remaining search steps for one answer."""
 
     def __init__(self, num_steps: int = _MAX_STEPS) -> None:
         self.num_steps = num_steps
@@ -140,12 +140,12 @@ def recover_object(
     opener: re.Pattern[str] | None = None,
     budget: SearchBudget | None = None,
 ) -> tuple[str, int] | None:
-    """Return the repaired JSON of the object at a text's beginning, and its length in the text.
+    """Return the repaired JSON of the object at a text's beginning, and the object's length in the text.
 
     Repairs control characters and quotes in strings, backslashes that escape nothing, commas before a closing bracket,
-    Python's constants and notation. Returns None unless one reading is best. ends: matches the text that may follow.
-    known: allowed keys; None for any. opener: begins another call; a string with one and quotes to repair has two
-    readings. budget: shared by one answer's repairs.
+    and Python's notation. Returns None unless exactly one reading is best. ends: matches the text that may follow.
+    known: allowed keys, or None for any. opener: matches the start of another call; a string with such a start and
+    unescaped quotes is ambiguous.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
@@ -155,10 +155,10 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # An unknown key is more likely than a string that contains it.
+        # An unknown key is more likely than a string with quotes.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
-        found = found if budget.num_steps else None  # else the second search may not have ended
+        found = found if budget.num_steps else None  # otherwise the second search may be incomplete
     if found is None:
         return None
     written = found.text()
@@ -191,8 +191,9 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One way to read a text up to a position.
 
-    num_strays: quotes taken for text. written: linked pieces of the JSON, last first. keys: of the outermost object.
-    is_clear: no other repair explains the text. is_paired: no string with strays has an odd number of quotes.
+    num_strays: quotes read as text. written: linked pieces of the JSON, last piece first. keys: of the outermost
+    object. is_clear: no other repair explains the text. is_paired: no string with such quotes has an odd number of
+    quotes.
     """
 
     position: int = 0
@@ -220,8 +221,8 @@ class _Reading:
 class _Search:
     """Finds the reading with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    Only one string may have unescaped quotes: two could also be one that contains both. Quotes come in pairs, so a
-    reading with half a pair must be the only one.
+    Only one string may have unescaped quotes, because two could also be one long string. Quotes come in pairs, so a
+    reading with an odd number must be the only reading.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
@@ -230,7 +231,7 @@ class _Search:
         self._heap: list[tuple[int, int, _Reading, Iterator[_Reading] | None]] = []
 
     def run(self, budget: SearchBudget) -> _Reading | None:
-        """Return the only best reading, if any."""
+        """Return the best reading, if only one is best."""
         best: _Reading | None = None
         self._push(0, _Reading())
         while budget.num_steps > 0:
@@ -309,8 +310,8 @@ class _Search:
         text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
-        has_member = False  # a value follows a quote taken for text
-        may_have_ended = False  # after an escaped backslash a path may end, or the quote is escaped
+        has_member = False  # a quote read as text precedes a value or key
+        may_have_ended = False  # such a quote follows a backslash, so a path may end there
         escapes = _Escapes()
         while position < len(text):
             if run := _RUN.match(text, position):
@@ -320,7 +321,7 @@ class _Search:
                 may_end = self._may_end_string(position + 1, before)
                 if may_end:
                     is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
-                    if strays:  # a possible end of the object: it may be several values
+                    if strays:  # the object may end inside, so these may be several values
                         is_clear = is_clear and not may_have_ended and not self._has_break(start, position)
                     if len(strays) == 1:  # perhaps the string's own quote, written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
@@ -377,9 +378,9 @@ class _Search:
 
 @dataclass(slots=True)
 class _Escapes:
-    """The backslashes of one string.
+    """The backslashes in one string.
 
-    has_invalid: one escapes nothing, so the model did not use JSON's escapes. has_other: another may then be text.
+    has_invalid: one escapes nothing, so the model did not use JSON's escapes. has_other: another one is then ambiguous.
     has_end: one precedes a quote that may end the string.
     """
 
@@ -399,7 +400,7 @@ class _Escapes:
             self.has_other = self.has_other or written[1:] in {"'", "\n", "\r", ""}
 
     def are_clear(self, *, has_strays: bool) -> bool:
-        """Return whether all have only one reading."""
+        """Return True if every backslash has only one reading."""
         if self.has_end and (self.has_invalid or has_strays):
             return False
         return not (self.has_invalid and self.has_other)

@@ -43,7 +43,7 @@ class Engine:
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}  # not answered yet
         self._put_by: list[RequestOutput] = []  # for the next `step`
-        self._given_up: set[str] = set()  # of failed batches: outputs are dropped
+        self._given_up: set[str] = set()  # of failed batches, to drop outputs
         self._new_ids = map(str, itertools.count())
         self._is_shut_down = False
 
@@ -63,7 +63,7 @@ class Engine:
         return self.client.stats
 
     def on_lost(self, lose: Callable[[str, OctavoError], None]) -> None:
-        """Call lose(request_id, error) for each open request of a dead core."""
+        """Call lose(request_id, error) for each open request when the core dies."""
 
         def lose_all(error: EngineDeadError) -> None:
             for request_id in self.output_processor.forget_all():
@@ -80,7 +80,7 @@ class Engine:
     ) -> None:
         """Add a request. A `RequestError` changes nothing.
 
-        prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. options: see `RequestOptions`.
+        options: see `RequestOptions`.
         """
         self.add_processed(
             self.input_processor.process(
@@ -89,7 +89,7 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Add all streams of a request, or none. Waits for its preparation."""
+        """Add all streams of a request, or none. Waits for the request's preparation."""
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
         try:
@@ -102,7 +102,7 @@ class Engine:
             raise answers[0]
 
     def submit(self, processed: ProcessedInput, accept: Answer) -> None:
-        """Add a request. Calls accept(None) once it is queued, or accept(error)."""
+        """Add a request. Calls accept(None) once the request is queued, or accept(error)."""
         request_id = processed.request_id
         if request_id in self._submitted or request_id in self.output_processor:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
@@ -141,7 +141,7 @@ class Engine:
         self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
-        """Do one step; return new outputs.
+        """Compute a step and return new outputs.
 
         Outputs of other requests that arrived during `generate_batch` come first.
         """
@@ -162,7 +162,7 @@ class Engine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether another `step` is needed."""
+        """Return True if another `step` is needed."""
         return bool(self._put_by) or self.client.has_work()
 
     def generate(
@@ -172,7 +172,7 @@ class Engine:
         *,
         params: SamplingParams | None = None,
     ) -> RequestOutput:
-        """Answer one prompt. params: as sampling_params. Raises `RequestError`."""
+        """Answer one prompt. params: same as sampling_params. Raises `RequestError`."""
         return next(iter(self.generate_batch([prompt], sampling_params, params=params).values()))
 
     def generate_batch(
@@ -184,11 +184,11 @@ class Engine:
         on_output: Callable[[RequestOutput], None] | None = None,
         priorities: Sequence[int] | None = None,
     ) -> dict[str, RequestOutput]:
-        """Answer all prompts together; return last outputs by request id, in the prompts' order.
+        """Answer all prompts together. Returns the last outputs by request id, in the prompts' order.
 
-        sampling_params (or params): for all prompts, or one for each. on_output: called with every output. Earlier
-        requests continue, and the next `step` returns their outputs. Without such requests, it waits until stores have
-        saved the KV. A `RequestError` aborts the whole batch.
+        sampling_params (or params): for all prompts, or a list with one for each. on_output: called with every output.
+        Earlier requests continue, and the next `step` returns their outputs. Without such requests, this waits until
+        stores have saved the KV. A `RequestError` aborts the whole batch.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -230,7 +230,7 @@ class Engine:
     def finish_transfers(self) -> None:
         """Step until the KV of ended requests is saved, if no request is unfinished.
 
-        Logs a warning and returns if no transfer ends for some seconds.
+        Stops with a warning if no transfer ends for some seconds.
         """
         self.client.finish_transfers()
 

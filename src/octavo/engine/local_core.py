@@ -46,7 +46,7 @@ class _Held:
 class LocalCore:
     """A `CoreClient` of a core in this process.
 
-    prepare_s: limit on a preparation, in seconds. turn_s: limit on the wait before it.
+    prepare_s: limit on a preparation, in seconds. turn_s: limit on the wait before a preparation.
     """
 
     num_restarts = num_failed_starts = 0
@@ -74,11 +74,11 @@ class LocalCore:
 
     @property
     def is_holding(self) -> bool:
-        """Whether a preparation is pending."""
+        """True if a preparation is pending."""
         return bool(self._held)
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Do nothing: this core dies with this process."""
+        """Do nothing, because this core dies with this process."""
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
         """Add a request, or hold it until it is prepared."""
@@ -131,7 +131,7 @@ class LocalCore:
         return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams. A held request is accepted first, because each is answered before it ends."""
+        """End streams. A held request is accepted first, because every request is answered before it ends."""
         ended = set(stream_ids)
         for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
             self._held.remove(each)
@@ -147,9 +147,9 @@ class LocalCore:
         return bool(self._undelivered) or self.core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Add prepared requests; return aborts' outputs, or else compute a step."""
+        """Add prepared requests. Returns the outputs of aborted requests; if there are none, computes a step."""
         self._take_prepared()
-        if self._undelivered:  # without the delay of a step
+        if self._undelivered:
             outputs, self._undelivered = self._undelivered, []
         else:
             outputs = self.core.step() if self.core.has_work() else []
@@ -158,12 +158,12 @@ class LocalCore:
         return outputs
 
     def check_when_idle(self) -> None:
-        """Check the core's invariants."""
+        """Check the core's invariants and log breaches."""
         for breach in self.core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
 
     def wait(self) -> None:
-        """See `CoreClient`; adds prepared requests."""
+        """See `CoreClient`. Also adds prepared requests."""
         if not self.core.has_work():
             self.check_when_idle()
         self._woken.wait(HELD_CHECK_S if self._held else IDLE_CHECK_S)
@@ -175,7 +175,7 @@ class LocalCore:
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """See `CoreClient`; kept events first."""
+        """See `CoreClient`. Kept events come first."""
         self._feed = None if listener is None else SnapshotFeed(self.core)
         self._listener = listener or self._listener
         self._show()

@@ -1,8 +1,8 @@
-"""Tokenize long texts in pieces, or only their ends, with the ids of the whole text.
+"""Tokenize a long text in pieces, or only its end, with the ids of the whole text.
 
 A cut is a position that no token of the vocabulary can span: before a blank between two letters, or after a single line
-break between two visible characters. BPE merges and unigram paths only build tokens, so both sides are independent;
-pre-tokenizers split there, too. The vocabulary and a sample text are checked for this.
+break between two visible characters. BPE merges and unigram paths only build tokens, so both sides of a cut are
+independent. Pre-tokenizers split there, too. The vocabulary and a sample text are checked for this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# All contexts of a cut, to check the pieces' ids.
+# A text with cuts in all contexts, to check the pieces' ids.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -44,7 +44,7 @@ class WholeEncoder(Protocol):
 class LongTextEncoder:
     """Encodes texts of any length.
 
-    bos_token_id: added unless the text begins with it; None: none is added.
+    bos_token_id: added unless the text begins with it; None for no BOS.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
@@ -57,7 +57,7 @@ class LongTextEncoder:
     def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
         """See `TextCodec`.
 
-        Raises `RequestError` if too many characters lie between possible cuts.
+        Raises `RequestError` if too many characters lie between two possible cuts.
         """
         ids = list(self._front) if add_special_tokens else []
         for piece in self._pieces(text, 0):
@@ -71,7 +71,7 @@ class LongTextEncoder:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """See `TextCodec`; tokenizes little more."""
+        """See `TextCodec`. Tokenizes little more than the end."""
         back = self._back if add_special_tokens else []
         num_chars = max(PIECE_CHARS, 8 * num_tokens)
         while num_chars < len(text):
@@ -100,7 +100,7 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Tokenize a piece with the word before it: normalizers may change a text's start."""
+        """Tokenize a piece with the word before it, because normalizers may change a text's start."""
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)
@@ -109,10 +109,10 @@ class LongTextEncoder:
 
     def _next_cut(self, text: str, start: int) -> int | None:
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
-            return None  # faster than the search
-        for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel between these
+            return None
+        for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel the search
             progress()
-            found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more
+            found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more characters
             if found is not None and 0 < found.start() < len(text):
                 return found.start()
         return None

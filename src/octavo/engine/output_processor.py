@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from octavo.sampling_params import SamplingParams
 
 Text = TypeVar("Text")
-_NUM_TEXTS = 1 << 14  # some 2 MB
+_NUM_TEXTS = 1 << 14
 
 
 @dataclass(slots=True)
 class _OutputState:
     """One of a request's n outputs.
 
-    num_shown_chars, num_shown_tokens: delivered by DELTA outputs. detokenizer, stops: created with the first token.
-    logprobs: with DELTA outputs only undelivered ones.
+    num_shown_chars, num_shown_tokens: already delivered. detokenizer, stops: created with the first token. logprobs: in
+    DELTA mode, only undelivered ones.
     """
 
     index: int
@@ -73,7 +73,7 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """A step's outputs, and streams that the core must end: after a stop string, or a failure here."""
+    """A step's outputs, and streams that the core must end after a stop string or an exception here."""
 
     request_outputs: list[RequestOutput]
     streams_to_stop: list[str]
@@ -94,7 +94,7 @@ class TokenTexts(dict[int, Text], Generic[Text]):
 
 
 class OutputProcessor:
-    """Keeps the texts of unfinished requests. stream_ids: the core's ids of the n outputs."""
+    """Keeps the texts of unfinished requests. A stream is one of a request's n outputs."""
 
     def __init__(self, tokenizer: DetokenizerFactory | None, clock: Callable[[], float]) -> None:
         self.tokenizer = tokenizer or NoTokenizer()
@@ -117,7 +117,7 @@ class OutputProcessor:
         *,
         arrival_time: float,
     ) -> None:
-        """Expect a request's outputs."""
+        """Register a request."""
         streams = {}
         for index, stream_id in enumerate(stream_ids):
             streams[stream_id] = _OutputState(index, logprobs=None if params.logprobs is None else [])
@@ -133,12 +133,12 @@ class OutputProcessor:
         )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return a complete sequence's text; "" without a tokenizer."""
+        """Return a sequence's text, or "" without a tokenizer."""
         detokenizer = self.tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def piece(self, token_id: int) -> str | bytes:
-        """Return a token's text or bytes; for a special token its name."""
+        """Return a token's text or bytes, or a special token's name."""
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
@@ -153,25 +153,25 @@ class OutputProcessor:
         return tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:
-        """Return a request's unfinished streams."""
+        """Return the ids of unfinished streams."""
         state = self._states.get(request_id)
         if state is None:
             return []
         return [stream_id for stream_id, stream in state.streams.items() if stream.finish_reason is None]
 
     def request_ids(self) -> list[str]:
-        """Return unfinished requests."""
+        """Return the ids of unfinished requests."""
         return list(self._states)
 
     def forget_all(self) -> list[str]:
-        """Drop a dead core's requests; return their ids."""
+        """Drop a dead core's requests, and return their ids."""
         request_ids = list(self._states)
         self._states.clear()
         self._owner.clear()
         return request_ids
 
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
-        """Process a step's outputs. An exception ends only its request."""
+        """Process a step's outputs. An exception ends only one request."""
         changed: dict[str, _RequestState] = {}
         to_stop: list[str] = []
         to_fail: list[str] = []
@@ -179,7 +179,7 @@ class OutputProcessor:
         for core_output in core_outputs:
             request_id = self._owner.get(core_output.request_id)
             if request_id is None:
-                continue  # a stop string ended it
+                continue  # ended by a stop string
             state = changed[request_id] = self._states[request_id]
             try:
                 if self._advance(state, state.streams[core_output.request_id], core_output, now):
@@ -221,7 +221,7 @@ class OutputProcessor:
         )
 
     def _advance(self, state: _RequestState, stream: _OutputState, news: EngineCoreOutput, now: float) -> bool:
-        """Apply a core output. Returns True if a stop string ended a stream that the core continues."""
+        """Apply a core output. Returns True if a stop string ended a stream before the core did."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)
@@ -340,7 +340,6 @@ class OutputProcessor:
 
 
 def _count_computed(state: _RequestState) -> None:
-    """Count computed tokens: all but the last one and cached ones are needed once."""
     for stream in state.streams.values():
         needed = len(state.prompt_token_ids) + stream.num_sampled_tokens - 1 - stream.num_cached_tokens
         state.metrics.num_computed_tokens += stream.num_computed_tokens

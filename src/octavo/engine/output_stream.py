@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # an engine in a long step misses the deadline: the stream ends the request this much later
+DEADLINE_GRACE_S = 1.0  # if the engine misses the deadline in a long step, the stream fails so much later
 
 
 class OutputStream:
     """A queue of outputs on the event loop of its one reader.
 
-    deadline: on the loop's clock. on_unread: called with each output that the reader missed. accepted: done or failed
-    once the core has answered. is_detached: the reader is gone; only for the engine's thread. num_delivered: by the
-    engine's thread.
+    on_unread: called with each output that the reader missed. accepted: done or failed once the core has answered.
+    is_detached: True if the reader is gone. Only the engine's thread uses is_detached and num_delivered.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
@@ -64,7 +63,7 @@ class OutputStream:
         self._has_reader = False
 
     def detach(self) -> None:
-        """Drop all outputs: the reader is gone."""
+        """Drop all outputs, because the reader is gone."""
         self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()

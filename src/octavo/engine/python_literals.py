@@ -22,13 +22,14 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 class NotALiteralError(ValueError):
-    """A text is no literal with a JSON form."""
+    """The text is not a literal that JSON can express."""
 
 
 class ValueScanner:
-    """Finds the end of a value in a growing text: one of `ends` outside of brackets, or else its last bracket.
+    """Finds the end of a value in a growing text.
 
-    is_begun: the text ended within it. line_ends: positions of line ends in single-line strings.
+    The value ends before one of `ends` outside of brackets; if `ends` is empty, after its last bracket. is_begun: the
+    text ended within the value. line_ends: positions of line ends in single-line strings.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
@@ -37,11 +38,11 @@ class ValueScanner:
         self._start = start
         self._position, self._ends = start, ends
         self._stack: list[str] = []
-        self._quote = ""  # of the current string
-        self._whole: tuple[int, str] | None = None  # the last whole member's end, and open brackets' closers
+        self._quote = ""
+        self._whole: tuple[int, str] | None = None  # end of the last complete member, and open brackets' closers
 
     def end(self, text: str, *, is_over: bool) -> int | None:
-        """Return the value's end; None if more text is needed.
+        """Return the value's end, or None if more text is needed.
 
         Raises `NotALiteralError` if brackets do not match, or the text `is_over` within the value.
         """
@@ -54,7 +55,7 @@ class ValueScanner:
                 return before
             elif opened := _STRING.match(text, before):
                 if not is_over and _BEGUN_STRING.match(text, before):
-                    break  # an empty string, or the beginning of three
+                    break  # an empty string, or the start of three quotes
                 self._quote, self._position = opened.group("quote"), opened.end()
             else:
                 self._take(text, char)
@@ -76,9 +77,9 @@ class ValueScanner:
         return "".join([*pieces, text[start:end]])
 
     def begun_json(self, text: str) -> str | None:
-        """Return the JSON of a cut-off string, list or dict; None for any other value.
+        """Return the JSON of a cut-off string, list or dict, or None for any other value.
 
-        Lists and dicts have complete members, and no closing brackets.
+        Incomplete members and closing brackets are omitted.
         """
         if self._whole is None:
             return begun_string_json(self.value(text, len(text)).lstrip())
@@ -101,7 +102,7 @@ class ValueScanner:
             self._position = found.end()
         elif text.startswith(quote, found.start()):
             self._quote, self._position = "", found.start() + len(quote)
-        else:  # fewer than three
+        else:  # fewer than three quotes
             is_open = len(text) - found.start() < len(quote)
             self._position = found.start() + (0 if is_open and quote.startswith(text[found.start() :]) else 1)
 
@@ -123,7 +124,7 @@ def literal(text: str) -> Any:
     """Return the value of JSON or a Python literal.
 
     Tuples become lists. JSON's `true`, `false` and `null` are allowed. Raises `NotALiteralError` for all else: names,
-    calls, f-strings, bytes, sets, keys other than strings, lone surrogates.
+    calls, f-strings, bytes, sets, keys that are not strings, and lone surrogates.
     """
     if len(text) > _MAX_CHARS or not text.strip():
         raise NotALiteralError
@@ -135,7 +136,7 @@ def literal(text: str) -> Any:
 
 
 def literal_json(text: str) -> str:
-    """Return the JSON of `literal`."""
+    """Return a literal as JSON."""
     try:
         return json.dumps(literal(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # such as too many digits
@@ -143,7 +144,7 @@ def literal_json(text: str) -> str:
 
 
 def begun_string_json(text: str) -> str | None:
-    """Return the JSON of a begun string, without its last quote and any incomplete escape; None for another text."""
+    """Return the JSON of an unfinished string without its end, or None for another text."""
     opened = _STRING.match(text)
     if opened is None:
         return None

@@ -41,11 +41,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _PAUSE_POLL_MS = 20
-_LAST_WORDS_MS = 100  # last messages may still come
+_LAST_WORDS_MS = 100  # the last messages may still arrive
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
-_KILL_S = 5.0  # limit on the wait for a killed process at a shutdown
-_GIVE_BACK_S = 60.0  # the same before a new process, which needs its memory
+_KILL_S = 5.0  # longest wait for a killed process at shutdown
+_GIVE_BACK_S = 60.0  # longest wait for its memory before a restart
 _MAX_PENDING = 4096
 
 
@@ -54,7 +54,7 @@ class RemoteCore:
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
-        self.stats = EngineStats()  # at most half a second old, except in a longer step
+        self.stats = EngineStats()  # at most half a second old, except during a longer step
         self.num_restarts = 0
         self.num_failed_starts = 0
         self._command, self._config = command, config
@@ -71,19 +71,19 @@ class RemoteCore:
         self._listener: Callable[[Snapshot], None] | None = None
         self._progress: Callable[[int, int], None] = lambda _done, _total: None
         self._life: CoreLife | None = None
-        self._killed_process: subprocess.Popen[bytes] | None = None  # perhaps not ended yet
+        self._killed_process: subprocess.Popen[bytes] | None = None  # may still run
         self._abandon_at = self._starts_at = self._expected_at = 0.0
         self._load_s = 0.0
         self._num_lives = self._num_failures = 0
         self._was_ready = self._is_shut_down = False
 
-    # --- its life ------------------------------------------------------------------------------------------------
+    # --- process -------------------------------------------------------------------------------------------------
 
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
-        """Start the process; return the result of `meanwhile`, called while it loads.
+        """Start the process, and return the result of `meanwhile`, which is called while the process loads.
 
-        progress(done, total): in bytes of packed weights, after `meanwhile`. Raises errors of `meanwhile` and of the
-        process, and `EngineDeadError` if it ends.
+        progress(done, total): called after `meanwhile`, with bytes of packed weights. Raises errors of `meanwhile` and
+        of the process, and `EngineDeadError` if the process ends.
         """
         self._progress = progress or self._progress
         try:
@@ -126,7 +126,7 @@ class RemoteCore:
             for data in life.received(_LAST_WORDS_MS):
                 self._receive(life, data)
         if self._news:
-            return  # first deliver its last outputs; the next call detects the end again
+            return  # first deliver the last outputs; the next call detects the end again
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:
@@ -191,7 +191,7 @@ class RemoteCore:
             case ipc.Ready():
                 self._core_ready(life, message.capacity)
             case ipc.Alive():
-                pass  # `health` records it
+                pass  # `health` has recorded it
 
     def _core_ready(self, life: CoreLife, capacity: EngineCapacity) -> None:
         life.requests.poll(1000, zmq.POLLOUT)  # the socket may not be connected yet
@@ -201,7 +201,7 @@ class RemoteCore:
         if self._listener is not None:
             self._send(ipc.Watch(is_on=True))
 
-    # --- its requests --------------------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------------------
 
     @property
     def core(self) -> EngineCore:
@@ -210,13 +210,13 @@ class RemoteCore:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process takes requests and is healthy. Thread-safe."""
+        """True if the process accepts requests and is healthy. Thread-safe."""
         life = self._life
         return life is not None and life.ready_at is not None and life.health.is_well
 
     @property
     def retry_after_s(self) -> float:
-        """Estimated seconds until a restart."""
+        """Estimated seconds until the process is ready again."""
         return max(self._expected_at - time.monotonic(), 1.0)
 
     @property
@@ -229,7 +229,7 @@ class RemoteCore:
         self._lose = lose
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Send a request; `wait` receives the answer."""
+        """Send a request. A later `wait` receives the answer."""
         if len(self._pending) >= _MAX_PENDING:
             answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
             return
@@ -256,26 +256,26 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """Ask the process to end streams. The socket has room: `_MAX_PENDING` bounds the unanswered requests."""
+        """Ask the process to end streams. The message fits, because the socket's queue is unlimited."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """See `CoreClient`; also for later processes."""
+        """See `CoreClient`. Later processes report, too."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
     def _send(self, message: ipc.ToEngine) -> bool:
         return self._life is not None and self._life.send(ipc.encode(message))
 
-    # --- its news ------------------------------------------------------------------------------------------------
+    # --- outputs -------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether outputs have arrived."""
+        """Return True if outputs have arrived."""
         return bool(self._news)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return arrived outputs."""
+        """Return the outputs that have arrived."""
         news, self._news = self._news, []
         return news
 
@@ -289,14 +289,14 @@ class RemoteCore:
 
     def wake(self) -> None:
         """See `CoreClient.wake`."""
-        with contextlib.suppress(OSError):  # the socket is full, which ends the wait as well, or closed
+        with contextlib.suppress(OSError):  # closed, or full, which also ends the wait
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:
-        """Do nothing: the process saves KV when idle."""
+        """Do nothing, because the process saves KV when idle."""
 
     def shutdown(self) -> None:
-        """End the process; kill it after some seconds."""
+        """End the process, and kill it after some seconds."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

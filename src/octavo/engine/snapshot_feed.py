@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
 
 SNAPSHOT_INTERVAL_S = 0.25
-_MAX_WEIGHT = 5_000  # of a snapshot: it must not occupy its reader's thread for long
+_MAX_WEIGHT = 5_000  # of a snapshot: it must not occupy the reader's thread for long
 
 
 class SnapshotFeed:
-    """Follows a core for one watcher, beginning with kept events. Use it between two steps."""
+    """Follows a core for one watcher, beginning with the events kept so far. Use it between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -29,7 +29,7 @@ class SnapshotFeed:
 
     @property
     def is_due(self) -> bool:
-        """Whether another look is due."""
+        """True if another look is due."""
         return time.monotonic() >= self._next
 
     def look(self) -> Iterator[Snapshot]:
@@ -38,7 +38,7 @@ class SnapshotFeed:
         recent = self._core.recent
         if recent.num_seen == self._num_sent and not self._is_first:
             return
-        if recent.first_kept > self._num_sent:  # some were dropped: start again
+        if recent.first_kept > self._num_sent:  # some events were dropped: start again
             self._is_first = True
         *parts, last = _parts(recent.since(self._num_sent))
         self._num_sent = recent.num_seen

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_END = "\ud800"  # in no valid text
+_END = "\ud800"  # occurs in no valid text
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string, and the number of characters after it in its piece."""
+    """A stop string, and the number of characters after it in the piece."""
 
     stop_string: str
     num_chars_after: int
 
 
 class StopStrings:
-    """All stop strings as one automaton (Aho and Corasick, 1975), computed node by node when reached.
+    """All stop strings as one automaton (Aho and Corasick, 1975). A node is computed when it is reached.
 
-    A node is the number of a prefix; those of one string are consecutive. A shared prefix belongs to the first string
-    in alphabetical order, from which the next one branches off. Node 0 is the empty prefix.
+    A node is the number of a prefix; prefixes of one string are consecutive. A shared prefix belongs to the first
+    string in alphabetical order, and the next string branches off there.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
@@ -38,14 +38,14 @@ class StopStrings:
         self._string_at = {first + len(text): text for first, text in zip(self._first_nodes, strings, strict=True)}
         self._branch_off(strings)
         num_nodes = len(self._characters)
-        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the longest other node that is a suffix of it
-        self._stops = array("i", [0]) * num_nodes  # by node: the end of the longest string that is a suffix of it
+        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: its longest proper suffix that is a node
+        self._stops = array("i", [0]) * num_nodes  # by node: last node of the longest stop string that ends here
         # by node: the length of the longest suffix that begins a longer stop string
         self.num_held_back_chars = array("h", [0]) * num_nodes
         self.first_characters = frozenset({self._characters[0], *self._branches.get(0, ())})
 
     def _branch_off(self, strings: list[str]) -> None:
-        lengths = [0]  # shared with the previous string
+        lengths = [0]
         for index, (before, text) in enumerate(pairwise(strings), start=1):
             length = _shared_length(before, text)
             lengths.append(length)
@@ -81,7 +81,7 @@ class StopStrings:
             self.num_held_back_chars[child] = child - self._first_nodes[bisect_right(self._first_nodes, child) - 1]
 
     def stop_at(self, node: int) -> str | None:
-        """Return the longest string that ends at a node."""
+        """Return the longest stop string that ends at a node."""
         end = self._stops[node]
         return self._string_at[end] if end else None
 
@@ -97,14 +97,14 @@ class StopSearch:
 
     @property
     def num_held_back_chars(self) -> int:
-        """Characters that may begin a stop string."""
+        """Number of last characters that may begin a stop string."""
         return self._stops.num_held_back_chars[self._node]
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
-        """Return the stop string that ends first in a piece, and stop reading there.
+        """Return the first stop string that ends in a piece, and stop reading there.
 
-        counts: False to ignore stop strings that end in this piece; one that begins here may still end later. Of two
-        that end together the longer one is returned, so cuts do not matter.
+        If two end together, the longer one is returned, so cuts do not matter. counts: False to ignore stop strings
+        that end in this piece. A string that begins here may still end later.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):

@@ -1,4 +1,4 @@
-"""Detect the messages that a chat template needs, by rendering small conversations."""
+"""Detect the form of messages that a chat template needs, by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EmptyContent = Literal["null", "empty", "absent"]
 SystemPlaces = Literal["anywhere", "first", "never"]
 
-_SEPARATOR = "\n\n"  # between joined messages
+_SEPARATOR = "\n\n"
 _FIRST, _SECOND, _EXTRA = "octavo-first", "octavo-second", "octavo-extra"
 _USER = {"role": "user", "content": "Question"}
 _ARGUMENTS = {_FIRST: 1}
@@ -46,12 +46,12 @@ TOOL = {
 class TemplateTraits:
     """One template's demands.
 
-    part_roles: roles whose content it reads as parts; other texts are joined by line feeds. only_part_roles: those for
-    which it cannot read text. null_content, empty_content: content of a call's message, if the client sent null or "".
-    takes_text_arguments: a call's arguments must be JSON text. joins_turns: it refuses two consecutive turns of a role.
-    joins_results: it refuses a user's turn after a result. wants_short_ids: call ids must be nine letters and digits.
-    wants_single_calls: it refuses or loses several calls in a message. system: which system messages it shows; "first":
-    one at the beginning.
+    part_roles: roles whose content the template reads as parts; for other roles parts are joined by line feeds.
+    only_part_roles: roles whose content must be parts. null_content, empty_content: replaces the content of a call's
+    message that is null or "". takes_text_arguments: arguments must be JSON text. joins_turns: the template refuses two
+    consecutive turns of a role. joins_results: it refuses a user's turn after a result. wants_short_ids: call ids must
+    be nine letters and digits. wants_single_calls: it refuses or loses several calls in a message. system: which system
+    messages it shows; "first" means one at the beginning.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -67,9 +67,9 @@ class TemplateTraits:
 
     @classmethod
     def find(cls, render: Render) -> TemplateTraits:
-        """Detect a template's traits. render: returns None if it refuses the messages.
+        """Detect a template's traits. render: returns None if the template refuses the messages.
 
-        There is no time limit: a prompt must not depend on the machine's load.
+        There is no time limit, because a prompt must not depend on the machine's load.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
@@ -108,11 +108,11 @@ class TemplateTraits:
         )
 
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
-        """Yield messages in the traits' form, then in stricter forms.
+        """Yield messages in the form that the traits demand, then in stricter forms.
 
-        chat: content is text, text parts, null or absent; arguments are objects.
+        chat: content is text, text parts, null or absent, and arguments are objects.
         """
-        for variant, _ in groupby(self._variants(self._without_losses(chat))):  # equal ones only once
+        for variant, _ in groupby(self._variants(self._without_losses(chat))):  # equal forms only once
             yield [self._adapted(message) for message in variant]
 
     def _variants(self, chat: list[Message]) -> Iterator[list[Message]]:
@@ -166,9 +166,9 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Return the best content of a call without text, and whether its arguments are text.
+    """Return the best content of a call without text, and True if arguments must be text.
 
-    It shows the arguments, then prints the fewest of "None", "null" and Python dictionaries.
+    The best form shows the arguments, and prints the fewest of "None", "null" and Python dictionaries.
     """
     faults: dict[tuple[EmptyContent, bool], tuple[bool, int]] = {}
     for as_text in forms:

@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
-_SHORT_CHARS = 1024  # so short a text may hold the interpreter lock
+_SHORT_CHARS = 1024  # shorter texts may hold the interpreter lock
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. special_tokens: by key of tokenizer_config.json ("bos_token", ...).
+    """A checkpoint's tokenizer.
 
-    eos_token_id: other files may name more.
+    special_tokens: texts by key of tokenizer_config.json, such as "bos_token". eos_token_id: other files may name more
+    EOS tokens.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
-        """Modify a tokenizer. config: of tokenizer_config.json."""
+        """Modify `backend`. config: content of tokenizer_config.json."""
         config = config or {}
-        backend.no_padding()  # set by some training runs
+        backend.no_padding()  # some training runs save it
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = _read_special_tokens(config)
@@ -42,7 +43,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(backend, self._special_ids)
-        # Only the post-processor decides, as in transformers 5: add_bos_token and add_eos_token have no effect.
+        # As in transformers 5, only the post-processor decides: add_bos_token and add_eos_token have no effect.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod
@@ -63,7 +64,7 @@ class Tokenizer:
 
     @staticmethod
     def check_directory(directory: Path) -> None:
-        """Raise `ModelError` without a readable tokenizer."""
+        """Raise `ModelError` if tokenizer.json is missing."""
         if not (directory / "tokenizer.json").is_file():
             raise ModelError(_explain_missing(directory))
 
@@ -101,7 +102,7 @@ class Tokenizer:
         return ids[1:] if doubled else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return text, without unknown ids."""
+        """Return the text, without unknown ids."""
         ids = list(token_ids)
         if len(ids) <= _SHORT_CHARS:
             return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -123,11 +124,11 @@ class Tokenizer:
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """Ids outside the trained vocabulary, not only special ones."""
+        """Ids outside the trained vocabulary, special or not."""
         return frozenset(self.backend.get_added_tokens_decoder())
 
     def token(self, token_id: int) -> str:
-        """See `TextCodec`; "" if unknown."""
+        """See `TextCodec`; "" for an unknown id."""
         return self.backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> str | bytes:
@@ -140,7 +141,7 @@ class Tokenizer:
         return self._pieces.has_byte_runs
 
     def decode_token(self, token_id: int) -> str:
-        """Return any token's text; "" if unknown."""
+        """Return a token's text; "" for an unknown id."""
         piece = self.piece(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
@@ -186,7 +187,6 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> None:
-    """Add tokens of tokenizer_config.json. Raises `ModelError` if an id differs."""
     try:
         listed = {int(id_): entry for id_, entry in (config.get("added_tokens_decoder") or {}).items()}
         texts = {id_: str(entry["content"]) for id_, entry in listed.items()}

@@ -13,20 +13,20 @@ class Detokenizer(Protocol):
 
     @property
     def held(self) -> bytes:
-        """Held bytes, first the prompt's."""
+        """Held bytes, first those of the prompt."""
         ...
 
     @property
     def num_prompt_bytes(self) -> int:
-        """How many of these are the prompt's."""
+        """Number of held bytes of the prompt."""
         ...
 
     def add(self, token_ids: list[int]) -> str:
-        """Append tokens; return text that no later token changes."""
+        """Append tokens. Returns text that no later token changes."""
         ...
 
     def finish(self) -> str:
-        """Flush held text."""
+        """Return the held text."""
         ...
 
 
@@ -35,7 +35,7 @@ class DetokenizerFactory(Protocol):
 
     @property
     def has_byte_runs(self) -> bool:
-        """Whether consecutive byte tokens are decoded together."""
+        """True if consecutive byte tokens are decoded together."""
         ...
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
@@ -47,11 +47,11 @@ class DetokenizerFactory(Protocol):
         ...
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return the text that a token appends, or bytes if they are invalid UTF-8 alone."""
+        """Return the text that a token appends, or its bytes if they are incomplete."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether a token is shown only on request."""
+        """Return True if a token is shown only on request."""
         ...
 
 
@@ -97,7 +97,7 @@ class NoTokenizer:
 
 
 class SomeSpecialTokens:
-    """Shows a few special tokens even if they are skipped."""
+    """Shows a few special tokens even if special tokens are skipped."""
 
     def __init__(self, tokenizer: DetokenizerFactory, shown: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -129,8 +129,6 @@ class SomeSpecialTokens:
 
 
 class _SomeHidden:
-    """Drops hidden tokens."""
-
     def __init__(
         self, tokenizer: DetokenizerFactory, prompt_token_ids: list[int], is_hidden: Callable[[int], bool]
     ) -> None:

@@ -26,11 +26,13 @@ class _LastToken(msgspec.Struct):
 class Api:
     """One API.
 
-    name: its tag in the OpenAPI document. below: path prefix of errors in this API's form. error, event: return an
-    error's JSON object, and the last event of a failing stream. last_event: matches the start of a complete stream's
-    last event; None if that event has a field of `_LastToken`. statuses: HTTP status -> this API's, if it differs.
-    any_type: accepts any Content-Type. lines: events are lines of JSON. For the router: limits: fields that limit the
-    answer's tokens; `a.b` is field b of object a. counted: the field that begins the token counts.
+    below: path prefix of errors in this API's form. error: returns an error's JSON object. event: returns the last
+    event of a failing stream. last_event: matches the start of a complete stream's last event; None if that event has a
+    field of `_LastToken`. statuses: HTTP status -> this API's status, if different. any_type: accepts any Content-Type.
+    lines: events are lines of JSON.
+
+    For the router: `limits` are fields that limit the answer's tokens; `a.b` is field b of object a. `counted` is the
+    field in which the token counts begin.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Api:
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 
     def is_last(self, event: bytes) -> bool:
-        """Return whether an event ends a stream."""
+        """Return True if an event ends a stream."""
         if self.last_event is not None:
             return self.last_event.match(event) is not None
         try:
@@ -152,7 +154,7 @@ OLLAMA = Api(
     below="/api/",
     error=_ollama_error,
     event=lambda error: msgspec.json.encode(_ollama_error(error)) + b"\n",
-    any_type=True,  # `curl -d` does not
+    any_type=True,  # `curl -d` sends another type
     lines=True,
     prompt=("tools", "system", "messages", "prompt"),
     limits=("num_predict", "options.num_predict"),
@@ -172,7 +174,7 @@ def api_below(path: str) -> Api:
 
 
 def error_response(error: HttpError, path: str) -> ErrorResponse:
-    """Make a response outside of a route."""
+    """Make an error response outside of a route."""
     response = api_below(path).response(error)
     if error.status == 401 and path.startswith(PAGES):
         response.headers["WWW-Authenticate"] = (

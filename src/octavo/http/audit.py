@@ -33,19 +33,19 @@ class Spans(Protocol):
     def record_span(
         self, scope: Scope, request_id: str, status: int, seconds: float, reason: str | None, details: dict[str, Any]
     ) -> None:
-        """Make a span."""
+        """Record a span."""
         ...
 
     def close(self) -> None:
-        """Send last spans."""
+        """Send the last spans."""
         ...
 
 
 class AuditMiddleware:
-    """The outermost middleware: logs every request without its content.
+    """The outermost middleware. Logs every request without its content.
 
-    Keeps the client's X-Request-Id if it matches `_ID`. Routes add fields to `request.state.audit`. Refusals and
-    cut-offs are counted only here.
+    Keeps the client's X-Request-Id if it matches `_ID`. Routes add fields to `request.state.audit`. Refused and cut-off
+    requests are counted only here.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Spans | None = None) -> None:
@@ -102,7 +102,7 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def audit_bad_input(metrics: Metrics, client: tuple[str, int] | None, error: HttpError) -> None:
-    """Count and log input without HTTP."""
+    """Count and log input that is not HTTP."""
     metrics.count_answer("other", "none", error.status)
     metrics.count_refusal(error.reason)
     scope = {"client": client, "method": None, "path": ""}

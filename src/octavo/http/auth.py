@@ -59,7 +59,7 @@ def check_operator(tenant: Tenant, action: str) -> None:
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Return the key on which all headers agree.
+    """Return the key if all headers agree on it.
 
     A browser adds its password to requests of any page, so it counts only for the server's own pages.
     """
@@ -75,9 +75,9 @@ def _key(scope: Scope) -> bytes | None:
 
 
 def _is_same_origin(scope: Scope) -> bool:
-    """Return whether the browser's user or one of the server's own pages makes the request.
+    """Return True if the browser's user or one of the server's own pages makes the request.
 
-    Over plain HTTP, except on loopback, browsers do not say so. Then another Origin must not be named.
+    Over plain HTTP, except on loopback, browsers do not say so. Then the request must not name another Origin.
     """
     said: dict[bytes, bytes] = dict(scope["headers"])
     site = said.get(b"sec-fetch-site")

@@ -1,4 +1,4 @@
-"""Reads bodies."""
+"""Reads request bodies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FREE_BYTES = 64 << 10
 async def received(
     request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
-    """Yield a body's pieces, which hold bytes of `pool` until the block ends.
+    """Yield the pieces of a body, which take bytes of `pool` until the block ends.
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """
@@ -53,9 +53,9 @@ def read_timeout(request: Request, limit_s: float) -> float:
 
 
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read a body. taken: gets a callback that releases its room.
+    """Read a body. taken: receives a callback that returns the bytes to `pool`.
 
-    The first `FREE_BYTES` take no room: the connection buffers as many anyway.
+    The first `FREE_BYTES` are not taken, because the connection buffers as many anyway.
     """
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")

@@ -39,15 +39,15 @@ _HEADERS_TOO_LARGE = HttpError(431, f"the request's headers exceed the limit of 
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes connections that exceed a time limit; answers 431 above `MAX_HEADER_BYTES`.
+    """Closes connections that exceed a time limit. Answers 431 if headers exceed `MAX_HEADER_BYTES`.
 
-    header_timeout_s: from the first byte of headers on; for the first request, from connecting on. idle_timeout_s: the
-    client must take all waiting bytes, or `MAX_UNSENT_BYTES`, in each such period. Otherwise a finished stream would
-    keep its place. max_connections: more are accepted only for health checks, so that a full server does not look dead.
-    on_refused: called for each answer to other input.
+    header_timeout_s: from the first byte of headers; for the first request, from connecting. idle_timeout_s: in each
+    such period the client must take all waiting bytes, or `MAX_UNSENT_BYTES`. Otherwise a finished stream would keep
+    its place. max_connections: further connections are accepted only for health checks, so that a full server does not
+    look dead. on_refused: called for each error that is no answer to a request.
 
     Pipelined requests are answered in order. During an answer one more request is read, to notice a disconnect. A
-    request to upgrade (h2c from Java's client; WebSocket) is answered in HTTP/1.1 (RFC 9110, section 7.8).
+    request to upgrade is answered in HTTP/1.1 (RFC 9110, section 7.8).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._timer: Timeout | None = None
         self._reader_timer: Timeout | asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None  # now, or last; `cycle` is the newest
+        self._answered: RequestResponseCycle | None = None  # answered now or last; `cycle` is the newest
         self._num_header_bytes = 0
         self._is_in_body = self._made_progress = False
         self._is_for_probes = False
@@ -92,7 +92,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_silent_probe(self) -> bool:
-        """A health check's connection that has sent nothing."""
+        """True for a health check's connection that has sent nothing."""
         is_silent = self._answered is None and not self._num_header_bytes
         return self._is_for_probes and is_silent and not self.transport.is_closing()
 
@@ -118,12 +118,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes; limit headers."""
+        """Parse bytes, and limit headers."""
         self._made_progress = False
         self._parse(data)
         if not (self._is_in_body or self._made_progress or self.transport.is_closing()):
             if not self._num_header_bytes and self._timer is not None and self.cycle is not None:
-                self._wait(self._header_timeout_s)  # the first bytes of headers
+                self._wait(self._header_timeout_s)
             self._num_header_bytes += len(data)
             if self._num_header_bytes > MAX_HEADER_BYTES:
                 self._refusal = _HEADERS_TOO_LARGE
@@ -149,13 +149,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _wants_upgrade(self) -> bool:
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # which has no body
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # CONNECT has no body
 
     def _begin_without_upgrade(self) -> None:
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         lines = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.parser.feed_data(b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""]))
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -174,7 +174,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._is_for_probes and self.url.partition(b"?")[0] not in _PROBES:
             self._refusal = _TOO_MANY_CONNECTIONS
         if self._refusal is not None:
-            raise ValueError("refused")  # lets the parser fail: `_parse` answers
+            raise ValueError("refused")  # makes the parser fail, so `_parse` answers
         super().on_headers_complete()
         self.scope["state"]["write_body"] = self.write_body
         if self._is_for_probes:
@@ -186,12 +186,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def write_body(self, piece: bytes) -> bool:
-        """Write a piece of a chunked answer; return False if its client must catch up.
+        """Write a piece of a chunked answer. Returns False if the client must catch up.
 
-        Then send an empty piece by ASGI, which waits for the client. ASGI's `send` is slower: a task and a call in each
-        middleware.
+        After False, send an empty piece by ASGI, which waits for the client. ASGI's `send` is slower.
         """
-        if self.transport.is_closing():  # `receive` notifies the route
+        if self.transport.is_closing():  # `receive` tells the route
             return True
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return not self.flow.write_paused
@@ -211,14 +210,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._answered, _ = self.pipeline[-1]
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # stop uvicorn's own timer
-        if not self.transport.is_closing() and self.cycle.response_complete:  # else a pipelined one is answered
+        self._unset_keepalive_if_required()
+        if not self.transport.is_closing() and self.cycle.response_complete:  # otherwise a pipelined one is answered
             is_begun = self._is_in_body or self._num_header_bytes
             self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
         self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
-        """Close, and answer input that is no request unless the answer would look like another request's."""
+        """Close, and answer invalid input if the answer cannot look like another request's."""
         answered = self._answered
         is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
         if answered is None or (not answered.response_started if is_its_body else answered.response_complete):
@@ -226,7 +225,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
-        """Answer with an error. state: of the ended request, which is counted later."""
+        """Answer with an error. state: of the request that ends."""
         if state is None:
             self._on_refused(self.client, error)
         else:
@@ -263,7 +262,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # gVisor always reports 0. The system ends a connection whose client takes no byte.
+        # gVisor always reports 0. The system ends a connection if the client takes no byte.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return
@@ -285,10 +284,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class PacedAnswers:
-    """Sends a complete answer's body in pieces, each after the client took the previous ones.
+    """Sends a complete body in pieces, each after the client took the previous ones.
 
-    So a connection is idle, and closable, only when almost all of its answer has arrived. TLS would hide the waiting
-    bytes of one large body. Streams are not split: comments are sent between events.
+    So a connection is idle only when almost the whole body has arrived. Streams are not split, because comments are
+    sent between events.
     """
 
     def __init__(self, app: ASGIApp) -> None:

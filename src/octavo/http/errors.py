@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
 CLIENT_DISCONNECTED = 499  # nginx's number
-PAGES = ("/dashboard", "/router")  # of browsers
+PAGES = ("/dashboard", "/router")  # for browsers
 
 
 class RateLimitError(QueueFullError):
@@ -94,7 +94,7 @@ class EngineAnswerError(EngineLostError):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An OpenAI error with a status. details: for Anthropic's clients."""
+    """An OpenAI error with an HTTP status."""
 
     status: int
     message: str
@@ -106,12 +106,12 @@ class HttpError:
 
     @property
     def reason(self) -> str:
-        """Label in metrics."""
+        """The label in metrics."""
         return self.code or reason_of(self.status)
 
     @property
     def headers(self) -> dict[str, str]:
-        """The status's headers."""
+        """The headers that the status needs."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         if self.status in {408, 413}:
@@ -122,7 +122,7 @@ class HttpError:
 
 
 class ErrorResponse(Response):
-    """Sending it notes the error."""
+    """A response that notes the error when it is sent."""
 
     media_type = "application/json"
 
@@ -137,7 +137,7 @@ class ErrorResponse(Response):
 
 
 def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
-    """Keep a request's first error, and return it. Mutated: `state` of the scope."""
+    """Store a request's first error in `state`, and return it."""
     noted: HttpError = state.setdefault("error", error)
     return noted
 
@@ -150,8 +150,8 @@ def reason_of(status: int) -> str:
         return f"status_{status}"
 
 
-# The first matching row counts. A client sees the error's own text only if its request caused the error: other texts
-# may name paths or addresses.
+# The first matching row counts. A client sees the error's own text only if its request caused the error, because other
+# texts may name paths or addresses.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
@@ -192,7 +192,7 @@ def to_http(error: Exception) -> HttpError:
 def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
-    names: from octavo's to the client's. in_text: also in the message, except single words.
+    names: octavo's field -> the client's. in_text: also in the message, except names of one word.
     """
     try:
         yield

@@ -31,7 +31,8 @@ _LOOK_S = 0.1  # between checks for a second signal
 class GracefulServer(uvicorn.Server):
     """Ends each open request with a last event before it exits.
 
-    A second signal exits immediately; SIGHUP reads keys and certificate again. Also exits if `HttpService.is_dead`.
+    A second signal exits immediately. SIGHUP reads keys and certificate again. The server also exits if
+    `HttpService.is_dead`.
     """
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
@@ -52,11 +53,11 @@ class GracefulServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to exit."""
+        """Return True to exit."""
         return await super().on_tick(counter) or self._service.is_dead
 
     def reload(self) -> None:
-        """Read keys and certificate again; an invalid file changes nothing."""
+        """Read keys and certificate again. An invalid file changes nothing."""
         config = self._service.config
         if config.api_keys_file is not None:
             self._service.reload()
@@ -101,7 +102,7 @@ def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MA
             app,
             log_config=None,
             log_level=config.log_level,
-            access_log=False,  # the audit log says more
+            access_log=False,
             loop="auto",
             http=http,  # type: ignore[arg-type]  # any factory of protocols
             ws="none",

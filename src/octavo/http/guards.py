@@ -1,4 +1,4 @@
-"""Middlewares, error handlers."""
+"""Middlewares and error handlers."""
 
 from __future__ import annotations
 

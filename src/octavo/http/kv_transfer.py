@@ -1,7 +1,4 @@
-"""Headers for requests with different engines for prefill and decode.
-
-Both engines get the same body.
-"""
+"""Headers of a request that one engine prefills and another decodes. Both get the same body."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _CLIENT_NAMES = {"transfer_id": _ID, "source": _SOURCE}
 
 
 def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams | None:
-    """Parse transfer headers. Raises `RequestError`. headers: ignores the case of names."""
+    """Parse transfer headers. Raises `RequestError`. headers: must ignore the case of names."""
     given = {name: value for name in KV_TRANSFER_HEADERS if (value := headers.get(name)) is not None}
     if not given:
         return None

@@ -23,9 +23,9 @@ _NUM_ENDINGS = 64
 
 
 class Bucket:
-    """A token bucket that fills by `per_minute` units a minute, and holds as many.
+    """A token bucket that fills by `per_minute` units a minute, and holds at most as many.
 
-    Its level may be negative: some units are counted after use.
+    Its level may be negative, because some units are counted after use.
     """
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -50,8 +50,8 @@ class Bucket:
 class Pool:
     """Counts each tenant's units of a resource.
 
-    If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units. So one tenant's
-    flood keeps room free (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch",
+    If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units. So one tenant
+    cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch",
     1998).
     """
 
@@ -68,7 +68,7 @@ class Pool:
         return math.inf if self.limit is None else self.limit - self.num_held
 
     def held_by(self, tenant: Tenant) -> int:
-        """A tenant's units."""
+        """Return a tenant's units."""
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
@@ -77,12 +77,12 @@ class Pool:
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
     def share(self, tenant: Tenant) -> float:
-        """Return the most units after which the tenant holds at most its weight times the free rest."""
+        """Return the most units after which a tenant holds at most its weight times the free units."""
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
     def take(self, tenant: Tenant, amount: int) -> None:
-        """Take without checks."""
+        """Take units without checks."""
         self._held[tenant.name] += amount
         self.num_held += amount
 
@@ -98,15 +98,15 @@ class Pool:
         self._change = asyncio.Event()
 
     async def change(self) -> None:
-        """Await a release."""
+        """Wait for a release."""
         await self._change.wait()
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """A request for units.
+    """A request that waits for units.
 
-    passed: units that later requests took while this one was its tenant's first, times its tenant's weight over theirs.
+    passed: units that later requests took while this was its tenant's first waiter, times the ratio of both weights.
     """
 
     tenant: Tenant
@@ -117,16 +117,16 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """Return whether it was overtaken enough: room is reserved for it."""
+        """True if it was overtaken enough: then units are reserved for it."""
         return self.passed >= self.amount
 
 
 class WaitingLine:
-    """Requests that wait for room in a pool, first come, first served within a tenant.
+    """Requests that wait for units of a pool, first come, first served within a tenant.
 
-    A new request, or the first of another tenant, may overtake until the overtaken one has been passed by as many units
-    as it requested. So small requests do not starve a large one, nor does it block them for long. Then its own tenant's
-    requests do not overtake it, and once its tenant holds nothing, other tenants must keep room for it.
+    A new request, or the first waiter of another tenant, may overtake a waiter until as many units have passed it as it
+    requested. So small requests neither starve a large one nor wait long for it. After that, its tenant's requests do
+    not overtake it, and once its tenant holds nothing, other tenants must not take the units that it needs.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -135,7 +135,7 @@ class WaitingLine:
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
-        """Take room without waiting. Returns False if forbidden."""
+        """Take units without waiting. Returns False if not allowed."""
         of_tenant = self._waiters.get(tenant.name)
         if (of_tenant and of_tenant[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
@@ -143,7 +143,7 @@ class WaitingLine:
         return True
 
     async def take(self, tenant: Tenant, amount: int) -> None:
-        """Wait for room and take it. A cancelled call takes nothing."""
+        """Wait for units and take them. A cancelled call takes nothing."""
         waiter = _Waiter(tenant, amount, self._num_waited, asyncio.get_running_loop().create_future())
         self._num_waited += 1
         self._waiters.setdefault(tenant.name, deque()).append(waiter)
@@ -154,17 +154,17 @@ class WaitingLine:
             if waiter.granted.cancelled():
                 self._remove(waiter)
                 self.serve()
-            else:  # granted just before
+            else:
                 self.give_back(tenant, amount)
             raise
 
     def give_back(self, tenant: Tenant, amount: int) -> None:
-        """Release room."""
+        """Release units."""
         self._pool.give_back(tenant, amount)
         self.serve()
 
     def serve(self) -> None:
-        """Grant room, oldest first."""
+        """Grant units, oldest waiter first."""
         while (waiter := next(filter(self._is_served, self._first_waiters()), None)) is not None:
             self._remove(waiter)
             self._take(waiter.tenant, waiter.amount, waiter.number)
@@ -177,7 +177,7 @@ class WaitingLine:
         return not waiter.granted.done() and self._may_take(waiter.tenant, waiter.amount, waiter.number)
 
     def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
-        """Whether enough room is not reserved for another tenant's earlier waiter."""
+        """Return True if the units are free, and not reserved for another tenant."""
         if amount > self._pool.available(tenant):
             return False
         num_remaining = self._pool.num_free - amount
@@ -212,9 +212,9 @@ class _Account:
 
 @dataclass(slots=True)
 class Permit:
-    """The place of one HTTP request: `num_streams` output streams.
+    """The streams that one HTTP request holds.
 
-    is_kept: a stream releases it, not the `with` block. is_in: one prompt got room, so further ones wait.
+    is_kept: a stream releases the permit, not the `with` block. is_in: a prompt was admitted, so further prompts wait.
     """
 
     tenant: Tenant
@@ -223,7 +223,7 @@ class Permit:
     is_kept: bool = False
     is_in: bool = False
     _is_released: bool = False
-    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # prompts get room in turn
+    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # prompts are admitted in turn
 
     def __enter__(self) -> Self:
         return self
@@ -233,13 +233,13 @@ class Permit:
             self.release()
 
     async def hold_tokens(self, num_tokens: int) -> None:
-        """Take room for a waiting prompt. Raises `RequestError`, and `QueueFullError` for the first prompt."""
+        """Take tokens for a waiting prompt. Raises `RequestError`, and `QueueFullError` for the first prompt."""
         async with self._queue:
             await self._limiter.hold_tokens(self, num_tokens)
             self.is_in = True
 
     def release_tokens(self, num_tokens: int) -> None:
-        """Release the room."""
+        """Release the tokens."""
         if num_tokens:
             self._limiter.line.give_back(self.tenant, num_tokens)
 
@@ -248,7 +248,7 @@ class Permit:
         self._limiter.charge(self.tenant, num_tokens)
 
     def release(self) -> None:
-        """Release the place; later calls do nothing."""
+        """Release the streams. Later calls do nothing."""
         if not self._is_released:
             self._is_released = True
             self._limiter.release(self)
@@ -257,7 +257,7 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: of prompts without output. Raises `RequestError` for a demand that can never be met, else
+    waiting_tokens: tokens of prompts without output. Raises `RequestError` if a demand can never be met, otherwise
     `QueueFullError` with the seconds to wait.
     """
 
@@ -279,7 +279,7 @@ class RequestLimiter:
         self._has_ended = False
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request's headers."""
+        """Count a request when its headers arrive."""
         account = self._account(tenant)  # before `now`: a new account's times begin here
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
@@ -288,10 +288,10 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take places for a begun request, or raise.
+        """Take streams for a request after `begin`, or raise.
 
-        at_least: streams that suffice to serve the request in parts. It then takes a multiple, within its tenant's
-        limit and share. None: all or none.
+        at_least: streams that suffice to serve the request in parts. The permit then has a multiple of them, within the
+        tenant's limit and share. None: all or none.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
@@ -304,9 +304,9 @@ class RequestLimiter:
         return Permit(tenant, num_streams, self)
 
     def release(self, place: Permit) -> None:
-        """Release a place."""
+        """Release a permit's streams."""
         self.streams.give_back(place.tenant, place.num_streams)
-        if place.is_in:  # else no measure of how fast answers end
+        if place.is_in:  # only admitted requests show how fast answers end
             self._endings.append((self._clock(), place.num_streams))
             self._has_ended = True
 
@@ -335,7 +335,7 @@ class RequestLimiter:
             tokens.take(num_tokens, self._clock())
 
     def change(self, tenants: tuple[Tenant, ...]) -> None:
-        """Only changed rates start anew."""
+        """Set the tenants. Only changed rates start anew."""
         for pool in (self.streams, self.waiting_tokens, self.body_bytes):
             pool.is_shared = len(tenants) > 1
         self.line.serve()
@@ -387,11 +387,11 @@ class RequestLimiter:
             raise RateLimitError(f"this key has used its {bucket.per_minute:g} {unit} per minute", retry_after_s=wait)
 
     def _soon(self, now: float, num_ahead: int) -> float:
-        """Estimate by the last minute's rate when `num_ahead` streams end."""
+        """Estimate the seconds until `num_ahead` streams end."""
         while self._endings and self._endings[0][0] < now - _MINUTE_S:
             self._endings.popleft()
         if len(self._endings) < 2 or now <= self._endings[0][0]:
             return _LONGEST_RETRY_S if self._has_ended else 1.0
-        (first, _), *later = self._endings  # starts the measured time
+        (first, _), *later = self._endings
         rate = sum(num_streams for _, num_streams in later) / (now - first)
         return min(max(math.ceil(num_ahead / rate), 1.0), _LONGEST_RETRY_S)

@@ -1,4 +1,4 @@
-"""Sockets of a server before it has a model, without a web framework."""
+"""Sockets of a server, without a web framework."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CONNECTIONS = 8192
 PROBE_CONNECTIONS = 32  # for health checks
-# An answer waits for its reader once as many bytes are unsent in the system and again in this process.
+# An answer waits for the client once this many bytes are unsent in the system, and as many here.
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
 _INT_BYTES = 4
 _SOCKET_CLOSED = (OSError, ValueError)  # raised by asyncio and uvloop
 _BACKLOG = 2048
-_EXIT_S = 10.0  # for ending the engine
+_EXIT_S = 10.0  # for the engine to end
 _OWN_FILES = 256  # open files that are no connections
 
 
@@ -52,7 +52,7 @@ def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
 
 
 def check_files(config: AccessConfig) -> None:
-    """Raise `ConfigError` for invalid files."""
+    """Raise `ConfigError` for an invalid file of keys or certificate."""
     if config.api_keys_file is not None:
         Keyring.from_file(config.api_keys_file)
     check_certificate(config)
@@ -64,7 +64,7 @@ def check_certificate(config: AccessConfig) -> None:
         return
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         files = f"{config.ssl_certfile} and {config.ssl_keyfile}"
         raise ConfigError(f"the certificate for TLS and its key cannot be used ({files}): {error}") from None
 
@@ -73,8 +73,8 @@ def check_certificate(config: AccessConfig) -> None:
 def hearing_signals() -> Iterator[None]:
     """Handle signals in the main thread until the server does so.
 
-    SIGHUP is ignored, because it would kill the process: keys and certificate are read later. The first process of a
-    container ignores SIGTERM without a handler.
+    SIGHUP is ignored, because it would kill the process. The first process of a container would ignore SIGTERM without
+    a handler.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -96,12 +96,12 @@ def _exit_now(*_: object) -> NoReturn:
 
 
 def handles_sighup() -> bool:
-    """Return whether this thread can handle SIGHUP."""
+    """Return True if this thread can handle SIGHUP."""
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
+    """Return True if only this machine can reach an address."""
     if host in LOOPBACK_NAMES:
         return True
     try:
@@ -113,8 +113,8 @@ def is_loopback(host: str) -> bool:
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that refuses connections until `open_door`. Raises `ConfigError`. host: "::" includes IPv4.
 
-    Refused connections make a proxy try another server while this one loads. TCP_NOTSENT_LOWAT keeps Linux from
-    buffering megabytes for a slow reader. TCP_USER_TIMEOUT would also end connections of merely slow readers.
+    While this server loads, refused connections make a proxy try another one. TCP_NOTSENT_LOWAT keeps Linux from
+    buffering megabytes for a slow reader.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -133,8 +133,8 @@ def bind(host: str, port: int) -> socket.socket:
 def _bind(sock: socket.socket, host: str, port: int) -> None:
     """Bind exclusively, even before this server listens.
 
-    Linux lets several sockets with SO_REUSEADDR bind one address while none listens. So the option is set only briefly,
-    if an earlier server's lingering connections block the address.
+    With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only briefly, if lingering
+    connections block the address.
     """
     try:
         sock.bind((host, port))
@@ -158,9 +158,9 @@ def open_door(sock: socket.socket) -> None:
 
 
 def bytes_taken(sock: socket.socket | None) -> int | None:
-    """Return how many sent bytes have arrived, with TLS overhead; None if unknown.
+    """Return how many sent bytes have arrived, TLS overhead included, or None if unknown.
 
-    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h). TLS buffers hide the bytes that wait here.
+    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h).
     """
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
@@ -179,14 +179,14 @@ def bytes_under_way(sock: socket.socket | None) -> int:
 
 
 def reset_when_closed(sock: socket.socket | None) -> None:
-    """Drop unsent bytes."""
+    """Make `close` drop unsent bytes."""
     if sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int = 1) -> int:
-    """Raise the soft limit of open files; return how many connections fit."""
+    """Raise the soft limit of open files. Returns how many connections fit."""
     if sys.platform == "win32":
         return num_connections
     needed = num_connections * files_each + _OWN_FILES

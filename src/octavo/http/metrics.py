@@ -34,7 +34,7 @@ class Metrics:
         )
 
     def count_answer(self, method: str, handler: str, status: int) -> None:
-        """Count a request. handler: a route's path: clients must not create labels."""
+        """Count a request. handler: a route's path, because clients must not create labels."""
         self._requests.labels(method, handler, str(status)).inc()
 
     def count_refusal(self, reason: str) -> None:
@@ -48,7 +48,7 @@ class Metrics:
 
 
 def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Make gauges. values: label values and number of each."""
+    """Make gauges."""
     return _filled(GaugeMetricFamily(f"octavo:{name}", text, labels=labels), values)
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class OverloadMiddleware:
-    """Counts requests by their headers; refuses those that would not get one place.
+    """Counts requests by their headers, and refuses a request that would not get a place.
 
-    This is much cheaper than a route. begin: counts a tenant's request, or raises.
+    This is much cheaper than in a route.
     """
 
     def __init__(self, app: ASGIApp, begin: Callable[[Tenant], None], routes: Routes) -> None:

@@ -23,9 +23,10 @@ _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # which show all
 class Route:
     """One route.
 
-    endpoint: `module:name` below `octavo.server.api`. aliases: older paths. work: "answer": a model writes text;
-    "vectors": it embeds texts; "count": texts are only read. Such requests take a place, count for their tenant, and
-    are balanced by the router. methods: the document shows the first. operators: an action that needs `read_metrics`.
+    endpoint: `module:name` below `octavo.server.api`. aliases: older paths. work: "answer" if a model writes text,
+    "vectors" if it embeds texts, "count" if texts are only read. Such requests take a place, count for their tenant,
+    and are balanced by the router. methods: the OpenAPI document shows the first. operators: an action that needs
+    `read_metrics`.
     """
 
     path: str
@@ -44,7 +45,7 @@ class Route:
 
 
 class Routes:
-    """Starlette tries them in this order; the router finds exact paths."""
+    """Starlette tries routes in this order; the router looks up exact paths."""
 
     def __init__(self, *routes: Route) -> None:
         self._routes = routes
@@ -64,7 +65,7 @@ class Routes:
         return api_below(path) if route is None else route.api
 
     def is_for_operators(self, path: str) -> bool:
-        """Needs `read_metrics`."""
+        """Return True if a path needs `read_metrics`."""
         return path in self._operators or path == _FEED or path.startswith(_REQUESTS)
 
 

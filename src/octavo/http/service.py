@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class HttpService(ABC):
     """Base of the server's and the router's services. Used on one event loop only.
 
-    num_bodies: bodies of the largest size that may be held. Raises `ConfigError` for an invalid file of keys.
+    num_bodies: how many bodies of the largest size may be held. Raises `ConfigError` for an invalid file of keys.
     """
 
     config: AccessConfig
@@ -51,7 +51,7 @@ class HttpService(ABC):
     @property
     @abstractmethod
     def is_dead(self) -> bool:
-        """Needs a restart."""
+        """True if a restart is needed."""
 
     @abstractmethod
     def check_engine(self) -> None:
@@ -73,7 +73,7 @@ class HttpService(ABC):
         """Start background tasks."""
 
     def close(self) -> None:
-        """Send last spans."""
+        """Send the last spans."""
         if self.tracing is not None:
             self.tracing.close()
 
@@ -84,7 +84,7 @@ class HttpService(ABC):
         self.check_engine()
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request's headers."""
+        """Count a request when its headers arrive."""
         self.check_ready()
         self.limiter.begin(tenant)
 
@@ -93,7 +93,7 @@ class HttpService(ABC):
         return tenant if self.keyring is None else self.keyring.named(tenant.name)
 
     def reload(self) -> None:
-        """Read the keys again; an invalid file changes nothing."""
+        """Read the keys again. An invalid file changes nothing."""
         try:
             self._read_keys()
         except ConfigError as error:
@@ -108,7 +108,7 @@ class HttpService(ABC):
             self.limiter.change(self.keyring.tenants)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests; abort open ones after `grace_s`."""
+        """Refuse new requests, and abort open ones after `grace_s`."""
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

@@ -42,7 +42,7 @@ KEY_PREFIX = "octavo-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """An owner of requests. None: no own limit. name "": all clients, if none is identified."""
+    """An owner of requests. name: "" for all clients if no key is required."""
 
     name: str = ""
     weight: float = 1.0
@@ -53,30 +53,27 @@ class Tenant:
     read_metrics: bool = False
 
     def cache_salt(self, requested: str | None) -> str | None:
-        """Return the salt of a tenant's prompts, from the requested one. Raises `RequestError`.
+        """Return the cache salt for a request. Raises `RequestError`.
 
-        It begins with the tenant's name, or "shared" if the tenant shares the prefix cache. So no client can ask for
+        The salt names the tenant, or is "shared" if the tenant shares the prefix cache. So no client can ask for
         another tenant's salt.
         """
         check_salt(requested)
         if not self.name:
             return requested
-        hashed = "" if requested is None else hashlib.sha256(requested.encode()).hexdigest()  # of one length
+        hashed = "" if requested is None else hashlib.sha256(requested.encode()).hexdigest()
         if self.share_prefix_cache:
             return f"shared\0{hashed}" if hashed else None
         return f"key\0{self.name}\0{hashed}"
 
 
 EVERYBODY = Tenant(share_prefix_cache=True, read_metrics=True)
-_OPERATOR = Tenant(name="(operator)", read_metrics=True)  # impossible in a file
+_OPERATOR = Tenant(name="(operator)", read_metrics=True)  # no file can have this name
 _DEFAULTS = Tenant()
 
 
 class Keyring:
-    """The valid keys. The time of a lookup reveals nothing about them.
-
-    A key's index is a keyed hash, which hides similar keys.
-    """
+    """The valid keys. They are found by a keyed hash, so the time of a lookup reveals nothing."""
 
     def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:
         self._secret = secrets.token_bytes(32)
@@ -86,14 +83,14 @@ class Keyring:
 
     @classmethod
     def of(cls, config: AccessConfig) -> Keyring | None:
-        """Return the required keys; None if none is required. Raises `ConfigError`."""
+        """Return the keys, if any are required. Raises `ConfigError`."""
         if config.api_keys_file is not None:
             return cls.from_file(config.api_keys_file, config.operator_key)
         return None if config.api_key is None else cls([(_digest(config.api_key.encode()), EVERYBODY)])
 
     @classmethod
     def from_file(cls, path: Path, operator_key: str | None = None) -> Keyring:
-        """Read a file of keys. Raises `ConfigError`. operator_key: of a tenant that no file can have."""
+        """Read a file of keys. Raises `ConfigError`. operator_key: a further key, which may read metrics."""
         operator = [] if operator_key is None else [(_digest(operator_key.encode()), _OPERATOR)]
         return cls([*_read(path), *operator])
 
@@ -211,10 +208,10 @@ def _new_key() -> tuple[str, str]:
 
 @contextmanager
 def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the tables of a file, then write them with comments and formatting. Raises `ConfigError`.
+    """Yield the tables of a file, then write them. Keeps comments and formatting. Raises `ConfigError`.
 
-    name: must be in the file. Nothing is written if the block raises. The file is replaced atomically, and keeps owner
-    and mode.
+    name: a key that must be in the file. Nothing is written if the block raises. The file is replaced atomically, and
+    keeps its owner and mode.
     """
     try:
         import tomlkit  # noqa: PLC0415  a server only reads keys
@@ -239,7 +236,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
         if not is_new:
             before = path.stat()
             run_text_work.chmod(stat.S_IMODE(before.st_mode))
-            if hasattr(os, "chown"):  # for the server, even if root changed it
+            if hasattr(os, "chown"):  # for the server, even if root wrote it
                 os.chown(run_text_work, before.st_uid, before.st_gid)
         run_text_work.replace(path)
     except OSError as error:

@@ -29,10 +29,9 @@ class Timeout:
 
 
 class TimeoutQueue:
-    """Runs expired timeouts in order, one in a turn of the event loop, `SPACING_S` apart.
+    """Runs expired timeouts in order, `SPACING_S` apart, so that open connections are served in between.
 
-    So open connections are served in between, and a timeout may be late by `SPACING_S`, or a longer turn, for each
-    earlier one. Used on one event loop only.
+    A timeout may be late by `SPACING_S` for each earlier one. Used on one event loop only.
     """
 
     def __init__(self) -> None:
@@ -40,12 +39,12 @@ class TimeoutQueue:
         self._is_pausing = False
 
     def call_later(self, seconds: float, act: Callable[[], object]) -> Timeout:
-        """Call `act` after `seconds`, in its turn."""
+        """Call `act` after `seconds` and after earlier timeouts."""
         return Timeout(self, seconds, act)
 
     @contextlib.asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Limit the block. Raises `TimeoutError`."""
+        """Limit the block's time. Raises `TimeoutError`."""
         async with asyncio.timeout(None) as limit:
             cut = self.call_later(seconds, lambda: limit.reschedule(0.0))
             try:
@@ -60,7 +59,7 @@ class TimeoutQueue:
             self._act_on_first()
 
     def leave_out(self, cut: Timeout) -> None:
-        """Remove from queue."""
+        """Remove a timeout."""
         self._waiting.pop(cut, None)
 
     def _act_on_first(self) -> None:

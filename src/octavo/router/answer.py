@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.router.connection import EngineConnection
 
 _MAX_HEADER_BYTES = 64 << 10  # also between two pieces of a body
-_MAX_WAITING_BYTES = 256 << 10  # then reading pauses
+_MAX_WAITING_BYTES = 256 << 10  # above it, reading pauses
 _FINAL_STATUSES = range(200, 600)
 _INTERIM_STATUSES = range(100, 200)
 _EMPTY_STATUSES = frozenset({204, 304})  # without a body
@@ -24,7 +24,7 @@ _EVENT_STREAM, _JSON_LINES = b"text/event-stream", b"application/x-ndjson"
 
 
 class AnswerError(ConnectionError):
-    """Answer cut off."""
+    """The answer was cut off."""
 
 
 class MalformedAnswerError(AnswerError):
@@ -43,8 +43,8 @@ class SilentEngineError(TimeoutError):
 class AnswerLimits:
     """Limits of an answer.
 
-    first_byte_s: from the request's end to the headers' end. idle_s: between pieces of the body. max_bytes: of a body
-    read as a whole.
+    first_byte_s: seconds from the request's end to the headers' end. idle_s: seconds between pieces of the body.
+    max_bytes: of a body that is read as a whole.
     """
 
     first_byte_s: float
@@ -55,7 +55,7 @@ class AnswerLimits:
 class Answer:
     """An engine's answer. Its `async with` block releases the connection, or closes it after an incomplete answer.
 
-    Bytes that wait for the reader do not count as the engine's silence.
+    While bytes wait for the reader, the engine does not count as silent.
     """
 
     def __init__(self, connection: EngineConnection, limits: AnswerLimits, *, is_head: bool) -> None:
@@ -64,10 +64,10 @@ class Answer:
         self._connection, self._limits, self._is_head = connection, limits, is_head
         self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._progress_at = self._loop.time()  # the body was last taken or requested
+        self._progress_at = self._loop.time()  # when the body was last taken or requested
         self._num_header_bytes = 0
         self._num_body_bytes = 0
-        self._num_framing_bytes = 0  # since the last piece of the body
+        self._num_framing_bytes = 0
         self._is_begun = self.is_over = self.ends_with_connection = self._keeps_alive = False
         self._error: Exception | None = None
         self._pieces: list[bytes] = []
@@ -89,7 +89,7 @@ class Answer:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The client's headers. A stream's length is omitted: an error event may follow."""
+        """The client's headers. A stream's length is omitted, because an error event may follow."""
         is_bodiless = self.status in _EMPTY_STATUSES and not self._is_head
         return headers_for_client(self._headers, self._connection.url, has_length=not (self.is_stream or is_bodiless))
 
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def is_of_lines(self) -> bool:
-        """Events are lines."""
+        """True if events are lines."""
         return self._content_type == _JSON_LINES
 
     @property
@@ -115,7 +115,7 @@ class Answer:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Its `Retry-After`, if valid."""
+        """The `Retry-After` in seconds, if valid."""
         return retry_after_s(self._header(b"retry-after"))
 
     @property
@@ -125,15 +125,13 @@ class Answer:
     def _header(self, wanted: bytes) -> bytes:
         return next((value for name, value in self._headers if name == wanted), b"")
 
-    # --- for the reader ---
-
     async def begin(self) -> None:
-        """Await headers. Raises `OSError`."""
+        """Wait for the headers. Raises `OSError`."""
         while not self._is_begun:
             await self._more()
 
     async def next(self) -> bytes:
-        """Await a part of the body; b"" at the end. Raises `OSError`."""
+        """Wait for a part of the body; b"" at the end. Raises `OSError`."""
         while not self._pieces:
             if self.is_over:
                 return b""
@@ -148,7 +146,7 @@ class Answer:
         return body
 
     async def read_held(self) -> tuple[bytes, bool]:
-        """Return the body and True, or the start of a too large one and False. Raises `OSError`."""
+        """Return the body and True, or the start of a too large body and False. Raises `OSError`."""
         pieces: list[bytes] = []
         num_bytes = 0
         while num_bytes <= self._limits.max_bytes:
@@ -162,7 +160,7 @@ class Answer:
     async def relay(self, take: Callable[[bytes], bool], wait_for_space: Callable[[], Awaitable[None]]) -> None:
         """Pass the rest of the body to `take` as it arrives. Raises `OSError`, and errors of `take`.
 
-        take: returns False when full; then `wait_for_space` is awaited.
+        take: returns False when it is full. Then `wait_for_space` is awaited.
         """
         self._take = take
         try:
@@ -222,15 +220,13 @@ class Answer:
         self._progress_at = self._loop.time()
         self._connection.read_on(is_reading=is_reading)
 
-    # --- for the connection ---
-
     def feed(self, data: bytes) -> None:
         """Parse bytes."""
         num_body_bytes = self._num_body_bytes
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._keeps_alive = False  # even after the answer
+            self._keeps_alive = False
             self._fail(MalformedAnswerError(f"its answer is not valid HTTP: {error}"))
         self._num_framing_bytes = self._num_framing_bytes + len(data) if self._num_body_bytes == num_body_bytes else 0
         if self._num_framing_bytes > _MAX_HEADER_BYTES:
@@ -254,7 +250,7 @@ class Answer:
             self._read_on(is_reading=False)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Complete an answer that ends with its connection; fail any other."""
+        """Complete an answer that ends with its connection, or fail it."""
         if self._is_begun and self.ends_with_connection and error is None:
             self.is_over = True
         elif not self._num_framing_bytes and not self._is_begun:
@@ -271,10 +267,8 @@ class Answer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # --- for the parser ---
-
     def on_message_begin(self) -> None:
-        """Refuse another answer."""
+        """Refuse a second answer."""
         if self.is_over:
             raise AnswerError("two answers")
 

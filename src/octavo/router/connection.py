@@ -39,14 +39,14 @@ class EngineConnection(asyncio.Protocol):
             self._answer.feed(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify both sides."""
+        """Notify the owner and the answer."""
         self._on_lost(self)
         if self._answer is not None:
             self._answer.connection_lost(exc)
 
     @property
     def is_closing(self) -> bool:
-        """Accepts no requests."""
+        """True while it closes."""
         return self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes, limits: AnswerLimits, *, is_head: bool) -> Answer:
@@ -63,7 +63,7 @@ class EngineConnection(asyncio.Protocol):
         return answer
 
     def read_on(self, *, is_reading: bool) -> None:
-        """Resume or pause."""
+        """Resume or pause reading."""
         if self._transport.is_closing():
             return
         if is_reading:
@@ -72,12 +72,12 @@ class EngineConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def release(self) -> None:
-        """Free the connection."""
+        """Allow another request."""
         self._answer = None
         if not self._transport.is_closing():
             self._on_idle(self)
 
     def close(self) -> None:
-        """Abort the request."""
+        """Close the connection."""
         self._answer = None
         self._transport.abort()

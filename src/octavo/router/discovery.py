@@ -22,7 +22,7 @@ class Source(Protocol):
     """Addresses of engines."""
 
     async def urls(self) -> list[str]:
-        """Return current addresses, else the previous ones."""
+        """Return the current addresses, or the previous ones."""
         ...
 
 
@@ -39,7 +39,7 @@ class EnginesFile:
         self._trouble = ""
 
     async def urls(self) -> list[str]:
-        """Return its addresses."""
+        """Return the addresses."""
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> list[str]:
@@ -63,7 +63,7 @@ def read_engines(path: Path) -> list[str]:
 
 
 class EnginesOfName:
-    """All addresses of a DNS name, as of a headless Service of Kubernetes."""
+    """All addresses of a DNS name."""
 
     def __init__(self, name_and_port: str) -> None:
         name, _, port = name_and_port.rpartition(":")
@@ -71,7 +71,7 @@ class EnginesOfName:
         self._urls: list[str] = []
 
     async def urls(self) -> list[str]:
-        """Resolve the name. Without an answer of DNS the addresses stay."""
+        """Resolve the name. Without an answer, return the previous addresses."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
@@ -87,7 +87,7 @@ class EnginesOfName:
 
 
 def make_sources(config: RouterConfig) -> list[Source]:
-    """Make configured sources, except `config.engines`."""
+    """Make the configured sources."""
     sources: list[Source] = []
     if config.engines_file is not None:
         sources.append(EnginesFile(config.engines_file))

@@ -25,13 +25,13 @@ _numbers = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class EngineHandle:
-    """One engine. None: not known yet.
+    """One engine. None means not known yet.
 
-    is_member: the sources still name it. models: empty if its answer was no list. role: "prefill", "decode" or "both".
+    is_member: a source still names it. models: empty if its answer was no list. role: "prefill", "decode" or "both".
     incarnation: identifies a run of its process. kv_format: all that its KV depends on, except tokens. prefills_from:
-    when it may be asked for prefills again, on the event loop's clock. open_tokens: sent or expected by this router,
-    and not back yet. other_tokens, num_sent_prompt_tokens: estimated. num_paired: requests that it answers with KV from
-    another engine. num_paired_in_vain: without KV.
+    time on the event loop's clock from which it may be asked for prefills. open_tokens: estimate of tokens that this
+    router waits for. other_tokens: estimate for other clients. num_paired: requests that it answered with KV from
+    another engine. num_paired_in_vain: those without KV.
     """
 
     url: str
@@ -69,12 +69,12 @@ class EngineHandle:
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds after which it has ended any request."""
+        """Seconds after which every request has ended."""
         limit_s = ASSUMED_REQUEST_TIMEOUT_S if self.request_timeout_s is None else self.request_timeout_s
         return limit_s + REQUEST_TIMEOUT_MARGIN_S
 
     def serves(self, model: str | None) -> bool:
-        """Return whether it may have a model."""
+        """Return True if the engine may have a model."""
         return model is None or not self.models or not self.models.isdisjoint((model, model.removesuffix(OLLAMA_TAG)))
 
 
@@ -87,7 +87,7 @@ class EnginePool:
         self.partners = Partners()
 
     def change(self, urls: Iterable[str]) -> tuple[list[EngineHandle], list[EngineHandle]]:
-        """Replace the engines; return new and removed ones. Removed ones finish their requests."""
+        """Replace the engines. Returns new and removed engines; removed ones finish their requests."""
         wanted = dict.fromkeys(urls)
         gone = [engine for url, engine in self.engines.items() if url not in wanted]
         for engine in gone:
@@ -110,10 +110,7 @@ class EnginePool:
     def choose(
         self, summary: RequestSummary, tried: Sequence[EngineHandle], failed: Collection[EngineHandle] = ()
     ) -> EngineHandle | None:
-        """Choose an untried engine, if any.
-
-        failed: those of `tried` that failed the request. An engine of role prefill is the last resort.
-        """
+        """Choose an engine that was not tried, if any. An engine of role prefill is the last resort."""
         able = self._able(summary)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
             able = [engine for engine in able if engine.role != "prefill"]
@@ -123,7 +120,7 @@ class EnginePool:
         return able[0] if len(able) == 1 else self._policy.choose(summary, able)
 
     def _able(self, summary: RequestSummary) -> list[EngineHandle]:
-        """If no engine has the model, return all: any may refuse it."""
+        """Return ready engines with the model, or all if none is known to have it."""
         able = [engine for engine in self.ready() if engine.serves(summary.model)]
         is_known = any(engine.models and engine.serves(summary.model) for engine in self.engines.values())
         return able if able or is_known else self.ready()
@@ -151,7 +148,7 @@ class EnginePool:
         num_prompt_tokens: int | None,
         num_cached_tokens: int | None,
     ) -> None:
-        """Note a request's end and counts."""
+        """Record a request's end and token counts."""
         share = None
         if num_prompt_tokens and num_cached_tokens is not None:
             engine.num_prompt_tokens += num_prompt_tokens
@@ -160,7 +157,7 @@ class EnginePool:
         self._policy.ended(summary, engine, share)
 
     def forget(self, engine: EngineHandle) -> None:
-        """Forget its cache."""
+        """Forget an engine's cache."""
         self._policy.forget(engine)
         self.partners.forget(engine)
 

@@ -17,9 +17,9 @@ _LONGEST_END = 3
 
 
 class EventStream:
-    """Splits an engine's stream into complete events, counted in `share`.
+    """Splits an engine's stream into complete events in linear time, and counts them in `share`.
 
-    is_of_lines: a line ends an event, else a blank line. max_bytes: of an event. first: the beginning. Linear time.
+    is_of_lines: a line ends an event; otherwise a blank line does. max_bytes: limit of an event.
     """
 
     def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:
@@ -31,9 +31,9 @@ class EventStream:
         self.first = b""
 
     def whole(self, piece: bytes) -> bytes:
-        """Take bytes; return completed events. Raises `MalformedAnswerError`.
+        """Add bytes and return completed events. Raises `MalformedAnswerError`.
 
-        Blanks between events are returned immediately: they show that the engine is alive.
+        Blanks between events are returned immediately, because they show that the engine is alive.
         """
         if not (self._rest or piece.strip(b" ")):
             return piece
@@ -45,7 +45,7 @@ class EventStream:
         return piece
 
     def _completed(self, piece: bytes) -> bytes:
-        start = max(len(self._rest) - _LONGEST_END + 1, 0)  # an end may begin earlier
+        start = max(len(self._rest) - _LONGEST_END + 1, 0)  # the event's end may begin in `_rest`
         self._rest += piece
         place = max(_end_of_last(end, self._rest, start) for end in self._ends)
         if not place:
@@ -76,7 +76,7 @@ class EventStream:
 
     @property
     def last_event(self) -> bytes:
-        """Last complete event."""
+        """The last complete event."""
         text = self.last.rstrip(b"\r\n")
         return text[max(_end_of_last(end, text) for end in self._ends) :]
 

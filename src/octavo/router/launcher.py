@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_LONG_S = 60.0  # after it, a start was successful
+_LONG_S = 60.0  # a longer run counts as a successful start
 _MAX_FAILED_STARTS = 3  # in a row
 _STOP_S = 15.0
 _FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default
 
 
 class Launcher:
-    """Runs engines during its `with` block. This one runs none."""
+    """Runs engines during its `with` block. This class runs none."""
 
     @property
     def has_failed(self) -> bool:
-        """No engine runs."""
+        """True if no engine runs."""
         return False
 
     def reload(self) -> None:
@@ -44,9 +44,9 @@ class Launcher:
 
 
 class LocalReplicas(Launcher):
-    """Child processes, restarted if they die or freeze. They end when this process ends, in any way.
+    """Child processes, restarted if they die or freeze. They end when this process ends.
 
-    commands: by address. A replica's standard input closes when this process ends.
+    commands: by address.
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> None:
@@ -57,11 +57,11 @@ class LocalReplicas(Launcher):
 
     @property
     def has_failed(self) -> bool:
-        """All replicas failed."""
+        """True if all replicas have failed."""
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:
-        """Restart if frozen."""
+        """Restart a frozen replica."""
         if num_times >= _FROZEN_TIMES and url in self._replicas:
             self._replicas[url].kill_frozen()
 
@@ -93,7 +93,7 @@ class _Replica:
 
     @property
     def has_failed(self) -> bool:
-        """True if it is down, and failed too often or because of an option."""
+        """True if the child is down after too many failures or a wrong option."""
         return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
@@ -121,7 +121,7 @@ class _Replica:
                 self._process.kill()
 
     def join(self) -> None:
-        """Wait, or kill it."""
+        """Wait for its end, or kill it."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive() and self._process is not None:
             logger.warning("replica %d does not exit: killing it", self._index)
@@ -155,7 +155,7 @@ class _Replica:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of loopback."""
+    """Return free loopback ports."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:

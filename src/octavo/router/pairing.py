@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _NAMES = frozenset(name.lower().encode() for name in KV_TRANSFER_HEADERS)
 _LEAST_S, _S_PER_TOKEN = 5.0, 0.002  # time limit of a prefill through a store
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a failed prefill: without `Retry-After`, and at most
-_FULL, _SERVERS = 429, 500  # from the second on, the engine's fault
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a failed prefill: default and maximum
+_FULL, _SERVERS = 429, 500  # from 500 on, the engine is at fault
 
 
 def pair(
     service: RouterService, routed: RoutedRequest, engine: EngineHandle, scope: Scope, body: bytes, known: float
 ) -> Pair | None:
-    """Let another engine compute the prompt if worthwhile.
+    """Let another engine compute the prompt if that is worthwhile.
 
-    known: share of the prompt expected in the cache of `engine`.
+    known: share of the prompt that is expected in the cache of `engine`.
     """
     summary = routed.summary
     num_new = summary.num_tokens * (1 - known)
@@ -60,10 +60,10 @@ def without_kv_transfer(scope: Scope) -> Scope:
 
 
 class Pair:
-    """A request for which engine `prefill` computes the prompt and `decode` the answer.
+    """A request for which engine `prefill` computes the prompt, and `decode` the answer.
 
-    Both are asked simultaneously if KV is sent directly, one after the other if it goes through a store. The answer
-    never depends on the prefill: `decode` computes KV that does not arrive.
+    If KV is sent directly, both are asked at the same time; through a store, `prefill` first. The answer never depends
+    on the prefill, because `decode` computes KV that does not arrive.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class Pair:
         self._before = decode.prompt_figures
         self._is_paired = False
         summary = replace(routed.summary, max_tokens=1, num_streams=1)
-        self._routed = RoutedRequest(summary, routed.tenant)  # its loss does not end the client's request
+        self._routed = RoutedRequest(summary, routed.tenant)  # the client's request continues if it fails
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
-        # Now: the next choice of an engine depends on it.
+        # Now, because the next choice of an engine depends on it.
         share = Share(self._routed, prefill).__enter__()
         self._task = asyncio.create_task(self._compute())
         self._task.add_done_callback(share.__exit__)
 
     async def scope(self) -> Scope:
-        """Return the request for `decode` when it may be sent; unchanged if the prefill failed."""
+        """Wait until `decode` may get the request, and return it; unchanged if the prefill failed."""
         if self._params.source is None and not await self._is_computed():
             return self._scope
         self._decode.num_paired += 1
@@ -99,10 +99,9 @@ class Pair:
         return _with_headers(self._scope, kv_transfer_headers(self._params))
 
     def close(self, usage: ReportedUsage | None) -> None:
-        """Cancel the prefill, and record whether its KV came. usage: None if the answer is incomplete.
+        """Cancel the prefill, and record whether its KV arrived. usage: None if the answer is incomplete.
 
-        A failed prefill is recorded already. With fewer than `min_prefill_tokens` new tokens, the decode engine may
-        have had them in its cache.
+        Fewer than `min_prefill_tokens` new tokens may have been in the decode engine's cache, and are not recorded.
         """
         has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()
@@ -149,7 +148,7 @@ class Pair:
             self._failed(f"{type(error).__name__}: {error}")
         except OctavoError as error:
             self._failed(str(error))
-        except Exception as error:  # the answer may not depend on it
+        except Exception as error:  # the answer must not depend on it
             logger.exception("a prefill failed")
             self._failed(type(error).__name__)
         return is_computed
@@ -162,7 +161,7 @@ class Pair:
             engine.num_cached_tokens += usage.num_cached_tokens
 
     def _failed(self, why: str, retry_after_s: float | None = None) -> None:
-        """Pause prefills: waiting for KV in vain costs time."""
+        """Pause prefills, because waiting for KV in vain costs time."""
         engine = self._prefill
         engine.num_failed_prefills += 1
         pause_s = _PAUSE_S if retry_after_s is None else min(retry_after_s, _LONGEST_PAUSE_S)
@@ -175,7 +174,7 @@ class Pair:
 def _source_of(engine: EngineHandle) -> str | None:
     if engine.kv_transfer_port is None:
         return None
-    host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # its IPv6 zone is local
+    host = (urlsplit(engine.url).hostname or "").partition("%")[0]  # an IPv6 zone is local
     return f"[{host}]:{engine.kv_transfer_port}" if ":" in host else f"{host}:{engine.kv_transfer_port}"
 
 

@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _VAIN_IN_A_ROW = 3  # before a pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
-_MAX_UNKNOWN = 1024  # figures are read every second
-_LEAST_SHARE = 0.1  # of new tokens: if fewer came, no KV came
-_COMPUTED_SHARE = 0.5  # of estimated new tokens: if as many were computed, no KV came
+_MAX_UNKNOWN = 1024
+_LEAST_SHARE = 0.1  # of new tokens: if fewer arrived, no KV arrived
+_COMPUTED_SHARE = 0.5  # of estimated new tokens: if as many were computed, no KV arrived
 
 
 class PromptFigures(NamedTuple):
     """Prompt tokens of an engine since its start.
 
-    num_loaded: with KV from elsewhere. num_computed: in no cache, if counted. num_sent: estimated, from this router.
+    num_loaded: tokens with KV from elsewhere. num_computed: tokens in no cache, if counted. num_sent: estimate of
+    tokens from this router.
     """
 
     num_loaded: float
@@ -33,7 +34,7 @@ class PromptFigures(NamedTuple):
 
 @dataclass(slots=True)
 class _Pair:
-    """differences: of the engines' KV, as last logged. num_vain: requests without KV in a row. pause_s: last pause."""
+    """differences: between the KV, as last logged. num_vain: consecutive requests without KV. pause_s: last pause."""
 
     differences: str = ""
     num_vain: int = 0
@@ -45,7 +46,8 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: the decode engine's figures at its start. num_tokens: estimated, of the prompt. num_new: not expected there.
+    before: the decode engine's figures at the request's start. num_tokens: estimate for the prompt. num_new: tokens not
+    expected in the decode engine's cache.
     """
 
     prefill: EngineHandle
@@ -58,7 +60,7 @@ class _Unknown:
 class Partners:
     """Compares engines' descriptions of their KV, and counts requests without KV.
 
-    Engines with different descriptions are never paired: neither finds the other's blocks. A pair pauses after
+    Engines with different descriptions are never paired, because neither finds the other's blocks. A pair pauses after
     `_VAIN_IN_A_ROW` requests without KV, and twice as long after each further one.
     """
 
@@ -66,7 +68,7 @@ class Partners:
     _unknown: dict[EngineHandle, list[_Unknown]] = field(default_factory=dict)
 
     def may_pair(self, prefill: EngineHandle, decode: EngineHandle, now: float) -> bool:
-        """Return whether `prefill` may compute a prompt for `decode`."""
+        """Return True if `prefill` may compute a prompt for `decode`."""
         pair = self._pairs[prefill, decode]
         differences = _differences(prefill.kv_format, decode.kv_format)
         if differences and differences != pair.differences:
@@ -84,9 +86,10 @@ class Partners:
     def ended(
         self, prefill: EngineHandle, decode: EngineHandle, found_share: float, known_share: float, now: float
     ) -> None:
-        """Note a request's end.
+        """Record a request's end.
 
-        found_share: of its prompt, the tokens that `decode` did not compute. known_share: those expected in its cache.
+        found_share: share of the prompt that `decode` did not compute. known_share: share that was expected in its
+        cache.
         """
         has_arrived = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
         self._note(prefill, decode, now, has_arrived=has_arrived)
@@ -94,15 +97,15 @@ class Partners:
     def ended_without_usage(
         self, prefill: EngineHandle, decode: EngineHandle, before: PromptFigures | None, num_tokens: int, num_new: float
     ) -> None:
-        """Note the end of a request, for `figures_read` to judge. Arguments: see `_Unknown`."""
+        """Record a request's end, for `figures_read`. Arguments: see `_Unknown`."""
         unknown = self._unknown.setdefault(decode, [])
         if before is not None and len(unknown) < _MAX_UNKNOWN:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: EngineHandle, now: float) -> None:
-        """Judge ended requests by what their engine has loaded and computed.
+        """Judge ended requests by what `decode` has loaded and computed.
 
-        An engine that did neither had the prompt in its own cache, which proves nothing.
+        If it did neither, it had the prompt in its own cache, which proves nothing.
         """
         figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
         if figures is None:
@@ -141,7 +144,7 @@ class Partners:
 
 
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
-    """Return whether the new tokens were computed, even if those of all other prompts were."""
+    """Return True if the request's new tokens were computed, even if all other prompts were."""
     before = request.before
     if before.num_computed is None or after.num_computed is None:
         return False

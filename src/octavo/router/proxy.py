@@ -48,20 +48,20 @@ logger = logging.getLogger(__name__)
 _OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to requests that were open when it restarted
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may accept
 _MAX_FAILURES = 2  # one retry
-_END_BYTES = 2 * COUNTS_BYTES  # of a large answer, for the token counts
-_UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; the idle limit applies to it
+_END_BYTES = 2 * COUNTS_BYTES  # end of a large answer, with the token counts
+_UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; only the idle limit applies
 
 
 class Proxy:
-    """Passes requests on."""
+    """Passes requests to engines."""
 
     def __init__(self, service: RouterService, local_paths: Collection[str] = (), routes: Routes = ROUTES) -> None:
-        """local_paths: other methods than the router's own get 405."""
+        """local_paths: paths of the router itself, whose other methods get 405."""
         self._service, self._routes = service, routes
         self._local_paths = frozenset(local_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request. Once an answer has begun, an error ends the connection."""
+        """Serve a request. After an answer has begun, an error ends the connection."""
         if scope["path"] in self._local_paths:
             raise HTTPException(405)
         request = Request(scope, receive)
@@ -159,10 +159,7 @@ class _Exchange:
             raise failure or NoEngineError(self._service.config.health_interval_s)
 
     async def _try(self, engine: EngineHandle) -> _Refusal | None:
-        """Return an engine's refusal, or None if the client got an answer, even an error.
-
-        Raises `EngineLostError` if the engine fails before the client has received anything.
-        """
+        """Return an engine's refusal, or None if the client got an answer, even an error."""
         pool, summary = self._service.pool, self._routed.summary
         usage = ReportedUsage()
         with Share(self._routed, engine) as share:
@@ -188,7 +185,7 @@ class _Exchange:
                 self._service.suspect(engine)
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
                 if self._routed.is_begun:
-                    raise  # the connection is closed
+                    raise  # the client's connection is closed
                 raise _failure_of(error) from error
             finally:
                 pool.note_usage(summary, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
@@ -198,10 +195,7 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> ReportedUsage:
-        """Hold JSON until it is complete or too large: until then another engine can answer.
-
-        Raises `AnswerError` if the connection's end cut the JSON.
-        """
+        """Hold JSON until it is complete or too large, because until then another engine can answer."""
         async with self._routed.guarded():
             body, is_whole = await answer.read_held()
             if not is_whole:
@@ -211,7 +205,7 @@ class _Exchange:
             if answer.ends_with_connection and answer.is_plain and not _is_json(body):
                 raise AnswerError("its answer was cut off: it is not complete JSON")
         self._is_complete = answer.status == _OK
-        await self._send_whole(answer.status, answer.headers, body)  # unguarded: the engine has done its work
+        await self._send_whole(answer.status, answer.headers, body)  # not guarded, because the engine has done its work
         return read_usage(b"", body)
 
     async def _relay(self, answer: Answer, first: bytes = b"") -> bytes:
@@ -225,7 +219,6 @@ class _Exchange:
         return end
 
     async def _relay_stream(self, answer: Answer, share: Share) -> ReportedUsage:
-        """Pass on complete events; end a failing stream with an error event."""
         events = EventStream(share, is_of_lines=answer.is_of_lines, max_bytes=self._service.config.max_answer_bytes)
         try:
             async with self._routed.guarded():
@@ -286,7 +279,6 @@ def _failure_of(error: Exception) -> EngineLostError:
 
 
 def _timeout_s(request: Request, limit_s: float) -> float | None:
-    """Return a time limit; None for a GET or HEAD without X-Request-Timeout."""
     is_unlimited = request.method in _UNLIMITED and "x-request-timeout" not in request.headers
     return None if is_unlimited else read_timeout(request, limit_s)
 

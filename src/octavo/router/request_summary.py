@@ -25,7 +25,7 @@ _BLOCK_BYTES = 4096
 
 _PROMPT_FIELDS = tuple(dict.fromkeys(name for api in APIS for name in api.prompt))
 _LIMITS = tuple(dict.fromkeys(tuple(name.split(".")) for api in APIS for name in api.limits))
-_DETAILS = ("parameters", "decoder_input_details")  # of TGI
+_DETAILS = ("parameters", "decoder_input_details")
 _OTHERS = ("model", "n", "echo", "logprobs", "prompt_logprobs", "user", "prompt_cache_key", "cache_salt")
 
 
@@ -47,12 +47,12 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 
 @dataclass(frozen=True)
 class RequestSummary:
-    """A request.
+    """What the router knows of a request.
 
     prompt: parts of the body, not copied. A prompt that continues another one begins with the same bytes. owner: JSON
-    of model, salt and tenant, which share a cache. num_tokens: estimated, of all prompts. max_tokens: estimated, of
-    each answer. num_choices: for each prompt. session: the key of the policy "affinity". scores_prompt: all of it is
-    computed for log probabilities. is_answered: False for embeddings and counts.
+    of model, salt and tenant; requests with the same owner share a cache. num_tokens: estimate for all prompts.
+    max_tokens: estimate for each answer. num_choices: answers per prompt. session: key of the policy "affinity".
+    scores_prompt: the whole prompt is computed for log probabilities. is_answered: False for embeddings and counts.
     """
 
     prompt: tuple[memoryview, ...] = ()
@@ -73,7 +73,7 @@ class RequestSummary:
 
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
-        """Hashes of the prompt up to the end of each piece, and these ends."""
+        """Hashes of the prompt up to the end of each piece, and the ends."""
         hashes: list[bytes] = []
         ends: list[int] = []
         digest = hashlib.blake2b(self.owner, digest_size=16).digest()
@@ -132,7 +132,7 @@ def read_request_summary(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Drop final closing characters: another prompt may continue this one."""
+    """Drop final closing characters, because another prompt may continue this one."""
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])
@@ -155,7 +155,6 @@ def _opened(view: memoryview) -> memoryview:
 
 
 def _num_tokens(prompt: tuple[memoryview, ...]) -> int:
-    """Estimate the tokens; exact for ids."""
     return sum(bytes(part).count(b",") + 1 if _holds_ids(part) else len(part) // _BYTES_PER_TOKEN for part in prompt)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RoutedRequest:
     """A request that other tasks can abort.
 
-    is_begun: the client has received something.
+    is_begun: True once the client has received something.
     """
 
     __slots__ = ("_task", "_why", "is_begun", "summary", "tenant")
@@ -36,7 +36,7 @@ class RoutedRequest:
         self._why: Exception | None = None
 
     def end(self, why: Exception) -> None:
-        """Abort with an error, unless it has one."""
+        """Abort with an error, unless it is being aborted already."""
         if self._why is None:
             self._why = why
             if self._task is not None:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0
-_BODIES = 64  # of the largest size, simultaneously
+_BODIES = 64  # of the largest size, at the same time
 
 
 class RouterService(HttpService):
-    """Engines and keys. Used on one event loop only.
+    """State of a router. Used on one event loop only.
 
     launcher: None if engines are started elsewhere. Raises `ConfigError`.
     """
@@ -49,7 +49,7 @@ class RouterService(HttpService):
 
     @property
     def is_dead(self) -> bool:
-        """No engine runs."""
+        """True if no engine runs."""
         return self._launcher.has_failed
 
     async def start(self) -> None:
@@ -60,7 +60,7 @@ class RouterService(HttpService):
 
     @property
     def request_timeout_s(self) -> float:
-        """By default that of the engines with a margin."""
+        """By default, the engines' limit with a margin."""
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 
@@ -71,7 +71,7 @@ class RouterService(HttpService):
 
     @contextlib.contextmanager
     def entering(self, routed: RoutedRequest, *, takes_place: bool) -> Iterator[None]:
-        """Keep a request open in the block, or raise."""
+        """Register a request during the block, or raise."""
         self.check_ready()
         with contextlib.ExitStack() as places:
             if takes_place:
@@ -89,12 +89,12 @@ class RouterService(HttpService):
                     self._is_idle.set()
 
     def charge(self, routed: RoutedRequest, num_tokens: int) -> None:
-        """Charge the tenant."""
+        """Charge the request's tenant."""
         if num_tokens:
             self.limiter.charge(routed.tenant, num_tokens)
 
     def suspect(self, engine: EngineHandle) -> None:
-        """Check it now."""
+        """Check an engine now."""
         if self._watch is not None:
             self._watch.suspect(engine)
 

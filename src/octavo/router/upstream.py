@@ -1,4 +1,4 @@
-"""The router's connections."""
+"""The router's connections to engines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from octavo.router.answer import Answer
     from octavo.router.engines import EngineHandle
 
-FAILURES = (OSError,)  # with `TimeoutError`
-_MAX_OWN_BYTES = 16 << 20  # to the router itself
+FAILURES = (OSError,)  # includes `TimeoutError`
+_MAX_OWN_BYTES = 16 << 20  # of answers to the router itself
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep connections longer
 # Checked or set by the router.
@@ -33,12 +33,12 @@ _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether no server listens there."""
+    """Return True if no server listens at the address."""
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 
 def is_local_failure(error: BaseException) -> bool:
-    """Return True for a failure on this side, like too many open files or no DNS."""
+    """Return True for a failure of this host, like too many open files."""
     return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _LOCAL_ERRNOS)
 
 
@@ -62,7 +62,7 @@ class Upstream:
         return await self._ask(engine.url, scope["method"], target, _headers(scope, request_id), body, limits)
 
     async def get(self, engine: EngineHandle, path: str, key: str | None, timeout_s: float) -> tuple[int, bytes]:
-        """Send an own GET. Raises `FAILURES`."""
+        """Send the router's own GET. Raises `FAILURES`."""
         headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
         limits = AnswerLimits(timeout_s, timeout_s, _MAX_OWN_BYTES)
         async with asyncio.timeout(timeout_s):
@@ -98,7 +98,6 @@ class Upstream:
                     raise
 
     async def _connect(self, url: str) -> EngineConnection:
-        """Connect within the timeout, which all addresses of a name share."""
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
         if is_tls and self._tls is None:

@@ -9,7 +9,7 @@ from octavo.http.apis import APIS
 
 
 def _number(*names: str) -> re.Pattern[bytes]:
-    """Match a field with a number; a model's text has escaped quotes."""
+    """Match a field with a number. A model's text would escape the quotes."""
     return re.compile(rb'(?<!\\)"(?:%b)":\s*(\d+)' % "|".join(names).encode())
 
 
@@ -17,11 +17,11 @@ _PLACES = tuple({f'"{api.counted}":'.encode() for api in APIS})
 _PROMPT = _number(*(name for api in APIS for name in api.prompt_counts))
 _WRITTEN = _number(*(name for api in APIS for name in api.answer_counts))
 _CACHED, _READ = _number("cached_tokens"), _number("cache_read_input_tokens")
-COUNTS_BYTES = 2048  # for the token counts
+COUNTS_BYTES = 2048
 
 
 class ReportedUsage(NamedTuple):
-    """num_tokens: of prompt and answer. None: not reported."""
+    """Token counts, None if not reported. num_tokens: of prompt and answer."""
 
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
@@ -37,7 +37,7 @@ def read_usage(first: bytes, last: bytes) -> ReportedUsage:
     prompt, cached, read = _last(_PROMPT, counts), _last(_CACHED, counts), _last(_READ, counts)
     if prompt is None:
         return ReportedUsage()
-    if cached is None:  # Anthropic's prompt count excludes them
+    if cached is None:  # Anthropic's prompt count excludes cached tokens
         cached = read
         prompt += read or 0
     return ReportedUsage(prompt, cached, prompt + (_last(_WRITTEN, counts) or 0))

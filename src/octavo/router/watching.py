@@ -49,7 +49,7 @@ class _Info(msgspec.Struct):
 
 
 class EngineWatch:
-    """Runs a task that watches each engine, and one that finds them."""
+    """Runs a task that finds engines, and one task for each engine."""
 
     def __init__(self, pool: EnginePool, upstream: Upstream, config: RouterConfig, launcher: Launcher) -> None:
         self._pool, self._upstream, self._config, self._launcher = pool, upstream, config, launcher
@@ -58,7 +58,7 @@ class EngineWatch:
         self._wake: dict[EngineHandle, asyncio.Event] = {}
 
     def start(self) -> None:
-        """Find engines."""
+        """Start to find engines."""
         self._begin(self._discover())
 
     async def stop(self) -> None:
@@ -68,7 +68,7 @@ class EngineWatch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def suspect(self, engine: EngineHandle) -> None:
-        """Check it now."""
+        """Check an engine now."""
         if engine in self._wake:
             self._wake[engine].set()
 
@@ -116,7 +116,7 @@ class EngineWatch:
                     self._launcher.silent(engine.url, num_silent)
                 elif isinstance(error, TimeoutError):
                     continue  # without a pause, because its requests wait
-            except Exception:  # the task must not end
+            except Exception:
                 logger.exception("%s could not be checked", engine.url)
             await self._pause(engine)
         del self._wake[engine]
@@ -130,7 +130,6 @@ class EngineWatch:
         self._pool.lost(engine)
 
     async def _record_health(self, engine: EngineHandle, *, is_ready: bool) -> None:
-        """Update an engine that answered. Raises `TimeoutError`."""
         if is_ready and (engine.models is None or engine.role != "both"):  # port and KV may change at a restart
             await self._read_role(engine)
         if is_ready and engine.models is None:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class SessionAffinity(RoutingPolicy):
-    """Keeps a session at one engine; other requests go to the least loaded one.
+    """Keeps a session at one engine. Other requests go to the least loaded engine.
 
-    Rendezvous hashing (Thaler and Ravishankar 1998): a removed engine moves only its own sessions.
+    By rendezvous hashing (Thaler and Ravishankar 1998), a removed engine moves only its own sessions.
     """
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
-        """Maximize the hash."""
+        """Choose an engine."""
         if summary.session is None:
             return least_loaded(engines)
         session = hashlib.blake2b(summary.session.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -19,18 +19,18 @@ _LEAST_SHARE = 0.1  # of a prompt: a smaller prefix does not decide
 _COMMON_SHARE = 0.5  # of a prompt: a smaller shared beginning is soon in every cache
 _MISSED_SHARE = 0.5  # of the expected prefix: if fewer hit, the engine has evicted it
 _MISSED_TOKENS = 64  # fewer may be missing due to rounding and the chat template
-_REMEMBERED = 64  # times balance_tokens: above it, all work is halved
+_REMEMBERED = 64  # times balance_tokens: above it, the work of all engines is halved
 
 
 class CacheAware(RoutingPolicy):
     """Predicts caches from the prompts that each engine got, corrected by the hits that it reports.
 
-    A prompt goes to the engine with its longest prefix. Without such a prefix, or if other prompts share it, the prompt
+    A prompt goes to the engine with the longest prefix. Without such a prefix, or if other prompts share it, the prompt
     is new work, which is spread so that caches differ.
 
-    balance_tokens, balance_ratio: an engine is overloaded if its load exceeds the smallest one by more than
-    balance_tokens, and is more than balance_ratio times as large. For a shared beginning this also holds for its new
-    work. max_entries: remembered pieces.
+    balance_tokens, balance_ratio: an engine is overloaded if its load exceeds the smallest load by more than
+    balance_tokens, and is more than balance_ratio times as large. For a shared prefix, this also applies to new work.
+
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
@@ -40,7 +40,7 @@ class CacheAware(RoutingPolicy):
         self._work: dict[EngineHandle, float] = {}  # new tokens; old ones count less
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
-        """Return the engine with the longest prefix that is not overloaded, else that with least load and new work."""
+        """Return the engine with the longest prefix that is not overloaded, otherwise that with least load and work."""
         least = min(engine.load for engine in engines)
         able = [engine for engine in engines if not self._is_more(engine.load, least)]
         found = self._tree.find(summary, able)
@@ -71,7 +71,7 @@ class CacheAware(RoutingPolicy):
         return known
 
     def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:
-        """If the engine evicted this prompt, it also evicted all older ones."""
+        """Assume that an engine which evicted this prompt evicted all older ones, too."""
         expected = self._open.pop((id(summary), engine))
         self._tree.close(engine, expected)
         if cached_share is None or not expected.num_bytes:

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class RoutingPolicy(ABC):
-    """Chooses engines, without memory by default. Used in one thread only."""
+    """Chooses engines. Used in one thread only."""
 
     @abstractmethod
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Return one of two or more engines."""
 
     def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:  # noqa: ARG002 - optional
-        """Note a sent request; return the share of its prompt expected in the cache."""
+        """Record a sent request. Returns the share of its prompt that is expected in the cache."""
         return 0.0
 
     def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:  # noqa: B027 - optional
-        """Note a request's end. cached_share: of its prompt; None: not reported."""
+        """Record a request's end. cached_share: of its prompt, if reported."""
 
     def forget(self, engine: EngineHandle) -> None:  # noqa: B027 - optional
-        """Forget its cache."""
+        """Forget an engine's cache."""

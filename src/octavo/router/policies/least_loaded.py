@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LeastLoaded(RoutingPolicy):
-    """Chooses the engine with the fewest open, then the fewest sent tokens."""
+    """Chooses the least loaded engine."""
 
     def choose(self, _summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Choose an engine."""
@@ -22,5 +22,5 @@ class LeastLoaded(RoutingPolicy):
 
 
 def least_loaded(engines: Sequence[EngineHandle]) -> EngineHandle:
-    """Minimize the load."""
+    """Return the least loaded engine."""
     return min(engines, key=lambda engine: (engine.load, engine.num_sent_tokens, engine.number))

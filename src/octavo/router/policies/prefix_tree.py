@@ -1,4 +1,4 @@
-"""A bounded tree of prompts' pieces, least recently used."""
+"""A bounded tree of pieces of prompts, which drops the least recently used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A prompt's prefix expected in an engine's cache.
+    """The prefix of a prompt that is expected in an engine's cache.
 
-    num_bytes: 0 if only open requests sent it: it may not be computed yet. since: when all of it had been sent. now:
-    the request's time.
+    num_bytes: 0 if only open requests sent it, because it may not be computed yet. since: when all of it had been sent.
+
     """
 
     num_bytes: int
@@ -30,7 +30,8 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: of each engine. is_branch: other prompts continue the longest one differently, like a system prompt.
+    num_bytes: of each engine. is_branch: other prompts continue the longest prefix differently, as after a system
+    prompt.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -39,7 +40,7 @@ class Found:
 
 @dataclass(slots=True)
 class _Node:
-    """A piece of a prompt. times: when it was last sent to each engine, by number."""
+    """A piece of a prompt. times: engine's number -> when the piece was last sent to it."""
 
     times: dict[int, int] = field(default_factory=dict)
     has_more: bool = False
@@ -48,15 +49,14 @@ class _Node:
 class PrefixTree:
     """A node for each piece of a prompt, keyed by a hash of all bytes up to its end.
 
-    Engines are assumed to evict the least recently used content first, as octavo's do, so one number for each records
-    its evictions.
+    Engines are assumed to evict the least recently used content first, so one time per engine records its evictions.
     """
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first, parents after children
-        self._lost: dict[int, int] = {}  # by the engine's number: up to which time its cache was evicted
-        self._open: dict[int, set[int]] = {}  # open requests
+        self._lost: dict[int, int] = {}  # by engine's number: time up to which its cache was evicted
+        self._open: dict[int, set[int]] = {}
         self._now = 0
 
     def find(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> Found:
@@ -77,7 +77,7 @@ class PrefixTree:
         return node.times.get(number, 0) > self._lost.get(number, 0)
 
     def add(self, summary: RequestSummary, engine: EngineHandle) -> Expected:
-        """Record a sent prompt; return the prefix expected there. `close` must follow."""
+        """Record a sent prompt. Returns the expected prefix. `close` must follow."""
         self._now += 1
         number, now = engine.number, self._now
         hashes, _ = summary.pieces
@@ -114,5 +114,5 @@ class PrefixTree:
         self._lost[engine.number] = max(time, self._lost.get(engine.number, 0))
 
     def forget(self, engine: EngineHandle) -> None:
-        """Assume no cache."""
+        """Forget an engine's cache."""
         self.lost(engine, self._now)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class RoundRobin(RoutingPolicy):
-    """Chooses engines in turn; removing one changes no other's turn."""
+    """Chooses engines in turn. Removing an engine changes no other turn."""
 
     def __init__(self) -> None:
-        self._last = -1  # the last engine's number
+        self._last = -1
 
     def choose(self, _summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Choose an engine."""
