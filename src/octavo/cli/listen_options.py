@@ -28,7 +28,7 @@ PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_c
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Read the configuration file. Eager, so Kubernetes' link is removed before other options see it."""
+    """Read the configuration file. The option is eager, to remove Kubernetes' link before other options are read."""
     if link := forget_service_link():
         typer.secho(
             f"{PORT_VARIABLE}={link} is ignored: Kubernetes set it for a Service, and it is not a port", err=True
@@ -114,7 +114,7 @@ class ListenOptions:
 
 
 def check_installed(command: str) -> None:
-    """Raise `ConfigError` if a server's package is missing. Imports none."""
+    """Raise `ConfigError` if a package for servers is missing. Does not import the packages."""
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{command} needs {name}: pip install 'octavo[server]'")

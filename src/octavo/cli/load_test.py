@@ -96,7 +96,7 @@ async def load(
 ) -> list[Seen]:
     """Send each greedy request at its time and read its stream.
 
-    times: seconds from the start. max_concurrency: further requests wait here, unmeasured.
+    times: seconds from the start. max_concurrency: further requests wait here, which is not measured.
     """
     slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()

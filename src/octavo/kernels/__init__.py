@@ -33,8 +33,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _IN_TRITON = ("triton", "fast-inexact")
 
-# See `attention_slowness`; by instruction set and bits per weight. Measured on the last 512 of 4,096 tokens of
-# qwen2-0.5b; int4 with avx512_bf16 is an estimate.
+# Measured on the last 512 of 4,096 tokens of qwen2-0.5b; int4 with avx512_bf16 is an estimate.
 _ATTENTION_SLOWNESS = {
     "amx": {16: 3.0, 8: 4.9, 4: 2.8},
     "avx512_bf16": {16: 1.6, 8: 2.9, 4: 1.9},

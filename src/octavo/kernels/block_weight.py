@@ -46,7 +46,7 @@ class BlockKind(Enum):
         return self.value[2]
 
     def packed_bytes(self, out_features: int, in_features: int) -> int:
-        """Return bytes in panels."""
+        """Bytes in panels."""
         return out_features * in_features // self.block_values * self.value[3]
 
     def row_bytes(self, in_features: int) -> int:

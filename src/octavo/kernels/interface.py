@@ -140,7 +140,7 @@ class SamplingRows:
     position: Tensor
 
     def take(self, rows: Tensor | slice) -> SamplingRows:
-        """Return the entries of `rows`."""
+        """Select rows."""
         return SamplingRows(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 

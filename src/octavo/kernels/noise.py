@@ -77,7 +77,7 @@ def _philox(
 
 
 def _multiply_wide(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return a 64-bit product's halves; int64 may wrap around."""
+    """int64 may wrap around."""
     product = word * multiplier
     return (product >> 32) & _LOW_32, product & _LOW_32
 

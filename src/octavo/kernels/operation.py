@@ -26,5 +26,5 @@ class Operation(Generic[*Arguments]):
         functools.update_wrapper(self, reference)
 
     def __call__(self, kernels: Kernels, *args: *Arguments) -> None:
-        """Compute by a backend."""
+        """See `Kernels.compute`."""
         kernels.compute(self, *args)

@@ -168,7 +168,7 @@ class Fp8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales."""
+        """Bytes with scales."""
         return self.values.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:

@@ -113,7 +113,7 @@ class Recorder:
         return self._memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def finish(self, hidden: Tensor) -> RecordedForward:
-        """Return the recorded pass. hidden: its result."""
+        """Return the recording."""
         first = hidden.data_ptr() - self._memory.data_ptr()
         rows = self._memory[first : first + self._max_tokens * hidden[0].nbytes]
         result = rows.view(hidden.dtype).view(self._max_tokens, -1)

@@ -69,12 +69,12 @@ class TransferClient:
             return self._client
 
     def _begin(self) -> None:
-        """Start a process in the background. Needs the lock."""
+        """Needs the lock."""
         self._is_opening, self._error = True, ""
         threading.Thread(target=self._start, name="octavo-kv-direct-open", daemon=True).start()
 
     def _drop(self) -> None:
-        """End the current process. Needs the lock."""
+        """Needs the lock."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

@@ -143,7 +143,7 @@ class DirectDonor:
         return self._segment.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks from the segment, which may have blocks that the engine has evicted."""
+        """See `KVStore`."""
 
         def copy(block: memoryview, content: memoryview, _: bytes) -> None:
             block[:] = content
@@ -154,7 +154,7 @@ class DirectDonor:
         return len(keys)
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Store blocks, and wake the connections that wait for them."""
+        """See `KVStore`."""
         for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             if not self._segment.put(key, block):
                 return index
@@ -228,7 +228,6 @@ class DirectDonor:
                 self._connections.discard(connection)
 
     def _refuse(self, channel: Channel, reason: str) -> None:
-        """Send the reason of a refusal, and log each reason once."""
         refusal = channel.peer_host, reason
         with self._changed:
             self._num_errors += 1
@@ -314,7 +313,7 @@ class DirectDonor:
                 self._changed.wait(beat_at - now)
 
     def _is_coming(self, transfer_id: str, key: bytes, waited_s: float) -> bool:
-        """Return True if a block may still be saved. Needs the lock."""
+        """Needs the lock."""
         may_be_on_its_way = transfer_id not in self._ended and waited_s < _GRACE_S
         return key in self._saving or transfer_id in self._open or may_be_on_its_way
 
@@ -342,7 +341,6 @@ def _versions(version: int) -> dict[str, str]:
 
 
 def _end(connection: socket.socket) -> None:
-    """Close a connection, and wake its thread."""
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

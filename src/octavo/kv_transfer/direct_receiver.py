@@ -185,7 +185,7 @@ class DirectReceiver:
         return best, keys[:most]
 
     def _has_failed(self, expected: _Expected) -> bool:
-        """Return True if the source failed since the request was added. Needs the lock."""
+        """Needs the lock."""
         return self._failed_at.get(expected.source, 0.0) >= expected.since
 
     def _is_wanted(self, expected: _Expected) -> bool:
@@ -193,7 +193,6 @@ class DirectReceiver:
             return not self._is_closed and any(each is expected for each in self._expected.values())
 
     def _may_wait(self, expected: _Expected) -> bool:
-        """Return True if the request may wait for blocks that do not arrive yet."""
         with self._lock:
             has_failed = self._has_failed(expected)
         return not has_failed and self._is_wanted(expected)

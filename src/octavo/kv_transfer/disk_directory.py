@@ -96,7 +96,7 @@ class DiskDirectory:
             return 0
 
     def _list(self, *, locked: bool = False) -> None:
-        """Update the index. locked: the lock is held."""
+        """locked: the lock is held."""
         began, changed_ns = time.monotonic(), self._changed_ns()
         is_settled = time.time_ns() - changed_ns > _SETTLED_NS
         names, new = self._entries()
@@ -115,7 +115,6 @@ class DiskDirectory:
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
 
     def _entries(self) -> tuple[set[str], list[str]]:
-        """Return the names of all files that may be ours, and of files with unread headers."""
         names, new = set(), []
         now = time.monotonic()
         again = {name for name, until in self._unreadable.items() if until <= now}
@@ -388,7 +387,6 @@ class DiskDirectory:
             time.sleep(_LOCK_POLL_S)
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Return True if other processes still open this lock file."""
         try:
             return os.path.samestat(os.fstat(descriptor), (self.path / "lock").lstat())
         except FileNotFoundError:

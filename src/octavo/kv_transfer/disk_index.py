@@ -101,7 +101,7 @@ class DiskIndex:
                 heapq.heapreplace(self._by_age, (used_ns, name))
 
     def lacking(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return keys without files."""
+        """Keys without files."""
         with self._lock:
             return {key for key in keys if key not in self._holders}
 

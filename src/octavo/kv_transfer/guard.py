@@ -189,7 +189,7 @@ class GuardedStore:
         try:
             with self._call():
                 result = ask(self._opened())
-        except Exception as error:  # noqa: BLE001 - a fault of a store is no fault of requests
+        except Exception as error:  # noqa: BLE001 - a faulty store must not fail requests
             self._failed(error)
             return otherwise
         self._succeeded()

@@ -81,15 +81,15 @@ class GlobalKVPool:
         return self._num_evicted.total()
 
     def num_evicted_of(self, node_id: str) -> int:
-        """Count a node's evictions."""
+        """A node's evictions."""
         return self._num_evicted[node_id]
 
     def num_cached_blocks(self, node_id: str) -> int:
-        """Count a node's blocks."""
+        """A node's blocks."""
         return len(self._nodes.get(node_id, ()))
 
     def num_bytes(self, node_id: str) -> int:
-        """Return the bytes of a node's blocks."""
+        """A node's bytes."""
         with self._lock:
             return sum(len(block.kv_data) for block in self._nodes.get(node_id, {}).values())
 
@@ -128,7 +128,7 @@ class GlobalKVPool:
             return self._touch_at(block_hash, node_id)
 
     def lacks(self, block_hashes: Sequence[bytes]) -> set[bytes]:
-        """Return hashes without holders."""
+        """Hashes without holders."""
         with self._lock:
             return {block_hash for block_hash in block_hashes if block_hash not in self._holders}
 
@@ -225,7 +225,7 @@ class GlobalKVPool:
         return None if holder is None else self._touch_at(block_hash, holder)
 
     def _touch_at(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block or None, and mark it as used. Needs the lock."""
+        """Needs the lock."""
         node = self._nodes.get(node_id)
         if node is None or block_hash not in node:
             return None
@@ -284,7 +284,7 @@ class MemoryStore:
         return len(found)
 
     def _fetch(self, keys: Sequence[bytes]) -> list[KVBlock]:
-        """Copy blocks to this node. Return the blocks before the first missing block."""
+        """Return the blocks before the first missing block."""
         with self._lock:
             self._num_transfers += 1
             name = f"{self.node_id}-{id(self)}-{self._num_transfers}"
@@ -301,14 +301,14 @@ class MemoryStore:
         return found
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Publish as this node."""
+        """See `KVStore`."""
         for key, block in zip(keys, blocks, strict=True):
             record = _checksum(key, block) + bytes(block)
             self.pool.publish(key, self.node_id, (), record, num_tokens=self.block_size)
         return len(keys)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop from all nodes."""
+        """See `KVStore`."""
         self.pool.remove(keys)
 
     def stats(self) -> StoreStats:

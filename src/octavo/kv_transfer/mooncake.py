@@ -193,7 +193,7 @@ class MooncakeStore:
 
     @contextmanager
     def _area(self) -> Iterator[Area]:
-        """Lend an area of a living client, and count any `StoreError`."""
+        """Counts any `StoreError`."""
         try:
             with self._living_client().area() as area:
                 yield area
@@ -224,7 +224,6 @@ class MooncakeStore:
         return codes
 
     def _begin_anew(self, area: Area, mark: str) -> None:
-        """Forget all known keys and put a new mark into the pool."""
         with self._lock:
             if self._mark != mark:
                 return

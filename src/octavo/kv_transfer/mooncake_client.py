@@ -53,7 +53,7 @@ class ClientOrder:
     channels: tuple[int, ...]
 
     def encode(self) -> str:
-        """Return a command-line argument."""
+        """Encode as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod

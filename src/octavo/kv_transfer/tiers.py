@@ -49,7 +49,7 @@ class TieredStore:
 
     @property
     def figures(self) -> dict[str, KVStoreFigures]:
-        """Live figures by store."""
+        """Figures by store."""
         return {tier.name: tier.figures for tier in self.tiers}
 
     @property

@@ -1,8 +1,7 @@
 """Attention over paged KV for a ragged batch, prompts and decodes in one launch: see docs/gpu.md.
 
 A row's result depends only on its own position and KV, because tiles of rows are padded to one shape, and tiles and
-partitions (states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions. Only a
-test on a device can show that other rows of a tile, and products with zero weights, do not change a row.
+partitions (states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions.
 
 A launch depends only on shapes, so a captured launch serves sequences of any length. A row at position -1, in a
 sequence of length 0, gets zeros: divisions round towards zero, so the row visits the first tile with masked loads.
@@ -140,7 +139,7 @@ def _partial_bytes(num_rows: int, num_heads: int, num_partitions: int, head_dim:
 
 @triton.jit
 def _merge(total_max, total_weight, totals, part_max, part_weight, part):
-    """Merge the state of a partition into that of earlier partitions. The maximum is -inf if a row saw no position."""
+    """The maximum is -inf if a row saw no position."""
     maximum = tl.maximum(total_max, part_max)
     origin = tl.where(maximum == float("-inf"), 0.0, maximum)
     keep, add = tl.exp2(total_max - origin), tl.exp2(part_max - origin)
@@ -161,7 +160,7 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of rows with one tile of KV. Blocks before position `first` may be released."""
+    """Blocks before position `first` may be released."""
     of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     is_there = (of_tile >= first) & (of_tile < seq_len)
     is_dim = dim < HEAD_DIM
@@ -240,10 +239,7 @@ def _items_of_program(
     query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return `_ends_of_sequences`, and the first, end and step of the program's items.
-
-    A program for one tile of rows has one item.
-    """
+    """Return `_ends_of_sequences`, and the first, end and step of the program's items."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends = tl.zeros([_SPLIT_SEQS], tl.int32)
     if is_sharer:
@@ -339,10 +335,7 @@ def _attend(
 
 @triton.jit
 def _write(place, total_max, total_weight, totals, sink_place, mask, HAS_SINKS: tl.constexpr):
-    """Merge the sinks, and store totals / total_weight.
-
-    Zeros are made positive, because the sign of a zero may come from a weight of zero.
-    """
+    """Zeros are made positive, because the sign of a zero may come from a weight of zero."""
     if HAS_SINKS:
         one, nothing = tl.full(total_weight.shape, 1.0, tl.float32), tl.zeros(totals.shape, tl.float32)
         sink = tl.load(sink_place) * _LOG2_E

@@ -60,10 +60,7 @@ WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTI
 
 
 class TritonKernels(ReferenceKernels):
-    """Triton kernels for a GPU or for Triton's interpreter; plain torch computes the rest.
-
-    graph_pool: returns the `GraphPool` of a device.
-    """
+    """Triton kernels for a GPU or for Triton's interpreter; plain torch computes the rest."""
 
     name = "triton"
     multiplies_fp8 = True
@@ -114,7 +111,7 @@ class TritonKernels(ReferenceKernels):
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes that plain torch, or partial sums for the weights packed so far, allocate."""
+        """See `Kernels`."""
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
         of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
         taken = max(attention.scratch_bytes(**shape), of_products)
@@ -147,7 +144,7 @@ class TritonKernels(ReferenceKernels):
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
-        """Copy float weights into one tensor. Weights of other kinds stay separate."""
+        """See `Kernels`."""
         storages = [each.storage for each in weights]
         if not all(isinstance(each, torch.Tensor) for each in storages) or any(
             each.bias is not None for each in weights

@@ -100,7 +100,7 @@ class DecodeGraphs:
         return self._pool.capture(run)
 
     def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return the outputs' hidden states; the next call overwrites them."""
+        """See `Kernels.record_forward`."""
         size = self.size_for(batch)
         if size is None:
             return self.forward(token_ids, batch)
@@ -199,7 +199,6 @@ def _fill_inputs(
     graph_tables_ptr,
     num_rows, num_seqs, graph_num_rows, graph_num_seqs, width, graph_width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy one row and one sequence, or write padding."""
     index = tl.program_id(0)
     is_sequence = index < num_seqs
     if tl.program_id(1) == 0:

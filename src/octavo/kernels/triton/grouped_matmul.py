@@ -32,7 +32,7 @@ def grouped_matmul(x: Tensor, weights: Tensor, group_start: Tensor, out: Tensor)
     return out
 
 
-@triton.jit(do_not_specialize=["most_row_tiles"])  # one binary for any number
+@triton.jit(do_not_specialize=["most_row_tiles"])
 def _grouped_matmul(
     x_ptr,
     weight_ptr,

@@ -1,8 +1,8 @@
 """Products with weights, x @ weight.T: see docs/gpu.md.
 
 A row's bits depend only on its own values, because split and unsplit products do the same operations on the same tiles.
-Only a test on a device (tools/gpu_check.py) can show that a row of a tile's product (wgmma, mma, mfma) does not depend
-on other rows.
+Only a device can show that a row of a tile's product (wgmma, mma, mfma) does not depend on other rows: see
+tools/gpu_check.py.
 """
 
 from __future__ import annotations

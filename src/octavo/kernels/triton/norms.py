@@ -68,7 +68,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for any number
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr,
     residual_ptr,

@@ -101,7 +101,6 @@ def _find_cut(
     LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write a row's cut. Without filters, the cut keeps all tokens."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
@@ -155,7 +154,6 @@ def _best_of_piece(
     PIECE: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
-    """Write the best value of a piece and its lowest id, or NaN if a logit is NaN."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     is_greedy = temperature == 0.0
