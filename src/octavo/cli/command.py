@@ -102,7 +102,7 @@ def show_examples(*examples: str) -> str:
 
 
 def make_app(**settings: Any) -> typer.Typer:
-    """Use octavo's help format."""
+    """Make an app."""
     # rich's help cuts option names on narrow terminals, and takes 0.2 s to import
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 

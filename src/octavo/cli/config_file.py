@@ -32,10 +32,7 @@ _SOURCES = {
 
 
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Read defaults of options. Raises `typer.BadParameter`.
-
-    It is the callback of an option that must be read first. Keys may have dashes or underscores.
-    """
+    """Read defaults of options. Keys may have dashes or underscores. Raises `typer.BadParameter`."""
     if path is None:
         return None
     try:

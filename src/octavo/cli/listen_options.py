@@ -38,7 +38,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Configuration file, address, logs."""
+    """Configuration, address, logs."""
 
     config: Annotated[
         Path | None,
@@ -88,9 +88,9 @@ class ListenOptions:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
     def allowed_hosts(self, requested: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the Host names to accept, or None for any. requested: the user's; loopback's names are added.
+        """Return the Host names to accept, or None for any. requested: names from the user.
 
-        On a loopback address, only these and the address itself are accepted.
+        Loopback names are added. On a loopback address, only these names and the address are accepted.
         """
         from octavo.http.listening import LOOPBACK_NAMES, is_loopback
 

@@ -40,7 +40,7 @@ def serve_replicas(
 ) -> None:
     """Run replicas and a router until a signal ends them. Raises `ConfigError`.
 
-    num_threads: None divides the machine's threads. say: shows a line to the user.
+    num_threads: None divides the machine's threads.
     """
     from octavo.router.launcher import LocalReplicas, free_ports
 

@@ -59,7 +59,7 @@ def run_router(
 ) -> None:
     """Run the router until a signal ends it. Raises `ConfigError` and `EngineDeadError`.
 
-    say: shows a line to the user. launcher: runs the engines.
+    launcher: runs the engines.
     """
     from octavo.http.listening import (
         allow_open_files,

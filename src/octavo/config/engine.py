@@ -389,7 +389,7 @@ class SchedulerConfig:
     def resolved(self, device_type: str = "cpu", *, has_drafts: bool = False) -> ResolvedSchedulerConfig:
         """Replace None by a device's defaults.
 
-        device_type: "cpu" or "cuda". has_drafts: drafts exclude async_scheduling.
+        device_type: "cpu" or "cuda". has_drafts: with drafts, async_scheduling is off by default.
         """
         defaults, values = STEP_DEFAULTS[device_type], {each.name: getattr(self, each.name) for each in fields(self)}
         num_seqs, num_tokens, is_async = self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling

@@ -130,7 +130,6 @@ def create_kernels(
 
 
 def _refused_tiles() -> str:
-    """Return why the system refuses AMX, with the remedy, or ""."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ""
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

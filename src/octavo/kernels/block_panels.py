@@ -29,7 +29,7 @@ class BlockPanels:
 
     @classmethod
     def pack(cls, kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> BlockPanels:
-        """Pack and concatenate weights."""
+        """Pack weights."""
         panels, first = [], 0
         for group in group_by_kind(weights):
             last = first + sum(weight.shape[0] for weight in group)

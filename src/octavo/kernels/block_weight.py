@@ -87,7 +87,7 @@ class StoredScales(NamedTuple):
     minima_of_blocks: Tensor | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> StoredScales:
-        """Apply to each tensor."""
+        """Map each tensor."""
         return StoredScales(*(None if part is None else function(part) for part in self))  # type: ignore[arg-type]
 
 
@@ -224,7 +224,7 @@ def _nibbles(data: Tensor, together: int = 16) -> Tensor:
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """Return 16 if the fifth bit of value i, which is bit i of the four bytes, is set, otherwise 0."""
+    """Return 16 or 0 for each value: bit i of the four bytes is the fifth bit of value i."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return (((data.unsqueeze(2) >> shifts) & 1) << 4).flatten(1)
 

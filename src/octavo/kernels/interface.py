@@ -200,7 +200,7 @@ class Kernels(Protocol):
         ...
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return parts for `restore_linear` that share the weight's memory, or () if it cannot be stored."""
+        """Return parts for `restore_linear` that alias the weight, or () if the weight cannot be stored."""
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:

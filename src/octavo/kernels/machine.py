@@ -21,9 +21,9 @@ _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
-    """Return OMP_NUM_THREADS if set, or the number of usable cores.
+    """Return OMP_NUM_THREADS if set. Otherwise return the number of usable cores, at most the cgroups' quota.
 
-    If a cgroup's quota is lower, return the quota, because more threads would be throttled together.
+    More threads would be throttled together.
     """
     return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 

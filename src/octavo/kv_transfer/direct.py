@@ -26,19 +26,19 @@ class MooncakeConnector(Protocol):
     port: int | None
 
     def request_added(self, request: Request) -> None:
-        """A request was added."""
+        """See `KVConnector`."""
         ...
 
     def request_finished(self, request: Request) -> None:
-        """A request ended."""
+        """See `KVConnector`."""
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """A transfer was scheduled."""
+        """See `KVConnector`."""
         ...
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """A transfer ended, or failed."""
+        """See `KVConnector`."""
         ...
 
     def expect(self, request: Request) -> bool:

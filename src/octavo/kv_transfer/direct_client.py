@@ -43,7 +43,7 @@ class TransferClient:
 
     @property
     def process_id(self) -> int | None:
-        """Process id or None."""
+        """Process id."""
         client = self._client
         return None if client is None else client.process_id
 
@@ -97,7 +97,7 @@ class TransferClient:
             client.close()
 
     def close(self) -> None:
-        """End the process for good."""
+        """End the process."""
         with self._changed:
             self._is_closed = True
             self._drop()

@@ -240,7 +240,7 @@ class DirectDonor:
         channel.send(messages.Refused(reason))
 
     def _receive(self, channel: Channel) -> ReadyToReceive:
-        """Authenticate a decode engine, and return its request. Raises `RefusalError` if its KV format differs."""
+        """Raises `RefusalError` if the KV format of the decode engine differs."""
         hello = channel.receive(messages.Hello)
         if hello.version != messages.VERSION:
             raise RefusalError(messages.differences(_versions(messages.VERSION), _versions(hello.version)))

@@ -1,4 +1,4 @@
-"""Messages between prefill and decode engines: a length, then msgpack. Blocks are not in messages.
+"""Messages between prefill and decode engines: a length, then msgpack.
 
 With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET. The decode engine's proof covers its request.
 """

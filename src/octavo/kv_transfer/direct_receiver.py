@@ -174,7 +174,6 @@ class DirectReceiver:
     # --- from prefill engines -----------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
-        """Return the source with the longest run of leading keys, and this run."""
         with self._lock:
             candidates = [each for each in self._expected.values() if not self._has_failed(each)]
         best, most = None, 0

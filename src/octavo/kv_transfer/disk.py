@@ -1,4 +1,4 @@
-"""A store in files."""
+"""Store in files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class DiskStore:
         return self._directory.index.lacking(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order. If a file fails, read another file that has the same block."""
+        """Fill blocks in order. If a file fails, read another file with the same block."""
         done = 0
         while done < len(keys) and not self._is_closed:
             found = self._directory.index.run(keys[done:])
@@ -201,7 +201,7 @@ def default_bound(directory: Path) -> int:
 
 
 class _Writing:
-    """Pauses writing after failures."""
+    """Pauses after failures."""
 
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self.error = ""
@@ -211,7 +211,7 @@ class _Writing:
         self._pause_s = self._resumes_at = 0.0
 
     def may_try(self) -> bool:
-        """False during a pause."""
+        """False while paused."""
         return not self.error or self._clock() >= self._resumes_at
 
     def failed(self, error: OSError) -> None:

@@ -60,7 +60,7 @@ class DiskDirectory:
         self._sizes, self._max_bytes = sizes, max_bytes
         self._mutex = threading.Lock()  # to list, add or remove files
         self._writing: dict[str, int] = {}  # bytes of temporary files, of all processes
-        self._temporaries: set[str] = set()  # those of this process
+        self._temporaries: set[str] = set()  # of this process
         self._unreadable: dict[str, float] = {}
         self._generation = b""  # content of `lock` at the last count; b"" if a count is due
         self._counted_at = -math.inf

@@ -1,4 +1,4 @@
-"""Index of a directory."""
+"""Directory index."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class DiskIndex:
     def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
         """Find the newest file that contains the first key. Return None if no file contains it.
 
-        Returns the file, the key's index in the file, and how many keys from this index equal `keys`.
+        Returns the file, the key's index there, and how many keys from this index equal `keys`.
         """
         with self._lock:
             holders = self._holders.get(keys[0])

@@ -67,7 +67,7 @@ class GuardedStore:
 
     @classmethod
     def of(cls, store: KVStore, *, may_wait: bool = False, keeps_parts: bool = True) -> GuardedStore:
-        """Guard an open store."""
+        """Guard a store."""
         guard = cls(store.name, store.block_bytes, lambda: store, may_wait=may_wait, keeps_parts=keeps_parts)
         guard._store = store
         guard.figures.is_usable = 1

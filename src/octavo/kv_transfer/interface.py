@@ -1,4 +1,4 @@
-"""External stores of KV."""
+"""External KV stores."""
 
 from __future__ import annotations
 

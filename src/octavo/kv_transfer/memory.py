@@ -1,4 +1,4 @@
-"""A store in memory."""
+"""Store in memory."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class GlobalKVPool:
                     self._ended.notify_all()
 
     def _copy(self, block_hash: bytes, target_node_id: str) -> bool:
-        """Copy a block to a node, without holding the lock. Return False if no node has the block."""
+        """Copy without holding the lock. Return False if no node has the block."""
         with self._lock:
             block = self._touch_at(block_hash, target_node_id) or self._touch(block_hash)
         if block is None or block.node_id == target_node_id:
@@ -220,7 +220,6 @@ class GlobalKVPool:
             self._num_evicted[block.node_id] += 1
 
     def _touch(self, block_hash: bytes) -> KVBlock | None:
-        """Like `_touch_at`, for the first holder."""
         holder = next(iter(self._holders.get(block_hash, ())), None)
         return None if holder is None else self._touch_at(block_hash, holder)
 

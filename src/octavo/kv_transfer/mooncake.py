@@ -172,7 +172,7 @@ class MooncakeStore:
             self._call(area, "remove", [*map(_name, keys)])
 
     def stats(self) -> StoreStats:
-        """Figures of known blocks."""
+        """See `KVStore`."""
         with self._lock:
             count = len(self._known)
             return StoreStats(

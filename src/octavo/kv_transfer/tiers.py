@@ -82,7 +82,7 @@ class TieredStore:
         return count
 
     def lacks(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return the keys that a store lacks. only_first_group: both as whole blocks and with the first group."""
+        """Return the keys that any store lacks. only_first_group: a store with the whole block does not lack it."""
         tiers = self._usable_tiers(only_first_group=only_first_group)
         return set().union(*(_lacking(tier, keys, only_first_group=only_first_group) for tier in tiers))
 
@@ -119,7 +119,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Save each block to the stores that lack it. Return how many leading blocks any store has now."""
+        """Save each block to the stores that lack it. Return how many leading blocks at least one store has now."""
         kept, tally = set[bytes](), tally or TierTally()
         names = _names(keys, only_first_group=only_first_group)
         for tier in self._usable_tiers(only_first_group=only_first_group):

@@ -178,7 +178,7 @@ class TritonKernels(ReferenceKernels):
         return take_rows(x, rows)
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """See `Kernels`. False if plain torch computes attention, because it reads the batch on the host."""
+        """See `Kernels`. False if plain torch computes attention, because torch reads the batch on the host."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: Triton's interpreter does not support them")
             return False

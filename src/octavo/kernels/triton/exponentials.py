@@ -38,7 +38,7 @@ def exponential(x):
 
 @triton.jit
 def hyperbolic_tangent(x):
-    """Return tanh(|x|) = m / (m + 2), m = e^2|x| - 1, with the sign of x."""
+    """Return tanh(x): m / (m + 2) with m = e^2|x| - 1, and the sign of x."""
     magnitude = tl.abs(x)
     power, rest = _powers(tl.minimum(magnitude + magnitude, 40.0))
     minus_one = (power - 1.0) + power * rest
