@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-# With Python's 5 ms, a thread that reads a large request would delay a waiting request by several times 5 ms.
+# With Python's default, a thread that reads a large request would delay a waiting request by several times 5 ms.
 SWITCH_INTERVAL_S = 0.0005
 _SEED_BITS = 53  # JavaScript can read them
 

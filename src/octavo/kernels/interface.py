@@ -109,7 +109,7 @@ class OutputRows:
 class DecodePlan:
     """Steps to capture as graphs.
 
-    sizes: maps each mean number of rows per sequence to the numbers of sequences to capture; keys and values ascend.
+    sizes: maps the maximum mean number of rows per sequence to numbers of sequences; keys and values ascend.
     table_width: width of block tables. num_bytes: memory limit for all graphs.
     """
 
