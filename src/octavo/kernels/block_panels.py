@@ -45,7 +45,7 @@ class BlockPanels:
             first += part.out_features
 
     def vocabulary(self) -> PanelWeight:
-        """Return the only part of an embedding table."""
+        """Return the only part."""
         (part,) = self.panels
         return part
 

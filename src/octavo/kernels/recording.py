@@ -38,7 +38,7 @@ class Rehearsal:
         self.views_only = _ViewsOnly()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a result and watch its lifetime."""
+        """Allocate a result; watch its lifetime."""
         index, size = len(self._sizes), math.prod(shape) * dtype.itemsize
         self._sizes.append(-(-size // self._num_tokens) * self._max_tokens)
         # The array lives as long as any view of it.

@@ -65,7 +65,7 @@ class DiskDirectory:
         self._generation = b""  # content of `lock` at the last count; b"" if a count is due
         self._counted_at = -math.inf
         self._lock_descriptor = -1
-        self._seen_ns: int | None = None  # the directory's time at the last listing
+        self._seen_ns: int | None = None  # modification time of the directory at the last listing
         self._next_look_at = 0.0
         path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
         with self._mutex:
@@ -281,7 +281,7 @@ class DiskDirectory:
                 raise
             return descriptor
 
-    # --- room, under the lock -----------------------------------------------------------------------------------------
+    # --- eviction, under the lock -------------------------------------------------------------------------------------
 
     def _make_room(self, num_bytes: int) -> None:
         self._count()

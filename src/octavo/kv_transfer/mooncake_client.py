@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MODULE = "octavo.kv_transfer.mooncake_process"
-OPEN_S = 15.0  # to open a client, with its process
+OPEN_S = 15.0  # to start a process and open its client
 CALL_S = 4.0
 REST_S = 6.0  # twice Mooncake's limit for a stalled transfer, which may still write into its area
 GONE_S = 30.0  # a process that is silent for longer is killed

@@ -159,7 +159,7 @@ class BlockParts:
             first += part.out_features
 
     def vocabulary(self) -> PackedBlocks:
-        """Return the only part of an embedding table."""
+        """Return the only part."""
         (part,) = self.parts
         return part
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from octavo.kernels.triton.exponentials import exponential_64
 from octavo.kernels.triton.loops import loop_bound
 
-LAST_ID = tl.constexpr(2147483647)  # of a cut that keeps all tokens with its key
+LAST_ID = tl.constexpr(2147483647)  # id of a cut that keeps all tokens with its key
 LEAST_KEY = tl.constexpr(-2139095041)  # key of -inf
 _DIGITS = tl.constexpr(256)
 

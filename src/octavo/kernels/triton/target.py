@@ -13,7 +13,7 @@ _FIRST_WITH_WARP_GROUPS = 90  # sm_90, Hopper
 
 
 def is_amd() -> bool:
-    """Return True if Triton, perhaps unlike torch, compiles for AMD, which has less shared memory."""
+    """Return True if Triton compiles for AMD, which has less shared memory. torch may have another target."""
     return not INTERPRETED and target().backend == "hip"
 
 
