@@ -24,8 +24,8 @@ _PRECISIONS = (None, "int8", "int4", "int4_all")
 class ModelDetails:
     """Architecture, memory and text files of a checkpoint.
 
-    memory_bytes: bytes of weights, by precision. window: tokens that sliding-window layers see; an older token keeps only
-    `kv_bytes_before_window` bytes. text: purpose -> finding.
+    memory_bytes: bytes of weights, by precision. window: tokens that sliding-window layers see; an older token keeps
+    only `kv_bytes_before_window` bytes. text: purpose -> finding.
     """
 
     parameters: int
