@@ -1,4 +1,4 @@
-"""The command line. A command's module is imported only to run it or to show its help."""
+"""The command line."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ System = Annotated[
 ]
 
 
-# If a checkpoint sets none of these: small models become incoherent if any token can be sampled.
+# Used if a checkpoint sets none of these, because small models become incoherent if any token can be sampled.
 GENTLE_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 REAL_MODELS = (
     "This is the built-in model, a small one. A real one, from a GGUF file or the hub: octavo chat ./model.gguf, "
@@ -119,11 +119,11 @@ class Conversation:
         self.messages = list(self._beginning)
 
     def reset(self) -> None:
-        """Forget all messages except the system's."""
+        """Forget all messages except the system message."""
         self.messages = list(self._beginning)
 
     def answer(self, text: str) -> None:
-        """Print the answer to one turn, and add both to the messages.
+        """Print the answer to one turn, and add turn and answer to the messages.
 
         Raises `RequestError` and `ExecutionError`.
         """

@@ -40,7 +40,7 @@ class GroupedCommand(TyperCommand):
 
 
 class LazyCommand(NamedTuple):
-    """A command not imported yet: `name` in `module`."""
+    """A command that is not imported yet: `name` in `module`."""
 
     name: str
     module: str
@@ -65,10 +65,7 @@ class LazyGroup(TyperGroup):
         self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse arguments that a locale other than UTF-8 cannot decode.
-
-        In a UTF-8 locale the reader of each argument checks it.
-        """
+        """Refuse arguments that a locale other than UTF-8 cannot decode."""
         for argument in args if sys.getfilesystemencoding() != "utf-8" else ():
             if problem := explain_undecodable(argument):
                 raise typer.BadParameter(problem)
@@ -100,12 +97,12 @@ class _Loaded(Mapping[str, Any]):
 
 
 def show_examples(*examples: str) -> str:
-    """Format a help's examples."""
+    """Format the examples of a help text."""
     return "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
 
 
 def make_app(**settings: Any) -> typer.Typer:
-    """Use octavo's help format."""
+    """Make an app."""
     # rich's help cuts option names on narrow terminals, and takes 0.2 s to import
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 

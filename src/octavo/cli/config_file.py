@@ -32,10 +32,7 @@ _SOURCES = {
 
 
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Read defaults. Raises `typer.BadParameter`.
-
-    The callback of an option that must be read first. Keys may have dashes or underscores.
-    """
+    """Read defaults of options. Keys may have dashes or underscores. Raises `typer.BadParameter`."""
     if path is None:
         return None
     try:
@@ -70,7 +67,7 @@ def describe_settings(context: typer.Context) -> list[str]:
 
 
 def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
-    """Describe names, formats, cache."""
+    """Describe names, formats and cache."""
     model, cache = engine.model, engine.cache
     if cache.num_gpu_blocks is not None:
         size = f"{cache.num_gpu_blocks * cache.block_size} tokens"
@@ -92,7 +89,6 @@ def _shown_part(part: Any) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Convert a value for JSON. A file is shown without its directory."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, tuple):

@@ -33,8 +33,7 @@ def parse_size(text: str | int) -> int:
 def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
     """Add the options of configurations to a group of options.
 
-    parts: configuration -> heading. A name that the class declares without a value is an option that its own code
-    reads.
+    parts: configuration -> heading. The class declares, without a value, those options that its own code reads.
     """
 
     def decorate(group: type[T]) -> type[T]:
@@ -77,7 +76,7 @@ def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str)
 def read_part(options: Any, part: type[T], **resolved: Any) -> T:
     """Make a configuration from a group of options.
 
-    resolved: values of other fields, or derived ones. Raises `ConfigError`.
+    resolved: values of fields that are not options, or that replace options. Raises `ConfigError`.
     """
     given = {name: getattr(options, option.name or name) for name, option in options_of(part).items()}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

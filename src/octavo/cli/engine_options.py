@@ -114,7 +114,7 @@ class EngineOptions:
 
     @property
     def served_name(self) -> str:
-        """The model's public name."""
+        """Public model name."""
         model = self.chosen_model
         if model is None:
             return BUILT_IN_MODEL

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """Ctrl-C sets `pressed`; a second one raises KeyboardInterrupt."""
+    """The first Ctrl-C sets `pressed`; the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.pressed = False

@@ -28,7 +28,7 @@ PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_c
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Read the configuration file. Eager, so Kubernetes' link is removed before other options see it."""
+    """Read the configuration file. The option is eager, to remove Kubernetes' link before other options are read."""
     if link := forget_service_link():
         typer.secho(
             f"{PORT_VARIABLE}={link} is ignored: Kubernetes set it for a Service, and it is not a port", err=True
@@ -38,7 +38,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Configuration file, address, logs."""
+    """Configuration, address, logs."""
 
     config: Annotated[
         Path | None,
@@ -88,9 +88,9 @@ class ListenOptions:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
     def allowed_hosts(self, requested: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the Host names to accept, or None for any. requested: the user's; loopback's names are added.
+        """Return the Host names to accept, or None for any. requested: names from the user.
 
-        On a loopback address, only these and the address itself are accepted.
+        Loopback names are added. On a loopback address, only these names and the address are accepted.
         """
         from octavo.http.listening import LOOPBACK_NAMES, is_loopback
 
@@ -114,7 +114,7 @@ class ListenOptions:
 
 
 def check_installed(command: str) -> None:
-    """Raise `ConfigError` if a server's package is missing. Imports none."""
+    """Raise `ConfigError` if a package for servers is missing. Does not import the packages."""
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{command} needs {name}: pip install 'octavo[server]'")

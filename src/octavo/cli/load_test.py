@@ -96,7 +96,7 @@ async def load(
 ) -> list[Seen]:
     """Send each greedy request at its time and read its stream.
 
-    times: seconds from the start. max_concurrency: further requests wait here, unmeasured.
+    times: seconds from the start. max_concurrency: further requests wait here, which is not measured.
     """
     slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()
@@ -193,7 +193,7 @@ def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians of runs."""
+    """Medians of runs."""
     return {
         key: statistics.median(values) if (values := [row[key] for row in rows if row.get(key) is not None]) else None
         for key in max(rows, key=len)

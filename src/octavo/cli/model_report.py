@@ -24,8 +24,8 @@ _PRECISIONS = (None, "int8", "int4", "int4_all")
 class ModelDetails:
     """Architecture, memory and text files of a checkpoint.
 
-    memory_bytes: of the weights, by precision. window: tokens that sliding layers see; older ones keep only
-    `kv_bytes_before_window` bytes. text: purpose -> finding.
+    memory_bytes: bytes of weights, by precision. window: tokens that sliding-window layers see; an older token keeps
+    only `kv_bytes_before_window` bytes. text: purpose -> finding.
     """
 
     parameters: int
@@ -44,7 +44,8 @@ class ModelDetails:
 class ModelReport:
     """A report on a checkpoint.
 
-    problem: why it is refused. left_out: parts that are not served. details: None if not requested or refused.
+    problem: why the checkpoint is refused. left_out: parts that are not served. details: None if not requested or
+    refused.
     """
 
     name: str

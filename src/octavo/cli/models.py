@@ -158,7 +158,6 @@ def _below(directory: Path) -> Iterator[ModelReport]:
 
 
 def _gguf_files(directory: Path) -> list[Path]:
-    """Return GGUF files; of a model in several files only the first."""
     parts = {path: _PART.search(path.name) for path in _find(directory, "*.gguf")}
     return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.cli.listen_options import ListenOptions
     from octavo.config import ServerConfig
 
-# The router's own, or different for each replica.
+# Options of the router only, or with different values for each replica.
 _NOT_PASSED = {
     *("config", "host", "port", "replicas", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
     *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
@@ -40,7 +40,7 @@ def serve_replicas(
 ) -> None:
     """Run replicas and a router until a signal ends them. Raises `ConfigError`.
 
-    num_threads: None divides the machine's threads. say: shows a line to the user.
+    num_threads: None divides the machine's threads.
     """
     from octavo.router.launcher import LocalReplicas, free_ports
 

@@ -59,7 +59,7 @@ def run_router(
 ) -> None:
     """Run the router until a signal ends it. Raises `ConfigError` and `EngineDeadError`.
 
-    say: shows a line to the user. launcher: runs the engines.
+    launcher: runs the engines.
     """
     from octavo.http.listening import (
         allow_open_files,
@@ -72,7 +72,7 @@ def run_router(
 
     check_binding(listen.host, config, insecure=listen.insecure)
     check_files(config)
-    max_connections = allow_open_files(files_each=3)  # the client's, and one to each engine of a pair
+    max_connections = allow_open_files(files_each=3)  # one to the client, and one to each engine of a pair
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         from octavo.router.app import make_router
         from octavo.router.launcher import Launcher

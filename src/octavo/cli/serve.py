@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-# A waiting request would lose Python's 5 ms several times to a thread that reads a large one.
+# With Python's default, a thread that reads a large request would delay a waiting request by several times 5 ms.
 SWITCH_INTERVAL_S = 0.0005
-_SEED_BITS = 53  # readable by JavaScript
+_SEED_BITS = 53  # JavaScript can read them
 
 
 @with_options_of({ServerConfig: _PANEL})
@@ -86,7 +86,7 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     check_installed("octavo serve")
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
-    if is_drawn:  # servers differ; the log has the seed, for a replay
+    if is_drawn:  # a different seed for each server; the log has it, for a replay
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
     # Without max_num_seqs, the engine's device decides the limit of open requests.

@@ -20,7 +20,7 @@ _request_numbers = itertools.count()
 def stream_answer(
     engine: Engine, prompt: Any, params: SamplingParams, write: Callable[[str], None]
 ) -> tuple[str, str | None]:
-    """Write an answer piece by piece; return its text and finish reason ("abort" after Ctrl-C).
+    """Write an answer piece by piece. Return its text and finish reason ("abort" after Ctrl-C).
 
     params: must request DELTA outputs. Raises `RequestError` and `ExecutionError`.
     """

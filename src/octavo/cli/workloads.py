@@ -33,7 +33,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Workloads:
-    """Requests by workload. gaps: random seconds, for a rate of one request per second."""
+    """Requests by workload. gaps: random seconds between requests, for a rate of one per second."""
 
     a: list[Item]
     b: list[Item]
@@ -129,7 +129,7 @@ def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -
 
 
 def measure(engine: Engine, workloads: Workloads, name: str, repeat: int) -> list[dict[str, Any]]:
-    """Run one workload `repeat` times; return its rows of medians."""
+    """Run one workload `repeat` times. Return rows of medians."""
     if name == "A":
         return _rows("A one stream", [run(engine, [item]) for _ in range(repeat) for item in workloads.a])
     if name == "B":
@@ -169,7 +169,7 @@ def _rows(title: str, timings: Sequence[Timing]) -> list[dict[str, Any]]:
 
 
 def _is_alone(title: str) -> bool:
-    """Only then can prefill and decode be timed separately."""
+    """Return True if requests run alone, so that prefill and decode can be timed separately."""
     return title[0] in "AC"
 
 

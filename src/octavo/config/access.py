@@ -19,10 +19,10 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Access, limits and timeouts. None: no limit. The options' texts describe the other fields.
+    """Access, limits and timeouts. None means no limit. The options' texts describe the other fields.
 
-    operator_key: an additional key, with which a replica's router reads its metrics. max_open_requests: open output
-    streams; further requests are refused with 429.
+    operator_key: an additional key, with which the router reads a replica's metrics. max_open_requests: maximum of open
+    output streams; further requests are refused with 429.
     """
 
     grace_s: float = option(
@@ -121,7 +121,7 @@ class AccessConfig:
 
     @property
     def requires_key(self) -> bool:
-        """Whether clients need keys."""
+        """True if clients need keys."""
         return self.api_key is not None or self.api_keys_file is not None
 
 

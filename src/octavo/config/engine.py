@@ -1,4 +1,4 @@
-"""Configurations of an engine. `build.py` resolves None and "auto", which the user did not choose, before it builds."""
+"""Configurations of an engine. `build.py` replaces None and "auto" before it builds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
 
 
 class SchedulingPolicy(StrEnum):
-    """The order of waiting requests, which also decides the victims."""
+    """The order of waiting requests. It also decides which requests are preempted."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
@@ -54,7 +54,7 @@ class BatchingMode(StrEnum):
 
 
 class PreemptionMode(StrEnum):
-    """A victim's KV is computed again, swapped to host memory, or the cheaper of both (auto)."""
+    """A preempted request's KV is computed again, swapped to host memory, or whichever is cheaper (auto)."""
 
     AUTO = "auto"
     RECOMPUTE = "recompute"
@@ -69,10 +69,9 @@ class ModelConfig:
     quantization: how weights are rounded at load. "int8" is W8A8: weights have one scale per output feature,
     activations one per token; both are rotated first. "int4" is W4A8. "fp8" is W8A16: E4M3 with one scale per output
     feature; embeddings and lm_head are not rounded.
-    With None, kernels in Triton multiply FP8 weights of a checkpoint directly; other kernels expand them. Integer
-    weights of a checkpoint stay integers: four bits unchanged, eight bits rotated and rounded again.
-    group_size: larger groups need less memory and are less exact.
-    packed_cache_bytes: cached weights are valid while the checkpoint's files have the same bytes.
+    With None, Triton kernels multiply FP8 weights of a checkpoint directly; other kernels expand them. Integer weights
+    of a checkpoint stay integers: 4-bit weights are unchanged, 8-bit weights are rotated and rounded again.
+    packed_cache_bytes: cached weights are valid until the checkpoint's files change.
     seed: a request without a seed gets one from this seed and its arrival number.
     """
 
@@ -197,7 +196,7 @@ class CacheConfig:
 
     @property
     def sets_memory(self) -> bool:
-        """Return whether the size is independent of free memory."""
+        """True if the size is independent of free memory."""
         return self.num_gpu_blocks is not None or self.kv_cache_memory_bytes is not None
 
 
@@ -209,17 +208,17 @@ class SchedulerConfig:
     `resolved`.
 
     is_offline: no user waits for the end of a step, so a CPU's steps have more tokens by default.
-    mixed_step_ms: None: 100 for an engine, 0 for `LLM`.
+    mixed_step_ms: None means 100 for an engine, 0 for `LLM`.
     attention_cost_tokens: a prompt token counts as 1 + attention_cost_tokens * position / 1000 tokens of the budget.
-    None: derived from the model's shape. A scheduler without an engine uses 0 for both.
-    enable_chunked_prefill: False cuts only a prompt above the whole budget; any other waits until all of it fits.
-    ageing_s: None means strict classes under `priority`, and only deadlines under `deadline`.
-    async_scheduling: a step is not decided ahead if drafts are verified or a grammar is followed.
+    None means a value from the model's shape. A scheduler without an engine uses 0 instead of None.
+    enable_chunked_prefill: if False, only a prompt above the whole budget is cut. Other prompts wait until they fit.
+    ageing_s: None means strict priorities under `priority`, and only deadlines under `deadline`.
+    async_scheduling: a step is not scheduled ahead if drafts are verified or a grammar is followed.
     max_num_preemptions: a protected request restarts only with all blocks that it may need, and is never preempted
     again.
     max_batch_prefill_tokens: a longer prompt is cut, even without enable_chunked_prefill.
 
-    Reservation is TGI's rule. waiting_served_ratio and max_waiting_tokens count only while requests run.
+    waiting_served_ratio and max_waiting_tokens count only while requests run.
     """
 
     max_num_seqs: int | None = option(
@@ -390,7 +389,7 @@ class SchedulerConfig:
     def resolved(self, device_type: str = "cpu", *, has_drafts: bool = False) -> ResolvedSchedulerConfig:
         """Replace None by a device's defaults.
 
-        device_type: "cpu" or "cuda". has_drafts: drafts exclude async_scheduling.
+        device_type: "cpu" or "cuda". has_drafts: with drafts, async_scheduling is off by default.
         """
         defaults, values = STEP_DEFAULTS[device_type], {each.name: getattr(self, each.name) for each in fields(self)}
         num_seqs, num_tokens, is_async = self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling
@@ -407,7 +406,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSchedulerConfig(SchedulerConfig):
-    """A `SchedulerConfig` with all limits of a step."""
+    """A `SchedulerConfig` with all limits of a step set."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -504,10 +503,10 @@ class ModelInfo:
     """Facts about a loaded model, without tensors.
 
     generation_defaults: from generation_config.json, by SamplingParams' names.
-    pooling: how the checkpoint makes an embedding, "last" or "mean". pooling_problem: why octavo cannot do so.
-    hidden_size: length of an embedding. has_head: False without lm_head: no tokens, only embeddings.
+    pooling: how the checkpoint makes an embedding, "last" or "mean". pooling_problem: why octavo does not support this.
+    hidden_size: length of an embedding. has_head: False if lm_head is missing, so that only embeddings are served.
     weight_bytes: in the checkpoint's dtype, or rounded if quantization is requested.
-    quantization_level, file_type: of a GGUF file, the name and number of its mix of types.
+    quantization_level, file_type: name and number of a GGUF file's mix of types.
     """
 
     name: str

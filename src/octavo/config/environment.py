@@ -1,4 +1,4 @@
-"""Settings from the environment: only this module reads it."""
+"""Settings from the environment, which only this module reads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def cache_directory() -> Path:
 
 
 def explain_undecodable(text: str) -> str | None:
-    """Explain bytes that are not text in this locale, if any.
+    """Explain bytes that are not text in this locale. Return None if there are none.
 
-    Python keeps them as lone surrogates, which JSON and libraries refuse.
+    Python keeps such bytes as lone surrogates, which JSON and libraries refuse.
     """
     if not any("\ud800" <= character <= "\udfff" for character in text):
         return None
@@ -30,12 +30,12 @@ def explain_undecodable(text: str) -> str | None:
 
 
 def kernels_required() -> bool:
-    """Return whether the compiled extension must exist (OCTAVO_REQUIRE_KERNELS=1)."""
+    """Return True if the compiled extension must exist (OCTAVO_REQUIRE_KERNELS=1)."""
     return os.environ.get("OCTAVO_REQUIRE_KERNELS", "0") not in {"", "0"}
 
 
 def isa_from_environment() -> str | None:
-    """Return what `auto` means (OCTAVO_ISA), if set."""
+    """Return OCTAVO_ISA, which replaces `auto`, or None."""
     return os.environ.get("OCTAVO_ISA") or None
 
 
@@ -46,26 +46,27 @@ def threads_from_environment() -> int | None:
 
 
 def api_key_from_environment() -> str | None:
-    """Return OCTAVO_API_KEY, if any."""
+    """Return OCTAVO_API_KEY or None."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 
 def kv_secret_from_environment() -> str:
     """Return the secret in the keys of stored KV (OCTAVO_KV_SECRET), by default "".
 
-    A reader of the keys needs it to test guesses of prompts, and engines need the same one to exchange KV.
+    Without the secret, a reader of the keys cannot test guesses of prompts. Engines need the same secret to exchange
+    KV.
     """
     return os.environ.get("OCTAVO_KV_SECRET", "")
 
 
 def environment_of_replicas(api_key: str | None, operator_key: str | None) -> dict[str, str]:
-    """Return replicas' environment, with their keys."""
+    """Return the environment of replicas, including keys."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_SERVE_")}
     return {**kept, API_KEY_VARIABLE: api_key or "", _OPERATOR_KEY_VARIABLE: operator_key or ""}
 
 
 def operator_key_from_environment() -> str | None:
-    """Return the replica router's additional key."""
+    """Return `AccessConfig.operator_key`."""
     return os.environ.get(_OPERATOR_KEY_VARIABLE) or None
 
 

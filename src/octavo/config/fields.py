@@ -19,9 +19,8 @@ WEIGHT_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4, "fp8": 8}  # of th
 class Option:
     """How a field is offered as an option.
 
-    unit: form of a value. choices: () allows any value. name: if it differs from the field's. short: one-letter name.
-    panel: heading, if it differs from the configuration's. low: smallest value. is_open: the default is None, and other
-    options decide the value.
+    unit: form of a value. choices: () allows any value. name, panel: None means the field's name and the heading of the
+    configuration. short: one-letter name. is_open: the default is None, and other options decide the value.
     """
 
     help: str
@@ -70,7 +69,7 @@ def choice(name: str, kind: type[StrEnum], value: str) -> StrEnum:
 
 
 def check_choices(config: Any) -> None:
-    """Raise `ConfigError` for values that are no choices."""
+    """Raise `ConfigError` for values outside of `choices`."""
     for name, each in options_of(type(config)).items():
         value = getattr(config, name)
         if each.choices and value is not None and value not in each.choices:
@@ -84,6 +83,6 @@ def within(name: str, value: object, low: int, high: int) -> None:
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise `ConfigError` unless allowed."""
+    """Raise `ConfigError` unless the value is allowed."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

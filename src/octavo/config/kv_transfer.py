@@ -21,10 +21,9 @@ _DEFAULT_SEGMENT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """External stores of KV, and the engine's role. There are none by default; of several the fastest is asked first.
+    """External stores of KV, by default none, and the engine's role. The fastest store is asked first.
 
-    The options' texts describe the other fields. disk_bytes: None: 16 GiB, at most half of free space.
-    mooncake_segment_bytes: 0 only uses memory of other engines.
+    The options' texts describe the other fields. mooncake_segment_bytes: 0 means to use only memory of other engines.
     """
 
     disk_dir: Path | None = option(
@@ -85,7 +84,7 @@ class KVTransferConfig:
     def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **given_fields: Any) -> KVTransferConfig:
         """Accept an instance, a mapping of its fields, or None for the defaults.
 
-        given_fields: given separately, else None. Raises `ConfigError` if both are given, and for an unknown field.
+        given_fields: None if not given separately. Raises `ConfigError` if both are given, and for an unknown field.
         """
         given_fields = {name: value for name, value in given_fields.items() if value is not None}
         if given is None:

@@ -13,11 +13,11 @@ from octavo.config.fields import at_least, option
 from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
-ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # of an engine that publishes none: octavo's default
+ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # if an engine publishes none; octavo's default
 REQUEST_TIMEOUT_MARGIN_S = 30.0  # for the engine's answer or error to arrive first
 _MAX_PORT = 65535
 _TIMEOUTS = (
-    "request_timeout_s",  # also the next one's default
+    "request_timeout_s",  # also the default of the next timeout
     "engine_first_byte_timeout_s",
     "engine_connect_timeout_s",
     "engine_idle_timeout_s",

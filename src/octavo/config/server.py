@@ -78,8 +78,9 @@ EMBEDDING_POOLING = ("auto", *POOLING)
 class ServerConfig(AccessConfig):
     """Access to one engine, and the form of its answers. The options' texts describe the other fields.
 
-    max_num_waiting_tokens: tokens of prompts without output yet; None: no limit. Unstreamed answers have output only at
-    their end. Further requests are refused with 429. tool_call_parser, reasoning_parser: see `octavo.server.answers`.
+    max_num_waiting_tokens: maximum tokens of prompts without output yet; further requests are refused with 429. An
+    answer that is not streamed has output only at its end.
+    tool_call_parser, reasoning_parser: see `octavo.server.answers`.
     """
 
     served_model_names: tuple[str, ...] = option(

@@ -24,13 +24,13 @@ _CACHED_BYTES = (1 << 16, 1 << 34)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted, so that one step verifies several: docs/speculation.md describes the fields.
+    """How tokens are drafted, so that one step verifies several. docs/speculation.md describes the fields.
 
     Only with verification = "rejection" do tokens depend on drafts.
 
-    method: "auto" is "suffix" if the kernels compute the same row in any batch, otherwise "none".
-    quantization: of the drafting model, as in `ModelConfig`. None: not rounded, or int4 for "quantized".
-    prompt_lookup_min, prompt_lookup_max: None: 2 and 4, adjusted to the other value.
+    method: "auto" is "suffix" if a row has the same bits in any batch, otherwise "none".
+    quantization: as in `ModelConfig`, for the drafting model. None means not rounded, but int4 for "quantized".
+    prompt_lookup_min, prompt_lookup_max: None means 2 and 4, adjusted to the other field.
     suffix_decoding_max_cached_requests: the oldest answers are dropped first.
     """
 
@@ -125,7 +125,7 @@ class SpeculativeConfig:
         return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
-        """Resolve the method "auto"; None if nothing is drafted. is_exact: rows are independent of their batch."""
+        """Resolve the method "auto", or return None if nothing is drafted. is_exact: rows do not depend on a batch."""
         method = ("suffix" if is_exact else "none") if self.method == "auto" else self.method
         return None if method == "none" else replace(self, method=method)
 

@@ -33,8 +33,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _IN_TRITON = ("triton", "fast-inexact")
 
-# Time of an attention operation relative to one of a matrix product, by instruction set and bits of a weight: the last
-# 512 of 4,096 tokens of qwen2-0.5b; int4 with avx512_bf16 is an estimate.
+# Measured on the last 512 of 4,096 tokens of qwen2-0.5b; int4 with avx512_bf16 is an estimate.
 _ATTENTION_SLOWNESS = {
     "amx": {16: 3.0, 8: 4.9, 4: 2.8},
     "avx512_bf16": {16: 1.6, 8: 2.9, 4: 1.9},
@@ -43,15 +42,15 @@ _ATTENTION_SLOWNESS = {
 
 
 def attention_slowness(isa: str | None, bits: int) -> float:
-    """Return the time of an attention operation relative to one of a matrix product.
+    """Return the time of an attention operation divided by the time of a matrix product's operation.
 
-    isa: None is AVX-512 VNNI. bits: 16, 8 or 4.
+    isa: None means AVX-512 VNNI. bits: 16, 8 or 4 per weight.
     """
     return _ATTENTION_SLOWNESS.get(isa or "", _ATTENTION_SLOWNESS["avx512_vnni"])[bits]
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Return the compiled instruction sets of this processor, the best first."""
+    """Return the instruction sets of this processor that have compiled kernels, the best first."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ()
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
@@ -60,9 +59,9 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def default_instruction_set() -> str | None:
-    """Return OCTAVO_ISA, else this processor's best instruction set; None without compiled kernels.
+    """Return OCTAVO_ISA if set, or this processor's best instruction set, or None without compiled kernels.
 
-    Raises ConfigError if this processor lacks OCTAVO_ISA.
+    Raises ConfigError if this processor does not support OCTAVO_ISA.
     """
     available = instruction_sets()
     forced = isa_from_environment()
@@ -74,7 +73,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return whether a row has the same bits in any batch; on a GPU this was not measured."""
+    """Return True if a row has the same bits in any batch. False on a GPU, because it was not measured there."""
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 
@@ -84,10 +83,7 @@ def create_kernels(
 ) -> Kernels:
     """Return the kernels for a device.
 
-    backend: "auto" is the compiled kernels on the CPU, or plain torch with a warning without them; on CUDA plain torch
-    until the Triton kernels have been tried on a GPU. In "fast-inexact" rows depend on the batch. isa: "auto" is
-    `default_instruction_set()`. Raises ConfigError for a backend or instruction set that is unknown or unsupported
-    here.
+    backend, isa: as in `DeviceConfig`. Raises ConfigError if one of them is unknown or not supported here.
     """
     if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
         choices = ", ".join(("auto", "reference", "cpu", *_IN_TRITON[:-1]))
@@ -134,7 +130,6 @@ def create_kernels(
 
 
 def _refused_tiles() -> str:
-    """Return why AMX is refused and the remedy, or ""."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ""
     from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

@@ -23,13 +23,13 @@ _BYTES_AT_ONCE = 32 << 20  # of rows
 
 @dataclass(frozen=True, slots=True)
 class BlockPanels:
-    """A weight's parts along out_features, each of one kind."""
+    """The parts of a weight along out_features. Each part has one kind."""
 
     panels: tuple[PanelWeight, ...]
 
     @classmethod
     def pack(cls, kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> BlockPanels:
-        """Pack and concatenate weights."""
+        """Pack weights."""
         panels, first = [], 0
         for group in group_by_kind(weights):
             last = first + sum(weight.shape[0] for weight in group)
@@ -45,7 +45,7 @@ class BlockPanels:
             first += part.out_features
 
     def vocabulary(self) -> PanelWeight:
-        """Return the only part of an embedding table."""
+        """Return the only part."""
         (part,) = self.panels
         return part
 
@@ -59,7 +59,7 @@ class BlockPanels:
 
 def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> PanelWeight:
     kind, in_features = weights[0].kind, weights[0].in_features
-    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # else each fills its panels
+    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # otherwise each weight fills its panels
         weights = [BlockWeight(kind, torch.cat([weight.rows for weight in weights]), in_features)]
     out_features = sum(weight.shape[0] for weight in weights)
     panel_bytes = kind.packed_bytes(PANEL_COLUMNS, in_features)

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 GROUP_VALUES = 32
 SUPER_GROUPS = 8
-# Byte offsets of float16 numbers; (0,) for other kinds.
+# Byte offsets of a block's float16 numbers; (0,) for kinds that are not listed.
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
-_FLOAT16_EXPONENT = 0x7C  # all set if not finite
+_FLOAT16_EXPONENT = 0x7C  # all bits set if not finite
 _E8M0_NAN = 255
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class BlockKind(Enum):
-    """GGUF's layouts of blocks: (values, bytes, bytes in panels). Panels store 6-bit scales and minima in 8 bits."""
+    """GGUF's block layouts: (values, bytes, bytes in CPU panels). Panels store 6-bit scales and minima in 8 bits."""
 
     Q8_0 = "Q8_0", 32, 34, 34
     Q4_0 = "Q4_0", 32, 18, 18
@@ -46,11 +46,11 @@ class BlockKind(Enum):
         return self.value[2]
 
     def packed_bytes(self, out_features: int, in_features: int) -> int:
-        """Return bytes in panels."""
+        """Bytes in panels."""
         return out_features * in_features // self.block_values * self.value[3]
 
     def row_bytes(self, in_features: int) -> int:
-        """Return a row's bytes. Raises `ValueError` if in_features is not a multiple of a block."""
+        """Return the bytes of a row. Raises `ValueError` if in_features is not a multiple of a block."""
         if in_features % self.block_values != 0:
             raise ValueError(
                 f"{self.name} has blocks of {self.block_values} values, which do not divide rows of {in_features}"
@@ -59,7 +59,7 @@ class BlockKind(Enum):
 
 
 class BlockValues(NamedTuple):
-    """Rows as values * scales + minima, in groups of 32 input features, or of 16 without minima.
+    """Rows as values * scales + minima, in groups of 32 input features, in Q6_K of 16.
 
     values are whole numbers, float32 [rows, groups, size].
     """
@@ -75,10 +75,10 @@ class BlockValues(NamedTuple):
 
 
 class StoredScales(NamedTuple):
-    """Scales and minima as blocks hold them, [rows, groups]: groups of 32 input features, for Q6_K of 16.
+    """Scales and minima [rows, groups] as blocks store them. A group has 32 input features, in Q6_K 16.
 
-    scales: float16; uint8 of 6 bits or int8; exponents of MXFP4. minima: float16, or uint8 to be subtracted. Integers,
-    except exponents, are multiplied by a block's float16.
+    scales: float16, uint8 with 6 bits, int8, or exponents of MXFP4. minima: float16, or uint8 to subtract. Integers,
+    except exponents, are multiplied by the float16 of their block, in the last two fields.
     """
 
     scales: Tensor
@@ -87,13 +87,13 @@ class StoredScales(NamedTuple):
     minima_of_blocks: Tensor | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> StoredScales:
-        """Apply to each tensor."""
+        """Map each tensor."""
         return StoredScales(*(None if part is None else function(part) for part in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks of one kind. The uint8 rows may alias a file; forget(rows) drops its pages from memory."""
+    """A weight in blocks of one kind. uint8 rows may map a file; forget(rows) then drops the pages from memory."""
 
     kind: BlockKind
     rows: Tensor
@@ -150,7 +150,7 @@ class BlockWeight:
         return self.numbers().dequantize()
 
     def has_broken_scale(self) -> bool:
-        """Return whether a scale is infinite or NaN."""
+        """Return True if a scale is infinite or NaN."""
         blocks = self.rows.reshape(-1, self.kind.block_bytes)
         if self.kind is BlockKind.MXFP4:
             return bool((blocks[:, 0] == _E8M0_NAN).any())
@@ -162,7 +162,7 @@ class BlockWeight:
         return BlockWeight(self.kind, self.rows[index], self.in_features)
 
     def to(self, device: torch.device) -> BlockWeight:
-        """Move to a device; a copy calls `forget`."""
+        """Move to a device. Calls `forget` after a copy."""
         if self.rows.device == device:
             return self
         moved = BlockWeight(self.kind, self.rows.to(device), self.in_features)
@@ -171,7 +171,7 @@ class BlockWeight:
 
 
 def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int, in_features: int) -> BlockWeight:
-    """Return random integers with usual scales."""
+    """Return random values with typical scales."""
     num_blocks = out_features * in_features // kind.block_values
     blocks = torch.randint(0, 256, (num_blocks, kind.block_bytes), generator=generator, dtype=torch.uint8)
     for place in _SCALE_PLACES.get(kind.name, (0,)):  # random bytes may be NaN
@@ -183,20 +183,20 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
 
 
 def exponent_scales(exponents: Tensor) -> Tensor:
-    """Return float32 2^(exponent - 127) / 2: MXFP4's values are doubled."""
+    """Return float32 2^(exponent - 127) / 2, because the table of MXFP4's values is doubled."""
     whole = exponents.int()
     tiny = torch.full_like(whole, 0x00200000) << whole.clamp(max=1)  # the bits of 2^-128 and 2^-127
     return torch.where(whole < 2, tiny, (whole - 1) << 23).view(torch.float32)
 
 
 def mxfp4_codes(weight: BlockWeight) -> Tensor:
-    """Return MXFP4's four bits per value: uint8 [out_features, in_features]."""
+    """Return the four-bit codes of MXFP4: uint8 [out_features, in_features]."""
     blocks = weight.rows.reshape(-1, weight.kind.block_bytes)
     return _nibbles(blocks[:, 1:].contiguous()).view(weight.shape)
 
 
 def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
-    """Group neighbours of one kind, to be fused along out_features."""
+    """Group neighbouring weights of one kind, to fuse them along out_features."""
     groups: list[list[BlockWeight]] = []
     for weight in weights:
         if groups and groups[-1][0].kind is weight.kind:
@@ -218,13 +218,13 @@ def _float16(data: Tensor) -> Tensor:
 
 
 def _nibbles(data: Tensor, together: int = 16) -> Tensor:
-    """Return the low halves of `together` bytes, then their high halves, and so on."""
+    """Return the low halves of `together` bytes, then the high halves of these bytes, and so on."""
     parts = data.view(len(data), data.shape[1] // together, 1, together)
     return torch.cat([parts & 15, parts >> 4], dim=2).flatten(1)
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """Return value i's fifth bit, bit i of four bytes, as 16 or 0."""
+    """Return 16 or 0 for each value: bit i of the four bytes is the fifth bit of value i."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return (((data.unsqueeze(2) >> shifts) & 1) << 4).flatten(1)
 

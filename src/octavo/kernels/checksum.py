@@ -15,7 +15,7 @@ _PIECE_BYTES = 4 << 20  # of one task
 
 
 def xxh64(data: Tensor, seed: int = 0) -> int:
-    """Return XXH64 of contiguous data on the CPU, without Python's lock.
+    """Return XXH64 of contiguous data on the CPU, without holding the GIL.
 
     Raises `ImportError` without compiled kernels.
     """
@@ -26,7 +26,7 @@ def xxh64(data: Tensor, seed: int = 0) -> int:
 
 
 def digest(tensors: Iterable[Tensor], num_threads: int = 1) -> str:
-    """Return 16 hexadecimal digits of contiguous CPU tensors' bytes, for any number of threads."""
+    """Return 16 hexadecimal digits for the bytes of contiguous CPU tensors. num_threads does not change them."""
     pieces = [piece for tensor in tensors for piece in _cut(tensor)]
     whole = hashlib.blake2b(digest_size=8)
     if num_threads == 1 or len(pieces) == 1:

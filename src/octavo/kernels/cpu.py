@@ -44,16 +44,16 @@ Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "po
 ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_silu": 2}
 _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
 _LINE_BYTES = 64
-_SAME_SETS_BYTES = 2048  # lines so far apart share two of a cache's 64 sets
-_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # of a task: at most, and if rows are few; csrc/attention_tile.h
-_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # fewer chunks per thread are cut into parts of so many positions
+_SAME_SETS_BYTES = 2048  # lines at multiples of this distance use only two of a cache's 64 sets
+_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # most rows of a task, and if rows are few; csrc/attention_tile.h
+_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # with fewer chunks per thread, chunks are cut into partitions
 
 
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    With a thread for each usable core, all except the caller's are pinned; otherwise none, because other processes may
-    compute here.
+    If there is a thread for each usable core, all threads except the caller's are pinned. Otherwise none is pinned,
+    because other processes may use the cores.
     """
 
     name = "cpu"
@@ -74,16 +74,16 @@ class CpuKernels:
 
     @property
     def identity(self) -> str:
-        """The backend's name and its instruction set."""
+        """See `Kernels`."""
         return f"{self.name}:{self.isa}"
 
     def take_compilations(self) -> list[str]:
-        """Return nothing: all kernels are compiled at installation."""
+        """Return nothing."""
         return []
 
     @property
     def instruction_sets(self) -> tuple[str, ...]:
-        """This processor's instruction sets, the best first."""
+        """See `octavo.kernels.instruction_sets`."""
         return tuple(self._module.instruction_sets())
 
     @property
@@ -111,7 +111,7 @@ class CpuKernels:
         """The version of the packed layout, and the family of kernels that read it.
 
         Raise the version if csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` change a packed weight.
-        A weight packed elsewhere must not decide which kernel computes here.
+        The family is included so that a weight packed elsewhere does not decide which kernel computes here.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 4{who.get(self.isa, '')}"
@@ -119,7 +119,7 @@ class CpuKernels:
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure this instruction set's limits in about a second.
 
-        Each round measures every rate, so a short loss of a core spoils one sample of each.
+        Each round measures every rate, so losing a core spoils one sample of each.
         """
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
@@ -140,7 +140,7 @@ class CpuKernels:
         return Limits(**best)
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Change the number of threads, not the results."""
+        """Change the number of threads. Results do not change."""
         self.kernel_set.set_num_threads(num_threads)
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
@@ -188,7 +188,7 @@ class CpuKernels:
         return PanelWeight.pack(self, cast("Tensor | Sequence[Tensor] | QuantizedWeight", weight), bias).as_linear()
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Keep each `PanelWeight`."""
+        """See `Kernels`."""
         storage: PanelWeight | BlockPanels = packed.storage
         return tuple(each.keep() for each in (storage.panels if isinstance(storage, BlockPanels) else (storage,)))
 
@@ -209,7 +209,7 @@ class CpuKernels:
         return data
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Return undefined memory, at its planned place in a recording."""
+        """See `Kernels`."""
         return self._empty(*shape, dtype=like.dtype)
 
     def linear(
@@ -262,7 +262,7 @@ class CpuKernels:
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Return memory for rows that a matrix product will read in place.
 
-        The row stride is a cache line longer if a column would evict itself from its few sets.
+        The row stride is one cache line longer if otherwise all rows of a column would share two cache sets.
         """
         if columns * dtype.itemsize % _SAME_SETS_BYTES != 0:
             return self._empty(rows, columns, dtype=dtype)
@@ -282,7 +282,7 @@ class CpuKernels:
         return out
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return False: recorded steps need no graphs."""
+        """Return False."""
         del head_dims, dtype
         return False
 
@@ -294,7 +294,7 @@ class CpuKernels:
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, RecordedForward | None]:
-        """Run a forward pass; record it if possible, and if positions have one dimension."""
+        """See `Kernels`. Passes with M-RoPE are not recorded."""
         del decodes
         if batch.rotary_positions is not None:
             return forward(token_ids, batch), None

@@ -1,6 +1,7 @@
-"""The interface of every backend.
+"""The interface that every backend implements.
 
-Batch invariance: a row's result depends only on that row; its absolute positions fix the order of each reduction.
+Operations are batch-invariant: the bits of a row do not depend on the other rows of the batch, because absolute
+positions fix the order of each reduction.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     WeightToPack = Tensor | Sequence[Tensor] | QuantizedWeight | Sequence[BlockWeight]
 
 
-# GELU as tanh approximates it (Hendrycks and Gimpel 2016). "clamped_silu" is gpt-oss's: with g = min(gate, GATE_LIMIT)
-# and `up` clamped to u in [-GATE_LIMIT, GATE_LIMIT], it is g * sigmoid(GATE_SLOPE * g) * (u + 1).
+# "gelu_tanh" is the tanh approximation of GELU (Hendrycks and Gimpel 2016). "clamped_silu" of gpt-oss computes
+# g * sigmoid(GATE_SLOPE * g) * (u + 1), with g = min(gate, GATE_LIMIT), and u = up clamped to +-GATE_LIMIT.
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 GATE_LIMIT, GATE_SLOPE = 7.0, 1.702
 
@@ -52,7 +53,7 @@ class PackedGroups:
 
 @dataclass(frozen=True, slots=True)
 class KeptLinear:
-    """A part of a packed weight on disk: data is uint8, bias float32, numbers are JSON values."""
+    """A part of a packed weight to store on disk. data is uint8, bias is float32, and numbers are JSON values."""
 
     data: Tensor
     bias: Tensor | None
@@ -65,15 +66,15 @@ class AttentionBatch:
 
     query_start  int32 [num_seqs + 1]   first row of each sequence, then the number of rows
     seq_lens     int32 [num_seqs]       KV lengths, this step's tokens included
-    block_tables int32 [num_seqs, max_blocks]   of the first KV group; unread entries are undefined
+    block_tables int32 [num_seqs, max_blocks]   of KV group 0; entries that attention does not read are undefined
     positions    int64 [num_tokens]
     slot_mapping int64 [num_tokens]     block_id * block_size + offset
-    outputs      None for all rows
+    outputs      rows that need hidden states; None means all rows
     more_groups  the same rows in KV groups 1, 2, ...
-    rotary_positions int64 [num_dims, num_tokens]   of M-RoPE
+    rotary_positions int64 [num_dims, num_tokens]   positions of M-RoPE
 
-    Last come padding sequences, with length 0 and at most one row, then, if `has_padding_rows`, rows of no sequence.
-    Padding rows have slot -1: they read and write nothing, and attention returns zeros.
+    Padding sequences come last; they have length 0 and at most one row. If `has_padding_rows`, rows without a sequence
+    follow. Padding rows have slot -1: they read and write nothing, and attention returns zeros for them.
     """
 
     query_start: Tensor
@@ -88,16 +89,16 @@ class AttentionBatch:
     rotary_positions: Tensor | None = None
 
     def of_group(self, index: int) -> AttentionBatch:
-        """Return a group's batch."""
+        """Return the batch of KV group `index`."""
         return self.more_groups[index - 1] if index and self.more_groups else self
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """Rows of a step with needed hidden states.
+    """The rows of a step that need hidden states: the last rows of each sequence.
 
-    rows       int64, ascending; the last rows of each sequence
-    attention  the batch of these rows alone
+    rows       int64 indices, ascending
+    attention  the batch with only these rows
     """
 
     rows: Tensor
@@ -108,8 +109,8 @@ class OutputRows:
 class DecodePlan:
     """Steps to capture as graphs.
 
-    sizes: maps the largest mean number of rows per sequence to numbers of sequences; both ascend. table_width: in
-    blocks. num_bytes: limit for all graphs.
+    sizes: maps the maximum mean number of rows per sequence to numbers of sequences; keys and values ascend.
+    table_width: width of block tables. num_bytes: memory limit for all graphs.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
@@ -121,7 +122,7 @@ class DecodePlan:
 class SamplingRows:
     """Parameters of `Kernels.sample`, one entry per row, on the CPU or the logits' device.
 
-    temperature  float32  0 is greedy: the other fields are then ignored
+    temperature  float32  0 means greedy; the other fields are then ignored
     top_k        int32    0 means all
     top_p        float32  1.0 means all
     min_p        float32  0.0 means all
@@ -146,10 +147,12 @@ class SamplingRows:
 class Kernels(Protocol):
     """Every operation of the hot path. Activations are float32 or bfloat16; sums are float32.
 
-    identity: names everything that decides the last bits of a result; KV of another identity is not used.
-    has_own_threads: torch's threads must sleep: woken OpenMP workers would spin on the kernels' cores.
-    kv_cache_dtypes: as in `octavo.config.CacheConfig`. multiplies_fp8: fp8 weights are better not expanded.
-    warm_up_rows: sizes of the first steps, which launch all kernels; empty if no kernel is compiled at its first
+    identity: names everything that affects the last bits of a result. KV of another identity is not used.
+    has_own_threads: True if kernels run in their own thread pool. torch's threads must then sleep, because OpenMP
+    workers would spin on the same cores.
+    kv_cache_dtypes: supported quantized values of `CacheConfig.kv_cache_dtype`.
+    multiplies_fp8: True if fp8 weights of a checkpoint stay fp8 instead of being expanded.
+    warm_up_rows: numbers of rows of warm-up steps that launch every kernel; empty if no kernel is compiled at its first
     launch.
     """
 
@@ -176,34 +179,34 @@ class Kernels(Protocol):
         ...
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation in place; without a kernel, by its plain version."""
+        """Compute an operation in place. If the backend has no kernel for it, run its torch version."""
         ...
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
-        """Round a weight to 8 or 4 bits. Raises `ValueError` for integers."""
+        """Quantize a weight to 8 or 4 bits. Raises `ValueError` if its dtype is an integer."""
         ...
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Pack `weight` [out_features, in_features], or its parts in order, and a bias.
+        """Pack `weight` [out_features, in_features], or the sequence of its parts, with a bias.
 
-        Activations may have another dtype; products with quantized weights, except fp8, quantize them. Parts in blocks
-        may be of several kinds.
+        Activations may have another dtype than the weight. Products with quantized weights, except fp8, quantize the
+        activations. Parts that are `BlockWeight`s may have different kinds.
         """
         ...
 
     @property
     def layout(self) -> str | None:
-        """Name and version of the packed layout; None if it must not be kept on disk."""
+        """Name and version of the packed layout; None if packed weights must not be stored on disk."""
         ...
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return parts for `restore_linear`, which alias the weight; none if impossible."""
+        """Return parts for `restore_linear` that alias the weight, or () if the weight cannot be stored."""
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Return the packed weight of kept parts; their data must be from `allocate`.
+        """Rebuild a packed weight from its parts. Their data must be in memory from `allocate`.
 
-        Raises `ValueError` or `KeyError` for invalid parts. With any bytes, kernels access no other memory.
+        Raises `ValueError` or `KeyError` for invalid parts. Corrupt bytes never cause an access out of bounds.
         """
         ...
 
@@ -214,7 +217,7 @@ class Kernels(Protocol):
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """Return contiguous undefined memory of `like`'s dtype and device.
 
-        A pass that allocates its results with torch cannot be recorded.
+        A forward pass that allocates its results with torch cannot be recorded.
         """
         ...
 
@@ -223,34 +226,34 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return x @ weight.T + bias [num_tokens, out_features], in x's dtype or float32.
 
-        out: contiguous memory for the result. Float sums and the bias are float32, rounded once; integer sums are
-        exact.
+        out: contiguous memory for the result. Float sums, including the bias, are float32 and rounded once. Integer
+        sums are exact.
         """
         ...
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of x @ weight.T + bias; the first half of the out_features are the gates.
+        """Return activation(gate) * up. The halves of x @ weight.T + bias are gate and up.
 
-        The bits are those of `gate` after `linear`. The row stride may exceed the row.
+        The bits are those of `gate` after `linear`. The row stride of the result may exceed its width.
         """
         ...
 
     def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
-        """Group equally shaped weights of `pack_linear`."""
+        """Group weights of equal shape from `pack_linear`."""
         ...
 
     def grouped_linear(
         self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
     ) -> Tensor:
-        """Return each row times the weight of its group (an expert or an adapter), with the bits of `linear`.
+        """Multiply each row by the weight of its group (an expert or an adapter), with the bits of `linear`.
 
-        x is sorted by group. group_start int32 [num_groups + 1]: each group's first row, then num_tokens. Weights of
+        x is sorted by group. group_start int32 [num_groups + 1]: first row of each group, then num_tokens. Weights of
         empty groups are not read.
         """
         ...
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
-        """Return rows of the weight times `scale`, multiplied in float32 and rounded once."""
+        """Return the weight's rows times `scale`, multiplied in float32 and rounded once."""
         ...
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -258,7 +261,7 @@ class Kernels(Protocol):
         ...
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return whether `record_forward` makes graphs; otherwise log the reason."""
+        """Return True if `record_forward` captures graphs. If not, log the reason."""
         ...
 
     def record_forward(
@@ -269,10 +272,10 @@ class Kernels(Protocol):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass; return its result, and a faster function for up to `max_tokens` tokens.
+        """Run a forward pass. Return its result, and a faster pass for up to `max_tokens` tokens or None.
 
-        The pass must take its output rows by `take_rows`; here all rows may be outputs. The function, if any, returns
-        the same bits; its next call overwrites them.
+        The pass must select output rows with `take_rows`; this method may make all rows outputs. The faster pass
+        returns the same bits, and its next call overwrites them.
         """
         ...
 
@@ -284,9 +287,9 @@ class Kernels(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
-        """Add x * scale to `residual` in place, return rms_norm(residual).
+        """Add x * scale to `residual` in place, and return rms_norm(residual).
 
-        The sum is float32, rounded to their common dtype.
+        x and `residual` have the same dtype; the sum is float32, then rounded.
         """
         ...
 
@@ -303,15 +306,15 @@ class Kernels(Protocol):
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place, and write rotated k (Su et al. 2021) and v into their slots. k itself is not changed.
+        """Rotate q in place (Su et al. 2021), and write rotated k and v into their slots. k is not changed.
 
         q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
         cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. Dimension i of a head is paired with i +
         rotary_dim / 2 (GPT-NeoX); if interleaved, 2 i with 2 i + 1 (GPT-J). query_scale float32 [max_positions]:
-        multiplies rotated and rounded queries. k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], the
-        last two dimensions contiguous: in q's dtype, or int8 or float8_e4m3fn, for which rows are rounded to q's dtype,
-        then by `round_kv_rows`. If a head's row of v is not finite, its v becomes zeros and its k NaN. So attention
-        yields NaN for rows that see the position, and other rows may multiply it by weights of zero.
+        multiplies rotated and rounded queries. k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], with
+        the last two dimensions contiguous, have q's dtype, int8 or float8_e4m3fn. For int8 and float8_e4m3fn, rows are
+        rounded to q's dtype, then by `round_kv_rows`. If the v of a head and token is not finite, zeros are written for
+        v and NaN for k. So attention is NaN for rows that see the position, and other rows can give it weight zero.
         """
         ...
 
@@ -328,34 +331,33 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return causal attention of each row over its sequence's KV: [num_tokens, num_heads * head_dim].
 
-        The row stride may exceed the row. A row at position p sees positions max(0, p - window + 1) .. p. Query heads
-        share KV heads in equal groups. softcap: of scaled scores.
-        sinks float32 [num_heads]: the score of a further position that every row sees and that has no value (Xiao et
-        al. 2024).
+        The row stride of the result may exceed its width. A row at position p sees positions max(0, p - window + 1) ..
+        p. Query heads share KV heads in equal groups. softcap applies to scaled scores.
+        sinks float32 [num_heads]: score of an extra position without a value that every row sees (Xiao et al. 2024).
         """
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up of contiguous rows, gate first."""
+        """Return activation(gate) * up; each contiguous row holds gate, then up."""
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Return one token id, int64, per row of float32 logits.
 
-        Greedy: the largest logit, ties to the lowest id. Otherwise argmax(logits / temperature + noise) over the ids
-        that min_p, then top_k, then top_p keep (`octavo.kernels.noise`). A row with a NaN, or only with -inf, yields
-        -1.
+        A greedy row takes the largest logit, of equal logits the lowest id. Other rows take argmax(logits / temperature
+        + noise) over the ids that min_p, then top_k, then top_p keep; see `octavo.kernels.noise`. A row that has a NaN,
+        or only -inf, yields -1.
         """
         ...
 
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return each request's accepted tokens: the drafts that equal the target's choices, and one more choice.
+        """Return each request's accepted tokens: leading drafts that equal the target's choices, and one more choice.
 
-        target_sampled, draft_ids int64: each row's choice of the target, and its input token. A request's first row
-        holds its newest token; a draft is one row after the choice that it guesses. cu_num_logits int32: each request's
-        first row, then the number of rows.
+        target_sampled int64: the target's choice for each row. draft_ids int64: each row's input token. A request's
+        first row holds its newest token, and a draft is one row after the choice that it guesses. cu_num_logits int32:
+        first row of each request, then the number of rows.
 
         Returns int64 [num_requests, num_speculative_steps + 1], padded with -1, and int32 counts. Raises `IndexError`
         if a request has no row or too many.
@@ -363,5 +365,5 @@ class Kernels(Protocol):
         ...
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest of float32 [n, vocab] and their int64 ids; ties to the lowest id."""
+        """Return the k largest of float32 [n, vocab] and their int64 ids; the lowest id wins a tie."""
         ...

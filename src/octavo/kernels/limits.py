@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 class Limits:
     """Rates per second of one instruction set.
 
-    bfloat16_flops: above `flops` only with an instruction for them. byte_ops: of int8 products.
+    bfloat16_flops: higher than `flops` only with a bfloat16 instruction. byte_ops: int8 products.
     """
 
     flops: float
@@ -18,9 +18,9 @@ class Limits:
     bytes_read: float
 
     def best(self, other: Limits) -> Limits:
-        """Return the higher rates: a lower one was disturbed."""
+        """Return the higher rates, because a lower rate was disturbed."""
         return Limits(*map(max, astuple(self), astuple(other)))
 
     def is_far_from(self, other: Limits) -> bool:
-        """Return whether any rate differs by over a quarter, because a shared machine's load changed."""
+        """Return True if any rate differs by more than a quarter: the load of a shared machine changed."""
         return any(max(a, b) > 1.25 * min(a, b) for a, b in zip(astuple(self), astuple(other), strict=True))

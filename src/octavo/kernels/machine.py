@@ -21,9 +21,9 @@ _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
-    """Return OMP_NUM_THREADS, else the number of usable cores.
+    """Return OMP_NUM_THREADS if set. Otherwise return the number of usable cores, at most the cgroups' quota.
 
-    A cgroup's quota lowers the latter, because all threads would be throttled together.
+    More threads would be throttled together.
     """
     return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
@@ -31,7 +31,7 @@ def default_num_threads() -> int:
 def usable_cores() -> list[int]:
     """Return the first logical CPU of each physical core that this process may run on.
 
-    A second thread would share the core's arithmetic units.
+    Two threads on a core would share its arithmetic units.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores: dict[str, int] = {}
@@ -47,7 +47,7 @@ def processor_name() -> str:
 
 
 def processor_identity() -> list[str]:
-    """Return the properties by which libraries choose code."""
+    """Return the processor's properties by which libraries choose code."""
     names = ("cpu family", "model", "stepping", "microcode", "flags", "Features", "CPU part", "CPU revision")
     described = _describe_processor()
     return [processor_name(), *(described[name] for name in names if name in described)]
@@ -66,13 +66,13 @@ def _describe_processor() -> dict[str, str]:
 def cold_bytes() -> int:
     """Return how many bytes keep caches cold in a benchmark.
 
-    Twice the third-level cache, 192 to 512 MiB: other processes share a larger one.
+    Twice the third-level cache, but 192 to 512 MiB, because other processes share a larger cache.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 
 
 def third_level_cache_bytes() -> int:
-    """Return the third-level caches' bytes; 0 if unknown."""
+    """Return the bytes of all third-level caches, or 0 if unknown."""
     sizes: dict[str, int] = {}
     for cpu in usable_cores():
         cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"
@@ -84,7 +84,7 @@ def third_level_cache_bytes() -> int:
 
 
 def cpu_quota() -> float:
-    """Return how many CPUs' time the cgroups grant; inf without a limit."""
+    """Return how many CPUs the cgroups grant, or inf without a limit."""
     quota = math.inf
     for folder in cgroup_folders("cpu"):
         limit = "".join(read_lines(folder / "cpu.max")).split()  # version 2: "200000 100000", or "max 100000"
@@ -97,7 +97,7 @@ def cpu_quota() -> float:
 
 
 def cgroup_folders(controller: str) -> Iterator[Path]:
-    """Yield this process's cgroup and its parents, of versions 2 and 1."""
+    """Yield the folders of this process's cgroup and its parents, for cgroup versions 2 and 1."""
     for line in read_lines(_OWN_CGROUPS):
         _, controllers, cgroup = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -111,7 +111,7 @@ def cgroup_folders(controller: str) -> Iterator[Path]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return a file's lines; empty if unreadable."""
+    """Return a file's lines, or [] if it is unreadable."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -119,9 +119,9 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Back memory with pages in advance, on idle processor time. Keeps content, even if written meanwhile.
+    """Allocate the pages of memory in advance, in idle processor time. Keeps content, even if it changes meanwhile.
 
-    stop: address of a byte that ends the call if not zero.
+    stop: address of a byte; the call ends when the byte is not zero.
     """
     try:
         from octavo import _kernels  # noqa: PLC0415  it may not have been compiled

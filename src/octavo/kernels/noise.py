@@ -7,8 +7,8 @@ Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
     word w of t = word number (t >> 4) & 3          (16 lanes serve 64 consecutive ids)
 
 Gumbel noise has stream 0 and lies in (-3.14, 22.88). For a word w, x = (w + 0.5) / 2^32 and G = -ln(E), E = -ln(1 - x).
-The code below defines each operation, in float32, rounded once. It uses the distance to the words' nearer end: both
-tails keep full precision.
+The code below defines each operation, in float32, rounded once. It uses the distance of a word to the nearer end of the
+range, so that both tails keep full precision.
 
 A uniform number takes words 0 and 1 of c = 0: (word 0 * 2^20 + (word 1 >> 12) + 0.5) / 2^52, exact in float64.
 """
@@ -33,7 +33,7 @@ _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
 class RandomStream(IntEnum):
-    """Independent streams, one per decision: a row's token (CHOICE), and those of rejection sampling."""
+    """Independent streams, one per kind of decision. All except CHOICE, a row's token, are for rejection sampling."""
 
     CHOICE = 0
     DRAFT = 1
@@ -47,7 +47,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab_siz
 
 
 def uniform_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: RandomStream) -> Tensor:
-    """Return one float64 of (0, 1) per seed."""
+    """Return one float64 in (0, 1) per seed."""
     counter = torch.zeros(1, dtype=torch.int64, device=seed.device)
     high, low, _, _ = _philox(counter, seed, position, sample_index, stream)
     return ((high << 20 | low >> 12).to(torch.float64).squeeze(1) + 0.5) * 2.0**-52
@@ -77,7 +77,7 @@ def _philox(
 
 
 def _multiply_wide(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return a 64-bit product's halves; int64 may wrap around."""
+    """int64 may wrap around."""
     product = word * multiplier
     return (product >> 32) & _LOW_32, product & _LOW_32
 

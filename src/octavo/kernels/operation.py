@@ -14,9 +14,9 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Operation(Generic[*Arguments]):
-    """A kernel as a function: `soft_cap(kernels, logits, 30.0)`; decorates the plain version, in torch.
+    """A kernel as a function: `soft_cap(kernels, logits, 30.0)`. Decorates the reference in torch.
 
-    It changes tensors in place; a row's result depends on that row alone. A backend's kernel has the same name: a line
+    It changes tensors in place; a row's result depends only on that row. A backend's kernel has the same name: a line
     of the list in `csrc/kernels.h`, or a function and module in `octavo.kernels.triton`.
     """
 
@@ -26,5 +26,5 @@ class Operation(Generic[*Arguments]):
         functools.update_wrapper(self, reference)
 
     def __call__(self, kernels: Kernels, *args: *Arguments) -> None:
-        """Compute by a backend."""
+        """See `Kernels.compute`."""
         kernels.compute(self, *args)

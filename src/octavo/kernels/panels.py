@@ -27,9 +27,9 @@ PANEL_COLUMNS = 32
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight in panels of 32 columns, padded with zeros; so is the float32 bias.
+    """A weight in panels of 32 columns. The weight and the float32 bias are padded with zeros.
 
-    dtype_number: of `DTYPE_NUMBERS` or `KIND_NUMBERS`. data: panels, then an int4 weight's int32 order, if any.
+    dtype_number: from `DTYPE_NUMBERS` or `KIND_NUMBERS`. data: panels, then the int32 column order, if any.
     """
 
     data: Tensor
@@ -49,7 +49,7 @@ class PanelWeight:
             raise ValueError(
                 f"{weight.shape[1]} input features of integers: sums could overflow; the maximum is {MAX_IN_FEATURES}"
             )
-        if isinstance(weight, Sequence):  # each part fills its own panels
+        if isinstance(weight, Sequence):  # parts that do not fill their panels are concatenated
             is_whole = all(part.shape[0] % PANEL_COLUMNS == 0 for part in weight[:-1])
             parts = weight if is_whole else [torch.cat(list(weight))]
         else:
@@ -80,7 +80,7 @@ class PanelWeight:
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
 
     def keep(self) -> KeptLinear:
-        """Return `restore`'s argument, an alias. Types are kept by name, because numbers may change."""
+        """Return the argument of `restore`, without a copy. Types are stored by name, because numbers may change."""
         numbers: dict[str, int | str] = {
             "out_features": self.out_features,
             "in_features": self.in_features,
@@ -93,7 +93,7 @@ class PanelWeight:
 
     @classmethod
     def restore(cls, kept: KeptLinear) -> PanelWeight:
-        """Return a kept weight. Raises `ValueError` if kernels could read outside its memory."""
+        """Rebuild a weight from `keep`. Raises `ValueError` if kernels could read outside its memory."""
         shape, number, int4 = _check_numbers(kept.numbers)
         if kept.data.nbytes != packed_bytes(number, *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are not a packed weight of {shape[0]} x {shape[1]}")
@@ -126,14 +126,14 @@ class PanelWeight:
 
     @property
     def order_address(self) -> int:
-        """The order's address."""
+        """The column order's address."""
         return self.data.data_ptr() + self.data.nbytes - 4 * self.in_features
 
 
 class Int4Format(NamedTuple):
     """The format of an int4 weight (csrc/arguments.h).
 
-    group_size: 0 if not int4. has_order: columns are not in the features' order.
+    group_size: 0 if not int4. has_order: True if columns are not in the features' order.
     """
 
     group_size: int
@@ -142,7 +142,7 @@ class Int4Format(NamedTuple):
 
     @classmethod
     def of(cls, weight: Int4Weight) -> Int4Format:
-        """Return a weight's format; a group is at most a row."""
+        """Return a weight's format. A group is at most one row."""
         group_size = min(weight.group_size, weight.shape[1])
         assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
         return cls(group_size, weight.zeros is not None, weight.order is not None)
@@ -152,7 +152,7 @@ NO_INT4 = Int4Format(0, has_zeros=False)
 
 
 def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
-    """Return bytes, with padding and an int4 order."""
+    """Return the bytes of a packed weight, including padding and an int4 column order."""
     columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
     if number in _KINDS:
         return _KINDS[number].packed_bytes(columns, in_features)

@@ -1,9 +1,9 @@
-"""Quantized weights, activations and KV, and their products: the definition in torch for all backends (docs/why.md).
+"""Quantized weights, activations, KV and products, defined in torch for all backends (docs/why.md).
 
-- Products round activations to int8, with one scale per row: the largest magnitude becomes 127.
-- With int8 weights (W8A8), both are rotated first; not with int4 (W4A8).
-- int8 KV is rounded like activations, by rows of head_dim. In fp8 KV (E4M3 of Micikevicius et al. 2022) the largest
-  magnitude becomes 448.
+- Products round activations to int8 with one scale per row, so that the largest magnitude becomes 127.
+- With int8 weights (W8A8), activations and weights are rotated first; with int4 weights (W4A8), they are not.
+- int8 KV is rounded like activations, with one scale per token and head. In fp8 KV (E4M3 of Micikevicius et al. 2022),
+  the largest magnitude becomes 448.
 
 Integer sums are exact, so every backend gives the same bits.
 """
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
     from octavo.kernels.block_weight import BlockWeight
 
-ROUNDING_VERSION = 3  # raise it if rounded values change: it invalidates weights on disk
-MAX_IN_FEATURES = 1 << 16  # more products of two bytes could overflow 32 bits
-GROUP_MULTIPLE = 32  # divides a group's size, unless a group is a row
+ROUNDING_VERSION = 3  # raise it if rounded values change, to invalidate weights on disk
+MAX_IN_FEATURES = 1 << 16  # the sum of more products of two bytes could overflow 32 bits
+GROUP_MULTIPLE = 32  # divides the group size, unless a group is a whole row
 KV_SCALE_BYTES = 4
 INT4_ZERO = 8
 E4M3_MAX = 448.0
-FP8_GROUP_MULTIPLE = 64  # as GROUP_MULTIPLE; a tile's length
+FP8_GROUP_MULTIPLE = 64  # GROUP_MULTIPLE for fp8: the length of a tile
 ROUNDED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _INT8_MAX = 127.0
 _INT4_MAX = 15
-_MOST_WORD = 32639  # 127 * 256 + 127: two signed bytes
+_MOST_WORD = 32639  # 127 * 256 + 127, the maximum of two signed bytes
 _LANES = 16
 _VALUES_AT_ONCE = 1 << 20
 _LEAST_MAGNITUDE = 1e-30
-_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # of a group's extremes
+_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # factors for a group's extremes
 _SAMPLED_ROWS = 64
 
 
@@ -80,7 +80,7 @@ class Int4Weight:
     values uint8 [out_features, in_features], 0 .. 15. scales floating [out_features, groups].
     zeros uint8 or float16, 0 .. 16 and not necessarily whole; None if all are 8.
     group_size: a multiple of 32, or in_features or more.
-    order int32: the input feature of each column (act-order of GPTQ); None for the same order.
+    order int32: input feature of each column (act-order of GPTQ); None if columns are in the features' order.
     """
 
     values: Tensor
@@ -102,17 +102,17 @@ class Int4Weight:
         return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return it in float32, with unrounded scales, in the input features' order."""
+        """Return the float32 weight, from unrounded scales, with columns in the input features' order."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def whole_scales(self) -> tuple[Tensor, Tensor]:
-        """Return the scales of products: int16 multiples [out_features, groups] of float32 units [out_features].
+        """Return the scales for products: int16 multiples [out_features, groups] of float32 units [out_features].
 
-        The largest scale is 4,079 units, or 2,039 with zero points: weights are 16-bit integers. An infinite or NaN
-        scale makes its row NaN. Raises `ValueError` for a zero point above 16.
+        A row's largest multiple is 4,079, or 2,039 with zero points, so that weights are 16-bit integers. An infinite
+        or NaN scale makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -125,7 +125,7 @@ class Int4Weight:
         return multiples.to(torch.int16), torch.where(is_finite, largest / most, torch.nan)
 
     def whole_offsets(self, multiples: Tensor) -> Tensor | None:
-        """Return (zero point - 8) * multiple, rounded to int16; None without zero points."""
+        """Return (zero point - 8) * multiple, rounded to int16, or None without zero points."""
         if self.zeros is None:
             return None
         return ((self.zeros.float() - INT4_ZERO) * multiples.float()).round().to(torch.int16)
@@ -136,9 +136,7 @@ class Int4Weight:
         offsets = self.whole_offsets(multiples)
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         whole = (self.values.double() - INT4_ZERO) * multiples.double()[:, group]
-        return (
-            whole if offsets is None else whole - offsets.double()[:, group]
-        ) + 0.0, units  # -0.0 is the integers' 0
+        return (whole if offsets is None else whole - offsets.double()[:, group]) + 0.0, units  # turns -0.0 into 0.0
 
     def rows(self, index: slice | Tensor) -> Int4Weight:
         """Select rows."""
@@ -197,10 +195,10 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 
 
 def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
-    """Return int8 values and float32 scales, rotated or not."""
+    """Return int8 values and float32 scales. rotated: rotate the weight first."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    share = 1.0 / rotation_block(weight.shape[1])  # rotated twice, a row is multiplied by the block
+    share = 1.0 / rotation_block(weight.shape[1])  # two rotations multiply a row by the block size
     for part in _parts(weight.shape):
         rounded, scales[part] = quantize_rows(rotate(weight[part]) * share if rotated else weight[part])
         values[part] = rounded.to(torch.int8)
@@ -220,9 +218,9 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
 def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: bool | None = None) -> Int4Weight:
     """Round a weight to int4, with one bfloat16 scale per group.
 
-    Without minima, the scale maps a group's first value of largest magnitude to 8 steps below zero. With minima, a
-    scale and a float16 zero point map its least value (or 0) to 0 and its largest (or 0) to 15. None: see `minima_pay`.
-    Of a few clipped ranges, the first with the least squared error is taken. NaN becomes zero.
+    minima: if False, the scale maps a group's first value of largest magnitude to 8 steps below zero. If True, a scale
+    and a float16 zero point map min(group, 0) to 0 and max(group, 0) to 15. If None, `minima_pay` decides.
+    Of several clipped ranges, the first with the least squared error is used. NaN becomes zero.
     """
     if minima is None:
         minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
@@ -246,9 +244,9 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
-    """Return whether minima halve the squared error of a sample of rows, rounded by `round_rows(rows, minima)`.
+    """Return True if minima more than halve the squared error of `round_rows(rows, minima)` on sampled rows.
 
-    Minima cost half a bit per weight in groups of 32; half a bit in finer values would halve the error at best.
+    In groups of 32, minima cost half a bit per weight. Half a bit more per value would at best halve the error.
     """
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
@@ -294,7 +292,7 @@ def _sum_in_lanes(values: Tensor) -> Tensor:
 
 
 def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenate weights of one kind and order along out_features."""
+    """Concatenate weights of one type and column order along out_features."""
     if len(weights) == 1:
         return weights[0]
     first = weights[0]
@@ -317,16 +315,16 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
-    """Return whether int4 weights have one order, as fusing needs."""
+    """Return True if all int4 weights have the same column order, which `fuse_quantized` needs."""
     orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
     first = orders[0] if orders else None
     return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 whole numbers of -127 .. 127 and float32 scales [rows].
+    """Return whole numbers -127 .. 127 as float32, and float32 scales [rows].
 
-    A row with a NaN or an infinity becomes zeros with the scale NaN.
+    A row that has a NaN or an infinity becomes zeros with the scale NaN.
     """
     scaled, scales = _scale_rows(x, _INT8_MAX)
     return scaled.round(), scales
@@ -335,7 +333,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
     wide = x.float()
     magnitude = wide.abs().amax(dim=1) if x.shape[1] else wide.new_zeros(x.shape[0])
-    is_finite, largest = magnitude.isfinite(), torch.full_like(magnitude, most)  # torch may multiply by 1 / number
+    is_finite, largest = (
+        magnitude.isfinite(),
+        torch.full_like(magnitude, most),
+    )  # not a number: torch may multiply by its inverse
     scales = torch.where(is_finite, magnitude / largest, torch.nan)
     inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), largest / magnitude, 0.0)
     inverse = inverse.unsqueeze(1)
@@ -343,12 +344,12 @@ def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
 
 
 def round_to_e4m3(x: Tensor) -> Tensor:
-    """Round float32 `x` to nearest even E4M3, clamped to -448 .. 448; NaN stays NaN."""
+    """Round float32 `x` to the nearest E4M3, ties to even, clamped to -448 .. 448; NaN stays NaN."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return int8 or float8_e4m3fn values, and float32 scales; NaN as in `quantize_rows`."""
+    """Return int8 or float8_e4m3fn values, and float32 scales, with NaN handled as in `quantize_rows`."""
     if dtype == torch.int8:
         values, scales = quantize_rows(rows)
         return values.to(torch.int8), scales
@@ -357,7 +358,7 @@ def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def kv_scales(cache: Tensor) -> Tensor:
-    """Return a view of a rounded cache's scales, after the rows: float32 [num_blocks, num_kv_heads, block_size]."""
+    """Return a view of the scales after each head's rows: float32 [num_blocks, num_kv_heads, block_size]."""
     num_blocks, num_heads, block_size, head_dim = cache.shape
     end = cache.storage_offset() + block_size * head_dim
     size = (num_blocks, num_heads, block_size * KV_SCALE_BYTES)
@@ -373,7 +374,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
-        # Exact below 2^53; adding 0.0 turns -0.0 into the integers' 0.
+        # Exact below 2^53; adding 0.0 turns -0.0 into 0.0, because integers have no -0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
@@ -381,7 +382,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """As `linear_int8`, without rotation and with the column's unit."""
+    """Like `linear_int8`, but without rotation and with the column's unit as its scale."""
     values, row_scales = quantize_rows(x if weight.order is None else x[:, weight.order])
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
@@ -406,7 +407,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
     """Return float32 x @ weight.T, with x rounded to int8 in groups of 32.
 
     A result is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) * minimum) *
-    (scale of x's group), each operation rounded once. Two scales in 32 values make two terms.
+    (scale of x's group), each operation rounded once. Two scales for 32 values make two terms.
     """
     rounded, scales = quantize_rows(x.reshape(-1, GROUP_VALUES))
     row_scales = scales.view(x.shape[0], -1, 1)

@@ -1,4 +1,4 @@
-"""Recorded forward passes of the compiled CPU kernels (csrc/program.h), because Python is slower than small kernels."""
+"""Recordings of forward passes (csrc/program.h). They avoid Python calls, which take longer than small kernels."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class NotRecordableError(Exception):
 
 
 class Rehearsal:
-    """Measures the lifetimes of a pass's results; disjoint ones can share memory."""
+    """Measures the lifetimes of a pass's results, so that results with disjoint lifetimes share memory."""
 
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
         self._sizes: list[int] = []
-        self._ends: dict[int, int] = {}  # the first result allocated after this one is freed
+        self._ends: dict[int, int] = {}  # first result that is allocated after this one is freed
         self.views_only = _ViewsOnly()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate and watch."""
+        """Allocate a result; watch its lifetime."""
         index, size = len(self._sizes), math.prod(shape) * dtype.itemsize
         self._sizes.append(-(-size // self._num_tokens) * self._max_tokens)
-        # The array lives as long as any view.
+        # The array lives as long as any view of it.
         array = np.empty(size, dtype=np.uint8)
         weakref.finalize(array, self._let_go, index).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
@@ -71,9 +71,9 @@ class Rehearsal:
 
 
 class Recorder:
-    """Makes and records a pass's kernel calls, as the `KernelSet`.
+    """Replaces the `KernelSet` during a pass: calls its kernels, and records the calls.
 
-    offsets: of the same pass's results in `memory`.
+    offsets: offset in `memory` of each result of the pass.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Recorder:
         return call_and_add
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Use the planned offset."""
+        """Return memory at the next planned offset."""
         offset = next(self._offsets)
         return self._memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def finish(self, hidden: Tensor) -> RecordedForward:
-        """Return the pass."""
+        """Return the recording."""
         first = hidden.data_ptr() - self._memory.data_ptr()
         rows = self._memory[first : first + self._max_tokens * hidden[0].nbytes]
         result = rows.view(hidden.dtype).view(self._max_tokens, -1)
@@ -121,7 +121,7 @@ class Recorder:
 
 
 class RecordedForward:
-    """A model's forward pass over one KV cache: (token ids, batch) -> hidden states of its outputs.
+    """A recorded forward pass over one KV cache: (token ids, batch) -> hidden states of the output rows.
 
     The next call overwrites the result.
     """
@@ -141,7 +141,7 @@ class RecordedForward:
         return self._result.shape[0]
 
     def measure_calls(self) -> Tensor:
-        """Return int64 [calls], to which later steps add nanoseconds."""
+        """Return int64 [calls]; later steps add the nanoseconds of each call."""
         self._nanoseconds = torch.zeros(len(self.calls), dtype=torch.int64)
         return self._nanoseconds
 
@@ -159,7 +159,7 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with all rows as outputs, in copied arrays."""
+    """Return the batch with all rows as outputs. Arrays of outputs are copies."""
     rows = torch.arange(batch.positions.shape[0])
     return replace(batch, outputs=OutputRows(rows, _copy(batch)))
 
@@ -199,7 +199,7 @@ def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Lets torch make views only: a recording would miss its computations."""
+    """Allows torch only views, because a recording would miss torch's computations."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

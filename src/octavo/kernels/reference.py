@@ -57,7 +57,7 @@ _WEIGHT_CHUNK = 16384
 
 
 class ReferenceKernels:
-    """Plain torch."""
+    """Plain torch kernels."""
 
     name = identity = "reference"
     has_own_threads = False
@@ -81,7 +81,7 @@ class ReferenceKernels:
         return quantize_int8(weight) if bits == 8 else quantize_int4(weight, group_size)
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Concatenate parts, except those in blocks."""
+        """See `Kernels`."""
         if isinstance(weight, Sequence):
             parts = [part for part in weight if isinstance(part, BlockWeight)]
             if parts:
@@ -99,7 +99,7 @@ class ReferenceKernels:
         return ()
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Refuse: nothing was kept."""
+        """Raise `NotImplementedError`."""
         raise NotImplementedError
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -358,10 +358,10 @@ def _attend(
 
 
 def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """Return which tokens of logits / temperature [n, vocab] min_p, then top_k, then top_p keep.
+    """Return a mask of the tokens that min_p, then top_k, then top_p keep. scaled: logits / temperature [n, vocab].
 
-    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending),
-    top_p the shortest that reaches it, by a float64 sum in that order.
+    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending).
+    For top_p, it is the shortest prefix that reaches top_p in a float64 sum in that order.
     """
     top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
@@ -380,7 +380,7 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def pack_groups(weights: Sequence[PackedLinear]) -> PackedGroups:
-    """Keep weights separate."""
+    """Group weights without copying them."""
     first = weights[0]
     num_bytes = sum(each.num_bytes for each in weights)
     return PackedGroups(len(weights), first.out_features, first.in_features, list(weights), num_bytes)

@@ -2,7 +2,7 @@
 
 Leviathan et al. (arXiv 2211.17192), algorithm 1; Chen et al. (arXiv 2302.01318), algorithm 2; see docs/speculation.md.
 p is the target's distribution, q the draft's. Each token has distribution p for any q, if the decision to verify a
-draft is independent of its token.
+draft does not depend on the draft's token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Return the float64 distributions that `Kernels.sample` draws from.
 
-    A row for which it returns -1 sums to 0 or to NaN.
+    A row for which `Kernels.sample` returns -1 sums to 0 or to NaN.
     """
     temperature = rows.temperature.to(logits.device).unsqueeze(1)
     is_greedy = temperature == 0
@@ -38,9 +38,9 @@ def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return a token id per row with probability in proportion to weights; -1 if they sum to 0 or to NaN.
+    """Draw a token id per row with probability in proportion to weights, or -1 if weights sum to 0 or to NaN.
 
-    It is the first at which the cumulative float64 sum exceeds `uniform`, of (0, 1), times the total.
+    It is the first id with a cumulative float64 sum above `uniform`, in (0, 1), times the total.
     """
     sums = weights.double().cumsum(dim=1)
     total = sums[:, -1:].contiguous()
@@ -61,10 +61,10 @@ def rejection_sampling_batched(
 ) -> tuple[Tensor, Tensor]:
     """Return the accepted tokens of each request: the accepted drafts, then one more token.
 
-    Other arguments, result and `IndexError`: as in `Kernels.rejection_sample`, but only the last row of a request in
-    target_sampled is used: the choice from p if all drafts are accepted.
+    Other arguments, the result and `IndexError` are as in `Kernels.rejection_sample`. But of target_sampled, only the
+    last row of a request is used, and only if all drafts are accepted.
     target_probs [num_logits, vocab]: p, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the next row's
-    input; None if drafts were looked up: q is then 1.
+    draft, or None if drafts were looked up, which means q = 1.
     If a row's p sums to 0 or to NaN, its token is -1 and is the request's last.
     """
     first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff().long()

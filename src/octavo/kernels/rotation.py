@@ -1,6 +1,6 @@
 """Rotation of activations and weights before both are rounded to int8 (docs/why.md).
 
-x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized Walsh-Hadamard transform H, spreads huge input features over
+x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized Walsh-Hadamard transform H. H spreads huge input features over
 their block. See QuaRot (arXiv 2404.00456).
 """
 
@@ -22,7 +22,7 @@ def rotation_block(in_features: int) -> int:
 
 
 def rotate(rows: Tensor) -> Tensor:
-    """Return rows rotated, unnormalized, in float32.
+    """Rotate rows in float32, unnormalized.
 
     For distances 1, 2, 4, ..., a pair of values becomes its sum and its difference (csrc/rotation.h).
     """

@@ -15,10 +15,10 @@ _LOCK = threading.Lock()
 
 
 def start_vector_math() -> None:
-    """Let MKL, which torch calls for cosines and other functions, choose its code for this processor.
+    """Make MKL, which torch calls for cosines and other functions, choose its code for this processor now.
 
-    MKL does so at its first call, without a lock. A thread that reads the choice half done takes another kernel, on
-    AVX-512 one with half of the bits (errors up to 1.5e-4): one process of several thousand had a wrong rotary table.
+    MKL chooses at its first call, without a lock. A thread that reads an unfinished choice runs another kernel, on
+    AVX-512 one with half of the bits (errors up to 1.5e-4).
     """
     with _LOCK:
         torch.ones(1).cos()  # one element: computed on the calling thread

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
 
 _LOOKUP_THREADS = 2
-_EXPECTED_S = 1.0  # without a further block for this long, the request uses those found
-_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # between repetitions; doubles
+_EXPECTED_S = 1.0  # if no further block arrives for this long, the request uses the found blocks
+_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # between repetitions; it doubles
 
 
 @dataclass(slots=True)
 class _Lookup:
     """A lookup of a request's blocks [first, num_blocks).
 
-    is_direct: another engine sends the blocks. num_expected: leading blocks that another engine saves, waited for until
-    `until` (monotonic time). end: index after the last block found; None while unknown. again_at: time of the next
-    repetition; None while the lookup runs.
+    is_direct: another engine sends the blocks. num_expected: leading blocks that another engine saves; the lookup waits
+    for them until `until` (monotonic time). end: index after the last block found, or None while unknown. again_at:
+    time of the next repetition, or None while the lookup runs.
     """
 
     first: int
@@ -47,7 +47,7 @@ class _Lookup:
     again_at: float | None = None
 
     def take(self, count: int, now: float) -> None:
-        """Record the blocks found; end the lookup, or schedule a repetition."""
+        """Record the number of blocks found. Then end the lookup or schedule a repetition."""
         found = self.first + count
         if found > self.found:
             self.found, self.until = found, now + _EXPECTED_S
@@ -62,11 +62,11 @@ class StoreConnector:
     """A `core.kv_connector.KVConnector` over a store.
 
     An answer is kept until the request ends or needs other blocks. After a load that ended early, only blocks before
-    the first missing one are looked up. Blocks that another engine is expected to save are looked up until all are
-    found or no more arrive.
+    the first missing block are looked up. Blocks that another engine should save are looked up until all are found or
+    no more arrive.
 
-    on_answer: called on other threads after a lookup. direct: also one of the store's tiers. kinds: of all KV groups
-    except the first; the store may lack their content for blocks that no row reads.
+    on_answer: called on other threads after a lookup. direct: also one of the store's tiers. kinds: kinds of all KV
+    groups except the first. The store may lack the content of these groups for blocks that no row reads.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class StoreConnector:
         self._direct.request_added(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many further tokens the store has; None while the lookup runs."""
+        """Return how many further tokens the store has, or None while the lookup runs."""
         first, num_blocks = num_computed_tokens // self._block_size, len(request.block_hashes)
         lookup = self._lookups.get(request.request_id)
         if lookup is None or first < lookup.first or num_blocks != lookup.num_blocks:
@@ -163,7 +163,7 @@ class StoreConnector:
         self._direct.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Drop the answer unless the load was complete and not direct."""
+        """Drop the lookup's answer after an incomplete or direct load."""
         self._direct.transfer_ended(transfer)
         name, num_ordered = transfer.request_id, len(transfer.keys)
         if name is None:
@@ -183,5 +183,5 @@ class StoreConnector:
         self._drop(request.request_id)
 
     def close(self) -> None:
-        """Accept no further lookups, without waiting for running ones."""
+        """Accept no further lookups. Does not wait for running lookups."""
         self._threads.close(0.0)

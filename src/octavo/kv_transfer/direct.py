@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 
 class MooncakeConnector(Protocol):
-    """One side of a prefill/decode pair, also a `KVStore`. Called on the engine's thread; must not block.
+    """One side of a prefill/decode pair, also a `KVStore`. Called on the engine's thread, and must not block.
 
-    port: the port at which a prefill engine serves KV.
+    port: port at which a prefill engine serves KV.
     """
 
     port: int | None
 
     def request_added(self, request: Request) -> None:
-        """A request was added."""
+        """See `KVConnector`."""
         ...
 
     def request_finished(self, request: Request) -> None:
-        """A request ended."""
+        """See `KVConnector`."""
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """A transfer was scheduled."""
+        """See `KVConnector`."""
         ...
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """A transfer ended, or failed."""
+        """See `KVConnector`."""
         ...
 
     def expect(self, request: Request) -> bool:
-        """Expect a request's KV; return True if it comes directly."""
+        """Expect the KV of a request. Return True if a prefill engine sends it directly."""
         ...
 
     def forget_expected(self, request_id: str) -> None:
@@ -51,7 +51,7 @@ class MooncakeConnector(Protocol):
 
 
 class NoConnector:
-    """Stores only."""
+    """No direct transfers."""
 
     port: int | None = None
 
@@ -79,10 +79,9 @@ class NoConnector:
 def create_connector(
     config: KVTransferConfig, *, block_bytes: int, block_size: int, secret: str, kv_format: Mapping[str, str]
 ) -> DirectDonor | DirectReceiver | None:
-    """Return this engine's side of direct transfers, if any. Raises `ConfigError`.
+    """Return this engine's side of direct transfers, or None. Raises `ConfigError`.
 
-    secret: equal on both sides. kv_format: named properties that KV depends on, apart from tokens; both sides must
-    agree.
+    secret: equal on both sides. kv_format: named properties that KV depends on, apart from tokens; equal on both sides.
     """
     if not config.direct:
         return None
@@ -105,5 +104,5 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def num_load_threads(config: KVTransferConfig) -> int:
-    """Return the number of load threads: loads that wait for a prefill must not block the rest."""
+    """Return the number of load threads: enough that loads that wait for a prefill do not block the rest."""
     return config.num_threads + (RECEIVER_AREAS if config.direct and config.role == "decode" else 0)

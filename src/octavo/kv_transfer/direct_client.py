@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0  # after a failed start
-_GONE_S = 10.0  # then a silent process is replaced
+_GONE_S = 10.0  # a process that is silent for longer is replaced
 _ANYBODY = "192.0.2.1:9"  # for documentation (RFC 5737), on no real network
 
 
 class TransferClient:
     """Runs a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
 
-    Advertises a default address until `get` learns a better one. object_bytes: of a header and a block. num_areas:
-    limit on transfers.
+    Advertises a default address until `get` learns a better one. object_bytes: bytes of a header and a block.
+    num_areas: maximum number of concurrent transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
@@ -43,15 +43,15 @@ class TransferClient:
 
     @property
     def process_id(self) -> int | None:
-        """The process's id, if any."""
+        """Process id."""
         client = self._client
         return None if client is None else client.process_id
 
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
-        """Return a living client; None if none is ready within timeout_s.
+        """Return a living client, or None if no client is ready within timeout_s.
 
-        host: this machine's address on the route to the peer. The first one except loopback replaces the default, and
-        may restart the process. Raises `StoreError` after `close`, and for a pause after a failed start.
+        host: this machine's address on the route to the peer. The first host that is not loopback replaces the default,
+        and may restart the process. Raises `StoreError` after `close`, and during a pause after a failed start.
         """
         with self._changed:
             if self._is_guess and not ip_address(host).is_loopback:  # local peers reach any address
@@ -69,12 +69,12 @@ class TransferClient:
             return self._client
 
     def _begin(self) -> None:
-        """Start a process in the background. Needs the lock."""
+        """Needs the lock."""
         self._is_opening, self._error = True, ""
         threading.Thread(target=self._start, name="octavo-kv-direct-open", daemon=True).start()
 
     def _drop(self) -> None:
-        """End the current process. Needs the lock."""
+        """Needs the lock."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -97,7 +97,7 @@ class TransferClient:
             client.close()
 
     def close(self) -> None:
-        """End the process for good."""
+        """End the process."""
         with self._changed:
             self._is_closed = True
             self._drop()

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.mooncake_client import Area
 
 logger = logging.getLogger(__name__)
-_GRACE_S = 2.0  # how late the prompt may arrive: both engines get the request at the same time
-_STALLED_S = 3.0  # error if ready blocks wait and none is written for this long; less than `SILENT_S`
+_GRACE_S = 2.0  # how late the prompt may arrive; both engines get the request at the same time
+_STALLED_S = 3.0  # if ready blocks wait and none is written for this long, raise; less than `SILENT_S`
 _FIRST_WRITE_BYTES = 1 << 20  # `_Pace` adapts later writes
 _MAX_CONNECTIONS = 512
 _MAX_LOGGED = 64
@@ -38,9 +38,9 @@ _MAX_KNOWN = 4096
 
 
 class _Pace:
-    """Number of blocks per write to one decode engine: a write takes half of `BEAT_S` to `BEAT_S`.
+    """Number of blocks per write to one decode engine, so that a write takes half of `BEAT_S` to `BEAT_S`.
 
-    Nothing is sent during a write, so longer ones would look like a failure.
+    Nothing is sent during a write, so a longer write would look like a failure.
     """
 
     def __init__(self, object_bytes: int) -> None:
@@ -55,9 +55,9 @@ class _Pace:
 
 
 class DirectDonor:
-    """A `KVStore` that writes blocks into decode engines' memory; see `MooncakeConnector`.
+    """A `KVStore` that writes blocks into the memory of decode engines. See `MooncakeConnector`.
 
-    It waits for a requested block while the block's transfer is open or the block is being saved, so KV is sent before
+    It waits for a requested block while the block's transfer is open or the block is being saved. So KV is sent before
     the prompt is complete.
     """
 
@@ -72,13 +72,13 @@ class DirectDonor:
         self._secret = secret
         self._segment = Segment(block_bytes, max_bytes)
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
-        self._changed = threading.Condition()  # of all below
+        self._changed = threading.Condition()  # guards all fields below
         self._open: Counter[str] = Counter()  # requests by transfer
         self._ended: OrderedDict[str, None] = OrderedDict()  # transfers without further blocks
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
-        self._written_at = 0.0  # to any decode engine
+        self._written_at = 0.0  # last write to any decode engine
         self._logged: set[tuple[str, str]] = set()  # (refused decode engine, reason)
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
@@ -90,7 +90,7 @@ class DirectDonor:
     # --- events of the scheduler --------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
-        """Open the request's transfer, if it hands KV over."""
+        """Open the transfer of a request that hands KV over."""
         if request.hands_kv_over and request.kv_transfer_params is not None:
             with self._changed:
                 name = request.kv_transfer_params.transfer_id
@@ -98,7 +98,7 @@ class DirectDonor:
                 self._ended.pop(name, None)
 
     def request_finished(self, request: Request) -> None:
-        """End the transfer with its last open request."""
+        """End the transfer when its last open request ends."""
         if not request.hands_kv_over or request.kv_transfer_params is None:
             return
         name = request.kv_transfer_params.transfer_id
@@ -125,7 +125,7 @@ class DirectDonor:
                 self._changed.notify_all()
 
     def expect(self, request: Request) -> bool:
-        """Return False: nothing is received."""
+        """Return False."""
         del request
         return False
 
@@ -143,7 +143,7 @@ class DirectDonor:
         return self._segment.lacks(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks; the segment may have some that the engine has evicted."""
+        """See `KVStore`."""
 
         def copy(block: memoryview, content: memoryview, _: bytes) -> None:
             block[:] = content
@@ -154,7 +154,7 @@ class DirectDonor:
         return len(keys)
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Store blocks, and wake the connections that wait for them."""
+        """See `KVStore`."""
         for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             if not self._segment.put(key, block):
                 return index
@@ -228,7 +228,6 @@ class DirectDonor:
                 self._connections.discard(connection)
 
     def _refuse(self, channel: Channel, reason: str) -> None:
-        """Send a refusal's reason; log each reason once."""
         refusal = channel.peer_host, reason
         with self._changed:
             self._num_errors += 1
@@ -241,7 +240,7 @@ class DirectDonor:
         channel.send(messages.Refused(reason))
 
     def _receive(self, channel: Channel) -> ReadyToReceive:
-        """Authenticate a decode engine; return its request. Raises `RefusalError` if its KV differs."""
+        """Raises `RefusalError` if the KV format of the decode engine differs."""
         hello = channel.receive(messages.Hello)
         if hello.version != messages.VERSION:
             raise RefusalError(messages.differences(_versions(messages.VERSION), _versions(hello.version)))
@@ -283,7 +282,7 @@ class DirectDonor:
         channel.send(messages.End())
 
     def _write_in_turn(self, host: str, ready: ReadyToReceive, first: int, count: int, pace: _Pace) -> int:
-        """Write blocks if an area becomes free within `BEAT_S`; return their number."""
+        """Write blocks if an area becomes free within `BEAT_S`. Return how many were written."""
         began = time.monotonic()
         client = self._client.get(host, messages.BEAT_S)
         if client is None:
@@ -300,7 +299,7 @@ class DirectDonor:
         return num_written
 
     def _wait(self, ready: ReadyToReceive, first: int, requested_at: float) -> int | None:
-        """Count the blocks ready within `BEAT_S`; None if none will be."""
+        """Return how many blocks are ready within `BEAT_S`, or None if no more will be ready."""
         keys = ready.keys[first:]
         beat_at = time.monotonic() + messages.BEAT_S
         with self._changed:
@@ -314,7 +313,7 @@ class DirectDonor:
                 self._changed.wait(beat_at - now)
 
     def _is_coming(self, transfer_id: str, key: bytes, waited_s: float) -> bool:
-        """Return whether a block may still be saved. Needs the lock."""
+        """Needs the lock."""
         may_be_on_its_way = transfer_id not in self._ended and waited_s < _GRACE_S
         return key in self._saving or transfer_id in self._open or may_be_on_its_way
 
@@ -342,7 +341,6 @@ def _versions(version: int) -> dict[str, str]:
 
 
 def _end(connection: socket.socket) -> None:
-    """Close a connection, and wake its thread."""
     with contextlib.suppress(OSError):  # already closed
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

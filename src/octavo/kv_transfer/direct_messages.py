@@ -1,6 +1,6 @@
-"""Messages between prefill and decode engines: msgpack after its length, without the blocks.
+"""Messages between prefill and decode engines: a length, then msgpack.
 
-With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET; the decode engine's proof covers its request.
+With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET. The decode engine's proof covers its request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 VERSION = 2
 NONCE_BYTES = GENERATION_BYTES = 16
 BEAT_S = 0.5  # interval of beats
-SILENT_S = 4.0  # then a silent peer has failed
+SILENT_S = 4.0  # a peer that is silent for longer has failed
 SEND_S = 2.0
 _HEADER = struct.Struct("<8s16s32s32s")  # magic, generation, key, checksum over key and bytes
 _MAGIC = b"octavoD" + bytes([VERSION])
@@ -44,9 +44,9 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
-    """The place for these keys' blocks: contiguous from `address`, each after its header.
+    """The memory for the blocks of `keys`: contiguous from `address`, each block after its header.
 
-    session: name of that memory. generation: copied into the headers; never used again.
+    session: name of this memory. generation: copied into the headers, and never used again.
     """
 
     transfer_id: str
@@ -76,7 +76,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Nothing more follows."""
+    """A refusal; nothing follows."""
 
     reason: str
 
@@ -123,7 +123,7 @@ class Channel:
         self._connection.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self, kind: type[MessageT] | tuple[type[MessageT], ...], timeout_s: float = SILENT_S) -> MessageT:
-        """Return the next message, of this kind. Raises `RefusalError` for `Refused`."""
+        """Return the next message, which must be of `kind`. Raises `RefusalError` for `Refused`."""
         deadline = time.monotonic() + timeout_s
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
         if length > _MAX_BYTES:
@@ -150,7 +150,7 @@ class Channel:
 
 
 def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
-    """Describe how two engines' KV differs; "" if equal."""
+    """Describe how the KV of two engines differs, or return "" if it is equal."""
     names = sorted(of_prefill.keys() | of_decode.keys())
     return "; ".join(
         f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "
@@ -173,7 +173,7 @@ def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
 
 
 def is_proof(given: bytes, secret: str, role: str, *parts: bytes) -> bool:
-    """Return whether `given` equals `proof_of` the other arguments."""
+    """Return True if `given` equals `proof_of(secret, role, *parts)`."""
     return hmac.compare_digest(given, proof_of(secret, role, *parts))
 
 

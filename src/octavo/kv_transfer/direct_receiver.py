@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
-_PROBE_S = 1.0  # within which a healthy source answers a new connection
+_PROBE_S = 1.0  # a healthy source answers a new connection within this time
 _BUSY_PAUSE_S = 0.05  # between attempts to get an area
-_ENDING_S = 0.1  # within which an ending process closes its listening socket
+_ENDING_S = 0.1  # an ending process closes its listening socket within this time
 _MAX_SOURCES = 256  # with a remembered failure
 
 
@@ -52,7 +52,7 @@ _OF_ONE_CONNECTION = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
-    """Blocks that a request added at `since` gets from `source` (HOST:PORT)."""
+    """Blocks that a request gets from `source` (HOST:PORT). since: when the request was added."""
 
     transfer_id: str
     source: str
@@ -63,8 +63,9 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests; see `MooncakeConnector`.
 
-    A faulty or malicious source costs time only. Requests added before its failure do not ask it, so each waits for at
-    most one failure. A fault of one connection affects only its own request, if the source answers a new one.
+    A faulty or malicious source only costs time. Requests that were added before a source failed do not ask it, so each
+    request waits for at most one failure. If the source answers a new connection, a fault of a connection affects only
+    one request.
     """
 
     name = "direct"
@@ -79,10 +80,10 @@ class DirectReceiver:
         self._secret = secret
         self._object_bytes = HEADER_BYTES + block_bytes
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=RECEIVER_AREAS)
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all fields below
         self._expected: dict[str, _Expected] = {}  # by request
         self._added_at: dict[str, float] = {}  # by request
-        self._failing: set[str] = set()  # sources with a failed last transfer
+        self._failing: set[str] = set()  # sources of which the last transfer failed
         self._failed_at: dict[str, float] = {}  # by source
         self._num_corrupt = 0
         self._num_errors = 0
@@ -106,7 +107,7 @@ class DirectReceiver:
         """Do nothing."""
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """Expect no more blocks for a load. A cancelled one ends with the next beat."""
+        """Expect no more blocks for a load. A cancelled load ends with the next beat."""
         if transfer.request_id is not None:
             self.forget_expected(transfer.request_id)
 
@@ -133,7 +134,7 @@ class DirectReceiver:
         return len(self._split(keys)[1])
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return nothing: saves are not accepted."""
+        """Return nothing."""
         del keys
         return set()
 
@@ -173,7 +174,6 @@ class DirectReceiver:
     # --- from prefill engines -----------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
-        """Return the source with the longest run of leading keys, and this run."""
         with self._lock:
             candidates = [each for each in self._expected.values() if not self._has_failed(each)]
         best, most = None, 0
@@ -184,7 +184,7 @@ class DirectReceiver:
         return best, keys[:most]
 
     def _has_failed(self, expected: _Expected) -> bool:
-        """Return whether the source failed since the request was added. Needs the lock."""
+        """Needs the lock."""
         return self._failed_at.get(expected.source, 0.0) >= expected.since
 
     def _is_wanted(self, expected: _Expected) -> bool:
@@ -192,13 +192,12 @@ class DirectReceiver:
             return not self._is_closed and any(each is expected for each in self._expected.values())
 
     def _may_wait(self, expected: _Expected) -> bool:
-        """Return whether the request may wait for blocks not being received yet."""
         with self._lock:
             has_failed = self._has_failed(expected)
         return not has_failed and self._is_wanted(expected)
 
     def _receive(self, expected: _Expected, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Returns and raises as `load`."""
+        """See `load`."""
         try:
             host = local_address(expected.source)
         except StoreError as error:
@@ -273,7 +272,7 @@ class DirectReceiver:
         return count
 
     def notify_ready_to_receive(self, channel: Channel, ready: messages.ReadyToReceive) -> None:
-        """Authenticate both sides, then send the blocks' address."""
+        """Authenticate both sides, then send the address for the blocks."""
         nonce = secrets.token_bytes(messages.NONCE_BYTES)
         channel.send(messages.Hello(messages.VERSION, nonce))
         challenge = channel.receive(messages.Challenge)
@@ -291,7 +290,7 @@ class DirectReceiver:
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
         """Count a fault of a source, and log the first of several.
 
-        is_down: earlier requests do not ask it any more. Ignored if is_corrupt.
+        is_down: unless is_corrupt, requests that were added before do not ask the source any more.
         """
         with self._lock:
             self._num_errors += 1
@@ -317,9 +316,9 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 
 
 def _answers(source: str) -> bool:
-    """Return whether a source accepts a new connection and answers on it or closes it, twice.
+    """Return True if a source twice accepts a new connection and answers on it or closes it.
 
-    At its limit of connections, a source closes each new one; an ending process does so once, then refuses.
+    A source at its limit of connections closes each new connection. An ending process does so once, then refuses.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

@@ -21,7 +21,7 @@ RECEIVER_AREAS = 16  # loads, which mostly wait for prompts
 
 @dataclass(slots=True)
 class _Slot:
-    """A stored block. num_leases: readers; meanwhile its memory is not reused."""
+    """A stored block. num_leases: number of readers. If there are any, the memory is not reused."""
 
     content: memoryview
     checksum: bytes
@@ -59,7 +59,7 @@ class Segment:
             return {key for key in keys if key not in self._slots}
 
     def put(self, key: bytes, block: memoryview) -> bool:
-        """Store a copy of a block; False if all slots are being read or written."""
+        """Store a copy of a block. Return False if all slots are being read or written."""
         with self._lock:
             if key in self._slots:
                 self._slots.move_to_end(key)
@@ -77,7 +77,7 @@ class Segment:
         return True
 
     def _take(self) -> memoryview | None:
-        """Return memory for a block, evicting one if necessary; None if all have readers. Needs the lock."""
+        """Return memory for a block, after an eviction if necessary, or None if all have readers. Needs the lock."""
         if self._free:
             return self._free.pop()
         content = next(self._contents, None)
@@ -90,7 +90,7 @@ class Segment:
         return self._slots.pop(oldest).content
 
     def read(self, key: bytes, use: Callable[[memoryview, bytes], None]) -> bool:
-        """Call use(block, checksum) with the block pinned; False if there is none."""
+        """Call use(block, checksum) while the block is pinned. Return False if there is no block."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:

@@ -1,4 +1,4 @@
-"""A store in files."""
+"""Store in files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class DiskStore:
-    """A `KVStore` in a directory, which other processes may use with other models and versions of octavo.
+    """A `KVStore` in a directory that other processes may use, with other models and versions of octavo.
 
     Each save writes one file. The least recently used file is evicted first, also after a restart. If writing fails (no
     space, no permission), blocks are still served, and saving is retried after a growing pause.
 
-    max_bytes: limit for all files in the directory; each process applies its own. None: `default_bound`. part_bytes: of
-    blocks with the first KV group only, if any; they have their own files.
+    max_bytes: limit for all files in the directory, by default `default_bound`. Each process applies its own limit.
+    part_bytes: size of blocks with only the first KV group, if any. Such blocks are in separate files.
     """
 
     name = "disk"
@@ -45,7 +45,7 @@ class DiskStore:
         part_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read all files' headers. Raises `ConfigError` and `StoreError`."""
+        """Read the headers of all files. Raises `ConfigError` and `StoreError`."""
         self.check_bound(block_bytes, max_bytes)
         self.block_bytes = block_bytes
         self._lock = threading.Lock()
@@ -56,11 +56,11 @@ class DiskStore:
             self._max_bytes = default_bound(directory) if max_bytes is None else max_bytes
             sizes = {block_bytes} if part_bytes is None else {block_bytes, part_bytes}
             self._directory = DiskDirectory(directory, sizes, self._max_bytes)
-        self._write(lambda: self._directory.make_room(0))  # the bound may have fallen
+        self._write(lambda: self._directory.make_room(0))  # max_bytes may be lower now
 
     @staticmethod
     def check_bound(block_bytes: int, max_bytes: int | None) -> None:
-        """Raise `ConfigError` if max_bytes does not hold one block."""
+        """Raise `ConfigError` if max_bytes is too small for one block."""
         smallest = file_bytes(1, block_bytes)
         if max_bytes is not None and max_bytes < smallest:
             raise ConfigError(
@@ -78,13 +78,13 @@ class DiskStore:
         return count
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys; none while writing is paused."""
+        """Return the missing keys, or none while writing is paused."""
         if self._is_closed or not self._writing.may_try():
             return set()
         return self._directory.index.lacking(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order. If a file fails, read another one with the same block."""
+        """Fill blocks in order. If a file fails, read another file with the same block."""
         done = 0
         while done < len(keys) and not self._is_closed:
             found = self._directory.index.run(keys[done:])
@@ -157,7 +157,7 @@ class DiskStore:
             self._writing.succeeded()
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Delete files that contain these keys, with their other blocks."""
+        """Delete the files that contain one of these keys, with all blocks in the files."""
         names = self._directory.index.holders(keys)
         if names and not self._is_closed:
             with self._reading(self._directory.path):
@@ -191,7 +191,7 @@ class DiskStore:
 
 
 def default_bound(directory: Path) -> int:
-    """Return 16 GiB, at most half of (free space + existing files).
+    """Return 16 GiB, but at most half of (free space + existing files).
 
     Creates the directory. Raises `OSError`.
     """
@@ -201,7 +201,7 @@ def default_bound(directory: Path) -> int:
 
 
 class _Writing:
-    """Pauses writing after failures."""
+    """Pauses after failures."""
 
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self.error = ""
@@ -211,7 +211,7 @@ class _Writing:
         self._pause_s = self._resumes_at = 0.0
 
     def may_try(self) -> bool:
-        """False during a pause."""
+        """False while paused."""
         return not self.error or self._clock() >= self._resumes_at
 
     def failed(self, error: OSError) -> None:

@@ -1,13 +1,13 @@
 """The directory of a disk store, shared by several processes.
 
-    TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed; its time is that of its last use
-    TOKEN.tmp     a file being written, locked by its writer; unlocked, its writer is dead
-    TOKEN.bad     a corrupt file: evicted first
-    lock          locked while files are added or removed; contains new random bytes for each such change
+    TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed; the file's time is the last use
+    TOKEN.tmp     an unfinished file, locked by its writer; if it is not locked, the writer is dead
+    TOKEN.bad     a corrupt file, which is evicted first
+    lock          locked while files are added or removed; each such change writes new random bytes
 
-Other names, links and other users' files are ignored. Reading takes no lock: a file removed meanwhile is a miss. A
-writer takes the lock to make room and to name its file, but not while it writes. So the files, even unfinished ones,
-never exceed the limit.
+Other names, links and other users' files are ignored. Reading takes no lock, because a file that is removed meanwhile
+is a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it writes. So all
+files, including unfinished files, never exceed the limit.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _NAME = re.compile(r"[0-9a-f]{32}\.(kv|tmp|bad)")
-_LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # limited: a suspended process may hold the lock forever
+_LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # limited, because a suspended process may hold the lock forever
 _GENERATION_BYTES = 16
 _RECOUNT_S = 60.0  # until all files are listed again
-_SCAN_SHARE = 0.05  # of one thread's time, for listing files
-_SETTLED_NS = 50_000_000  # changes within one tick of the file system's clock keep the directory's time
-_MAX_STUCK = 8  # undeletable files, then making room fails
+_SCAN_SHARE = 0.05  # of one thread's time, to list files
+_SETTLED_NS = 50_000_000  # a change within one tick of the file system's clock does not change the directory's time
+_MAX_STUCK = 8  # after so many undeletable files, eviction fails
 _UNREADABLE_S = 60.0  # until an unreadable file is retried
 
 
 class DiskDirectory:
-    """Files of blocks in a directory, created if missing. Thread-safe. Methods raise `OSError`.
+    """Files of blocks in a directory, which is created if missing. Thread-safe. Methods raise `OSError`.
 
-    sizes: of blocks that this engine reads; other files are only counted.
+    sizes: sizes of blocks that this engine reads. Other files are only counted.
     """
 
     def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
@@ -59,13 +59,13 @@ class DiskDirectory:
         self.num_corrupt = 0  # files
         self._sizes, self._max_bytes = sizes, max_bytes
         self._mutex = threading.Lock()  # to list, add or remove files
-        self._writing: dict[str, int] = {}  # temporary files of all processes
-        self._temporaries: set[str] = set()  # those of this process
+        self._writing: dict[str, int] = {}  # bytes of temporary files, of all processes
+        self._temporaries: set[str] = set()  # of this process
         self._unreadable: dict[str, float] = {}
-        self._generation = b""  # as of the last count; b"": a count is due
+        self._generation = b""  # content of `lock` at the last count; b"" if a count is due
         self._counted_at = -math.inf
         self._lock_descriptor = -1
-        self._seen_ns: int | None = None  # the directory's time at the last listing
+        self._seen_ns: int | None = None  # modification time of the directory at the last listing
         self._next_look_at = 0.0
         path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
         with self._mutex:
@@ -96,7 +96,7 @@ class DiskDirectory:
             return 0
 
     def _list(self, *, locked: bool = False) -> None:
-        """Update the index. locked: the lock is held."""
+        """locked: the lock is held."""
         began, changed_ns = time.monotonic(), self._changed_ns()
         is_settled = time.time_ns() - changed_ns > _SETTLED_NS
         names, new = self._entries()
@@ -109,13 +109,12 @@ class DiskDirectory:
             self._take_in(name, locked=locked)
         self._writing = {name: self._writing.get(name) or self._size(name) for name in temporary}
         if not is_as_known and not locked:
-            self._generation = b""  # without the lock, another process's change may be half done
+            self._generation = b""  # without the lock, another process may not have finished a change
         self._seen_ns = changed_ns if is_settled else None
         ended = time.monotonic()
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
 
     def _entries(self) -> tuple[set[str], list[str]]:
-        """Return all file names that may be ours, and those with unread headers."""
         names, new = set(), []
         now = time.monotonic()
         again = {name for name, until in self._unreadable.items() if until <= now}
@@ -185,12 +184,12 @@ class DiskDirectory:
             raise CorruptFileError(str(error)) from error
 
     def touch(self, names: list[str]) -> None:
-        """Mark files as used now, the first as the newest: the end of a chain is useless without its beginning."""
+        """Mark files as used now, the first as the newest, because later blocks are useless without the first."""
         now_ns = time.time_ns()
         for place, name in enumerate(names):
             try:
                 os.utime(f"{self._root}/{name}", ns=(now_ns - place, now_ns - place), follow_symlinks=False)
-            except OSError as error:  # a process that may only read cannot affect eviction
+            except OSError as error:  # a process without write permission does not affect eviction
                 if error.errno not in {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}:
                     raise
 
@@ -218,7 +217,7 @@ class DiskDirectory:
         self.index.add(BlockFile(bad, size), 0)
 
     def _skip_undeletable(self, name: str) -> None:
-        """Count a file without its blocks; retry it later."""
+        """Count a file, but not its blocks. Retry it later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 
@@ -233,12 +232,12 @@ class DiskDirectory:
     # --- adding -------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_bytes: int) -> None:
-        """Evict files until num_bytes fit; remove dead writers' files."""
+        """Evict files until num_bytes fit, and remove files of dead writers."""
         with self._mutex, self._locked():
             self._make_room(num_bytes)
 
     def write(self, num_bytes: int, keys: tuple[bytes, ...], fill: Callable[[int], None]) -> None:
-        """Add a file with the content of `fill(descriptor)`, or none if that raises."""
+        """Add a file that `fill(descriptor)` writes. If `fill` raises, add no file."""
         name = secrets.token_hex(16)
         temporary, final = f"{name}.tmp", f"{name}.kv"
         self.path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -282,7 +281,7 @@ class DiskDirectory:
                 raise
             return descriptor
 
-    # --- room, under the lock -----------------------------------------------------------------------------------------
+    # --- eviction, under the lock -------------------------------------------------------------------------------------
 
     def _make_room(self, num_bytes: int) -> None:
         self._count()
@@ -318,7 +317,7 @@ class DiskDirectory:
         self.num_evicted += len(file.keys) if file is not None else 0
 
     def _count(self) -> None:
-        """List the files if another process may have added any; remove those of dead writers."""
+        """List files if another process may have added files, and remove files of dead writers."""
         now = time.monotonic()
         if self._generation and self._read_generation() == self._generation and now < self._counted_at + _RECOUNT_S:
             return
@@ -332,9 +331,9 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return whether a temporary file has no writer.
+        """Return True if a temporary file has no writer.
 
-        Writers of this user can open their files, so an unreadable one has none.
+        A writer of this user can open its file, so an unreadable file has no writer.
         """
         try:
             with self.open(name) as (descriptor, found):
@@ -361,7 +360,7 @@ class DiskDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock, within the mutex. Raises `TimeoutError` if another process keeps it."""
+        """Hold the lock. Needs the mutex. Raises `TimeoutError` if another process holds the lock."""
         self._lock_descriptor = self._lock()
         try:
             yield
@@ -388,7 +387,6 @@ class DiskDirectory:
             time.sleep(_LOCK_POLL_S)
 
     def _is_in_place(self, descriptor: int) -> bool:
-        """Return whether other processes still open this lock file."""
         try:
             return os.path.samestat(os.fstat(descriptor), (self.path / "lock").lstat())
         except FileNotFoundError:

@@ -1,12 +1,12 @@
 """File format of the disk store. The functions raise `OSError`.
 
     offset 0   magic, format version, number of blocks, bytes of a block (little-endian, 8 + 4 + 4 + 8)
-          24   SHA-256 of the header: of the bytes before it, and of the table after it
-          56   for each block its key, and the SHA-256 of key and content
+          24   SHA-256 of the header: the bytes before this field, and the table after it
+          56   the table: for each block the key, and the SHA-256 of key and content
                zeros up to a multiple of 4096
                the blocks, without gaps
 
-Processors have instructions for SHA-256 (1.8 GB/s on one core; BLAKE2b: 0.9), and hashlib releases Python's lock.
+Processors have instructions for SHA-256 (1.8 GB/s on one core; BLAKE2b: 0.9), and hashlib releases the GIL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _TABLE_AT = _START.size + _CHECKSUM_BYTES
 _ENTRY_BYTES = KEY_BYTES + _CHECKSUM_BYTES
 _PAGE_BYTES = 4096
-_MAX_VECTORS = 256  # per system call, at most 1024
+_MAX_VECTORS = 256  # buffers per system call; the maximum is 1024
 _MAX_CALL_BYTES = 64 << 20
 
 
@@ -105,7 +105,7 @@ def read_header(descriptor: int, num_bytes: int) -> Header:
 
 
 def read_blocks(descriptor: int, header: Header, first: int, blocks: Sequence[memoryview]) -> int:
-    """Fill blocks from the file's block `first` on; count the leading valid ones."""
+    """Fill blocks, beginning with the file's block `first`. Return the number of leading valid blocks."""
     offset = _header_bytes(len(header.keys)) + first * header.block_bytes
     _move_all(os.preadv, descriptor, blocks, offset)  # if the file is too short, the checksums differ
     for index, block in enumerate(blocks):
@@ -120,7 +120,7 @@ def is_ours(found: os.stat_result) -> bool:
 
 
 def sync_directory(path: str) -> None:
-    """Wait until a directory's names are on disk."""
+    """Wait until the file names of a directory are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -131,7 +131,7 @@ def sync_directory(path: str) -> None:
 def _move_all(
     move: Callable[[int, list[memoryview], int], int], descriptor: int, views: Sequence[memoryview], offset: int
 ) -> bool:
-    """Move all bytes in several calls; return True if the file ended first."""
+    """Return True if the file ended first."""
     waiting = [view for view in reversed(views) if len(view)]  # empty if the first KV group has no layers
     while waiting:
         batch = [waiting.pop()]

@@ -1,4 +1,4 @@
-"""Index of a directory."""
+"""Directory index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIN_SPARE = 1024  # stale heap entries before a rebuild
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A file of a disk store. keys: () if not read (other format, or corrupt)."""
+    """A file of a disk store. keys: () if the file is corrupt or has another format."""
 
     name: str
     num_bytes: int
@@ -25,7 +25,7 @@ class BlockFile:
 class DiskIndex:
     """The files of a directory by name, key and age. Thread-safe.
 
-    Ages may be out of date: before an eviction, the caller checks for later uses.
+    Ages may be out of date, so the caller checks for later uses before an eviction.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class DiskIndex:
                 heapq.heapify(self._by_age)
 
     def drop(self, name: str) -> BlockFile | None:
-        """Remove and return a file, if known. Keys in other files remain."""
+        """Remove and return a file, or return None if unknown. Keys that other files have remain."""
         with self._lock:
             return self._drop(name)
 
@@ -87,26 +87,26 @@ class DiskIndex:
         return file
 
     def oldest(self) -> tuple[int, str] | None:
-        """Return (last use, name) of the least recently used file, if any."""
+        """Return (last use, name) of the least recently used file, or None."""
         with self._lock:
             while self._by_age and self._used_ns.get(self._by_age[0][1]) != self._by_age[0][0]:
                 heapq.heappop(self._by_age)
             return self._by_age[0] if self._by_age else None
 
     def used(self, name: str, used_ns: int) -> None:
-        """Set a file's last use, if it is still the oldest."""
+        """Set the last use of a file, if the file is still the oldest."""
         with self._lock:
             if self._by_age and self._by_age[0][1] == name:
                 self._used_ns[name] = used_ns
                 heapq.heapreplace(self._by_age, (used_ns, name))
 
     def lacking(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Return keys without files."""
+        """Keys without files."""
         with self._lock:
             return {key for key in keys if key not in self._holders}
 
     def files_of(self, keys: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return the number of leading keys found, and their files' names in order."""
+        """Return the number of leading keys found, and the names of their files in order."""
         names: dict[str, None] = {}
         with self._lock:
             for count, key in enumerate(keys):
@@ -117,14 +117,14 @@ class DiskIndex:
         return len(keys), list(names)
 
     def holders(self, keys: Iterable[bytes]) -> set[str]:
-        """Return files with any of these keys."""
+        """Return the names of files with any of these keys."""
         with self._lock:
             return {file.name for key in keys for file in self._holders.get(key, ())}
 
     def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
-        """Find the newest file that contains the first key, if any.
+        """Find the newest file that contains the first key. Return None if no file contains it.
 
-        Returns the file, the key's position in it, and how many keys from there on equal `keys`.
+        Returns the file, the key's index there, and how many keys from this index equal `keys`.
         """
         with self._lock:
             holders = self._holders.get(keys[0])

@@ -1,7 +1,7 @@
-"""Stored blocks with the first KV group only: the other groups' parts were evicted before the save.
+"""Stored blocks with only the first KV group, because the content of other groups was evicted before the save.
 
-A request can use one if no row reads the other groups' content any more. It is the beginning of a whole block, with its
-own key, because a key's content never changes.
+A request can use such a block if no row reads the other groups any more. It is the beginning of a whole block, but has
+a different key, because the content of a key never changes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _PREFIX = b"without its window part"  # must not change: stores have such keys
 
 
 def key_of_first_group(key: bytes) -> bytes:
-    """Return the part's key."""
+    """Return the key for the block with only the first group. key: of the whole block."""
     return hashlib.sha256(_PREFIX + key).digest()
 
 
 def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: int, kinds: Sequence[KVGroupKind]) -> int:
     """Return the number of leading blocks after which a request can resume.
 
-    is_whole: whether each block has all groups. first: index of the first one; the request has those before it. kinds:
-    of all groups except the first.
+    is_whole: True for each block with all groups. first: index of the first block; the request has the blocks before
+    it. kinds: kinds of all groups except the first.
     """
     count, before = len(is_whole), -1
     while count != before:
@@ -47,7 +47,7 @@ def look_up(
     block_size: int,
     kinds: Sequence[KVGroupKind],
 ) -> int:
-    """Return `num_usable` of the keys found in a store."""
+    """Return `num_usable` for the keys that a store has."""
     is_whole: list[bool] = []
     while len(is_whole) < len(keys):
         before = len(is_whole)
@@ -56,7 +56,7 @@ def look_up(
         is_whole += [False] * (store.num_matched(rest, only_first_group=True) if rest else 0)
         if len(is_whole) == before:
             break
-    # A block may be stored under both keys. Whole ones matter most among those that the next row reads.
+    # A block may be stored under both keys. Look for whole blocks among the blocks that the next row reads.
     num_computed = min((first + len(is_whole)) * block_size, num_tokens - 1)
     start = max(min(kind.first_position(num_computed) for kind in kinds) // block_size - first, 0)
     if False in is_whole[start:]:
@@ -73,9 +73,9 @@ def load(
     part_bytes: int,
     tally: TierTally,
 ) -> int:
-    """Fill blocks in order; count the leading ones with the needed content.
+    """Fill blocks in order. Return the number of leading blocks with the needed content.
 
-    needs_all: whether each block needs all groups. part_bytes: of the first group's part.
+    needs_all: True for each block that needs all groups. part_bytes: bytes of the first group.
     """
     done, only_first_group = 0, False
     while done < len(keys):
@@ -84,7 +84,7 @@ def load(
             end = next((index for index in range(done, end) if needs_all[index]), end)
         into = [block[:part_bytes] if only_first_group else block for block in blocks[done:end]]
         count = store.load(keys[done:end], into, tally, only_first_group=only_first_group) if into else 0
-        if not count and (done or only_first_group):  # the next block is under neither key
+        if not count and (done or only_first_group):  # the next block is stored under neither key
             break
         done += count
         only_first_group = not only_first_group
@@ -99,9 +99,9 @@ def save(
     part_bytes: int,
     tally: TierTally,
 ) -> int:
-    """Save blocks; count the leading ones stored now.
+    """Save blocks, also those after a failed block. Return the number of leading blocks stored now.
 
-    Blocks after a failed one are still saved. has_all: whether each block has all groups.
+    has_all: True for each block with all groups.
     """
     first = num_kept = 0
     while first < len(keys):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-HANGS_AFTER_S = 5.0  # a longer call blocks further ones
+HANGS_AFTER_S = 5.0  # while a call takes longer, no further call is made
 CHECK_S = 5.0  # interval of checks of an idle store
 ResultT = TypeVar("ResultT")
 
@@ -27,11 +27,11 @@ ResultT = TypeVar("ResultT")
 class GuardedStore:
     """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
-    After a failure the store gets no call for a pause, which doubles; then a single call tries it. It gets no call
-    while another one hangs.
+    After a failure, the store is not called for a pause, which doubles; then a single call tries it. While a call
+    hangs, no other call is made.
 
-    open_store: called until it succeeds. may_wait: calls wait for other engines, so none counts as hanging.
-    keeps_parts: the store also keeps blocks with the first KV group only.
+    open_store: called until it succeeds. may_wait: calls may wait for other engines, so no call counts as hanging.
+    keeps_parts: the store also keeps blocks with only the first KV group.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GuardedStore:
 
     @classmethod
     def of(cls, store: KVStore, *, may_wait: bool = False, keeps_parts: bool = True) -> GuardedStore:
-        """Guard an open store."""
+        """Guard a store."""
         guard = cls(store.name, store.block_bytes, lambda: store, may_wait=may_wait, keeps_parts=keeps_parts)
         guard._store = store
         guard.figures.is_usable = 1
@@ -108,7 +108,7 @@ class GuardedStore:
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys; none while unusable: nothing is saved."""
+        """Return the missing keys, or none while unusable, so that nothing is saved."""
         store = self._store
         if store is None or not self.is_usable:
             return set()
@@ -131,7 +131,7 @@ class GuardedStore:
         return count
 
     def take_evicted(self) -> int:
-        """Count the blocks evicted since the last call, as of the last load or save."""
+        """Return how many blocks were evicted between the last call and the last load or save."""
         with self._lock:
             count, self._num_evicted_reported = self._num_evicted - self._num_evicted_reported, self._num_evicted
         return count
@@ -183,20 +183,20 @@ class GuardedStore:
                 self._failed(error)
 
     def _ask(self, ask: Callable[[KVStore], ResultT], otherwise: ResultT) -> ResultT:
-        """Call the store; return `otherwise` if forbidden or failed."""
+        """Call the store. Return `otherwise` if no call may be made or it fails."""
         if not self._may_ask():
             return otherwise
         try:
             with self._call():
                 result = ask(self._opened())
-        except Exception as error:  # noqa: BLE001 - a fault of a store is no fault of requests
+        except Exception as error:  # noqa: BLE001 - a faulty store must not fail requests
             self._failed(error)
             return otherwise
         self._succeeded()
         return result
 
     def _may_ask(self) -> bool:
-        """Return whether a call may be made: after a pause, one until its outcome is known."""
+        """Return True if a call may be made. After a pause, only one call may, until its outcome is known."""
         now = self._clock()
         with self._lock:
             if self._is_closed or now < self._resumes_at or self._hangs(now):

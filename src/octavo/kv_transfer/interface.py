@@ -1,4 +1,4 @@
-"""External stores of KV."""
+"""External KV stores."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StoreError(OctavoError):
 class StoreStats:
     """Contents of a store, and counters since its start.
 
-    max_bytes: None if the limit is set elsewhere. num_corrupt: blocks with a wrong checksum. error: why the store is
-    unusable, or "".
+    max_bytes: None if the store does not set the limit. num_corrupt: blocks with a wrong checksum. error: why the store
+    is unusable, or "".
     """
 
     num_blocks: int
@@ -38,8 +38,8 @@ class KVStore(Protocol):
     Loads verify a checksum over key and content; a corrupt or incomplete block is a miss. Thread-safe. `lacks` and
     `stats` never block; other methods may wait for I/O, and raise `StoreError`.
 
-    block_bytes: of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are smaller.
-    All blocks of a save have one size, which their load must use.
+    block_bytes: size of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are
+    smaller. All blocks of one save have the same size, and a load must use this size.
     """
 
     name: str
@@ -50,18 +50,18 @@ class KVStore(Protocol):
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return missing keys, by local knowledge."""
+        """Return the missing keys, as far as known without I/O."""
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order; return the number of leading valid ones. The other blocks become undefined.
+        """Fill blocks in order. Return the number of leading valid blocks; the rest become undefined.
 
         Corrupt blocks are dropped from the store.
         """
         ...
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Copy blocks into the store; return the number of leading ones stored."""
+        """Copy blocks into the store. Return the number of leading blocks that are stored."""
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""A store in memory."""
+"""Store in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TransferCallback(Protocol):
 class KVBlock:
     """A node's copy of a block. access_time: monotonic seconds.
 
-    num_tokens: for blocks without token_ids, as engines save them.
+    num_tokens: given for blocks without token_ids, which engines save.
     """
 
     block_hash: bytes
@@ -50,10 +50,10 @@ class KVBlock:
 
 
 class GlobalKVPool:
-    """Blocks of several nodes by hash; several nodes may have copies. Thread-safe.
+    """Blocks of several nodes by hash. Several nodes may have copies of a block. Thread-safe.
 
-    A node evicts the least recently used of more than `max_blocks_per_node` blocks. Raises `ConfigError` if that is
-    below 1.
+    A node with more than `max_blocks_per_node` blocks evicts the least recently used. Raises `ConfigError` if this
+    limit is below 1.
     """
 
     def __init__(self, max_blocks_per_node: int = DEFAULT_BLOCKS_PER_NODE) -> None:
@@ -71,7 +71,7 @@ class GlobalKVPool:
 
     @property
     def total_cached_blocks(self) -> int:
-        """Blocks with copies."""
+        """Blocks, including copies."""
         with self._lock:
             return sum(map(len, self._nodes.values()))
 
@@ -81,15 +81,15 @@ class GlobalKVPool:
         return self._num_evicted.total()
 
     def num_evicted_of(self, node_id: str) -> int:
-        """Count a node's evictions."""
+        """A node's evictions."""
         return self._num_evicted[node_id]
 
     def num_cached_blocks(self, node_id: str) -> int:
-        """Count a node's blocks."""
+        """A node's blocks."""
         return len(self._nodes.get(node_id, ()))
 
     def num_bytes(self, node_id: str) -> int:
-        """Return the bytes of a node's blocks."""
+        """A node's bytes."""
         with self._lock:
             return sum(len(block.kv_data) for block in self._nodes.get(node_id, {}).values())
 
@@ -102,7 +102,7 @@ class GlobalKVPool:
         *,
         num_tokens: int | None = None,
     ) -> bool:
-        """Store a copy and return True, if no node has the hash. Otherwise mark the stored block as used."""
+        """Store a copy and return True if no node has the hash. Otherwise mark the stored block as used."""
         with self._lock:
             if self._touch(block_hash) is not None:
                 return False
@@ -111,7 +111,7 @@ class GlobalKVPool:
         return True
 
     def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return the number of tokens in the leading blocks found, and each one's first holder. Marks them as used."""
+        """Return the number of tokens in the leading blocks found, and the first holder of each. Marks them as used."""
         num_tokens, node_ids = 0, []
         with self._lock:
             for block_hash in block_hashes:
@@ -123,12 +123,12 @@ class GlobalKVPool:
         return num_tokens, node_ids
 
     def get(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block, if any, and mark it as used."""
+        """Return a node's block or None, and mark it as used."""
         with self._lock:
             return self._touch_at(block_hash, node_id)
 
     def lacks(self, block_hashes: Sequence[bytes]) -> set[bytes]:
-        """Return hashes without holders."""
+        """Hashes without holders."""
         with self._lock:
             return {block_hash for block_hash in block_hashes if block_hash not in self._holders}
 
@@ -139,7 +139,7 @@ class GlobalKVPool:
         target_node_id: str,
         callback: TransferCallback | None = None,
     ) -> None:
-        """Copy blocks to another node on a thread; then call callback(request_id, success=...).
+        """Copy blocks to another node on a thread, then call callback(request_id, success=...).
 
         Stops at the first missing block and at the node's limit.
         """
@@ -171,7 +171,7 @@ class GlobalKVPool:
                     self._ended.notify_all()
 
     def _copy(self, block_hash: bytes, target_node_id: str) -> bool:
-        """Copy a block to a node that lacks it, without the lock; False if no node has it."""
+        """Copy without holding the lock. Return False if no node has the block."""
         with self._lock:
             block = self._touch_at(block_hash, target_node_id) or self._touch(block_hash)
         if block is None or block.node_id == target_node_id:
@@ -189,7 +189,7 @@ class GlobalKVPool:
             return self._take_complete(request_id)
 
     def wait_for_transfer(self, request_id: str, timeout_s: float) -> bool:
-        """Return whether a transfer ends in time, and remove its record."""
+        """Return True if a transfer ends in time, and remove its record."""
         with self._ended:
             if self._ended.wait_for(lambda: request_id in self._complete, timeout_s):
                 return self._take_complete(request_id)
@@ -220,12 +220,11 @@ class GlobalKVPool:
             self._num_evicted[block.node_id] += 1
 
     def _touch(self, block_hash: bytes) -> KVBlock | None:
-        """As `_touch_at`, for the first holder."""
         holder = next(iter(self._holders.get(block_hash, ())), None)
         return None if holder is None else self._touch_at(block_hash, holder)
 
     def _touch_at(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block, if any, and mark it as used. Needs the lock."""
+        """Needs the lock."""
         node = self._nodes.get(node_id)
         if node is None or block_hash not in node:
             return None
@@ -236,9 +235,9 @@ class GlobalKVPool:
 
 
 class MemoryStore:
-    """A `KVStore` over a pool, as one node of it. The node's limit covers saved blocks and loaded copies.
+    """A `KVStore` that is one node of a pool. The node's limit covers saved blocks and loaded copies.
 
-    timeout_s: of a transfer.
+    timeout_s: limit of a transfer.
     """
 
     name = "memory"
@@ -284,7 +283,7 @@ class MemoryStore:
         return len(found)
 
     def _fetch(self, keys: Sequence[bytes]) -> list[KVBlock]:
-        """Copy blocks to this node; return those before the first missing one."""
+        """Return the blocks before the first missing block."""
         with self._lock:
             self._num_transfers += 1
             name = f"{self.node_id}-{id(self)}-{self._num_transfers}"
@@ -301,14 +300,14 @@ class MemoryStore:
         return found
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Publish as this node."""
+        """See `KVStore`."""
         for key, block in zip(keys, blocks, strict=True):
             record = _checksum(key, block) + bytes(block)
             self.pool.publish(key, self.node_id, (), record, num_tokens=self.block_size)
         return len(keys)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop from all nodes."""
+        """See `KVStore`."""
         self.pool.remove(keys)
 
     def stats(self) -> StoreStats:

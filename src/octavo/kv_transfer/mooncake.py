@@ -30,7 +30,7 @@ _HEADER = struct.Struct("<8s32s32s")  # magic, key, checksum over key and bytes
 _HEADER_BYTES = 128  # aligns the block to a cache line
 _MAGIC = b"octavoK" + bytes([FORMAT])
 _MAX_KNOWN = 1 << 17  # keys, about 20 MB
-_MAX_QUERIED = 256  # per query: the pool may lack most keys
+_MAX_QUERIED = 256  # keys per query, because the pool may lack most keys
 _WRONG_SIZE, _TRANSFER_FAILED = -600, -800
 _NO_MASTER = (-900, -901)
 _HAS = 1
@@ -39,9 +39,9 @@ _HAS = 1
 class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
-    All objects have one size: a block with the first KV group only is padded with zeros. A restarted master has an
-    empty pool, so each query also asks for a mark of this store; without it, all known keys are forgotten. Blocks go
-    into other engines' memory only if this engine's own is full.
+    All objects have one size; a block with only the first KV group is padded with zeros. A restarted master has an
+    empty pool, so each query also asks for a mark that this store has put there. If the mark is missing, all known keys
+    are forgotten. Blocks go into the memory of other engines only if this engine's memory is full.
     """
 
     name = "mooncake"
@@ -63,7 +63,7 @@ class MooncakeStore:
             object_bytes=_HEADER_BYTES + block_bytes,
         )
         self._opening = threading.Lock()
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all fields below
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._mark = _new_mark()
         self._num_corrupt = 0
@@ -74,13 +74,13 @@ class MooncakeStore:
 
     @staticmethod
     def host_bytes(block_bytes: int, segment_bytes: int) -> int:
-        """Return this machine's bytes, lent memory included."""
+        """Return the bytes on this machine, including lent memory."""
         return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that the pool has, and lease them for the following load.
 
-        Without keys, it only asks the master.
+        Without keys, only ask the master.
         """
         if not keys:
             self._has([])
@@ -162,7 +162,7 @@ class MooncakeStore:
         return count
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Remove blocks, even if leased: a concurrent reader notices the removal by the checksum."""
+        """Remove blocks, even if leased, because a concurrent reader notices the removal by the checksum."""
         if not keys:
             return
         with self._lock:
@@ -172,7 +172,7 @@ class MooncakeStore:
             self._call(area, "remove", [*map(_name, keys)])
 
     def stats(self) -> StoreStats:
-        """Figures of known blocks."""
+        """See `KVStore`."""
         with self._lock:
             count = len(self._known)
             return StoreStats(
@@ -193,7 +193,7 @@ class MooncakeStore:
 
     @contextmanager
     def _area(self) -> Iterator[Area]:
-        """Lend an area of a living client; count a `StoreError`."""
+        """Counts any `StoreError`."""
         try:
             with self._living_client().area() as area:
                 yield area
@@ -224,7 +224,6 @@ class MooncakeStore:
         return codes
 
     def _begin_anew(self, area: Area, mark: str) -> None:
-        """Forget all known keys and put a new mark into the pool."""
         with self._lock:
             if self._mark != mark:
                 return
@@ -248,7 +247,7 @@ class MooncakeStore:
 
 
 def _is_wrong(code: int, is_whole: bool) -> bool:
-    """Return whether wrong bytes arrived. If none arrived, the block may still be in the pool."""
+    """Return True if wrong bytes arrived. If no bytes arrived, the block may still be in the pool."""
     return not is_whole and (code >= 0 or code == _WRONG_SIZE)
 
 

@@ -1,4 +1,4 @@
-"""A client of Mooncake in a separate process: calls with a deadline, over shared memory."""
+"""A client of Mooncake in a separate process. Calls have a deadline and use shared memory."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MODULE = "octavo.kv_transfer.mooncake_process"
-OPEN_S = 15.0  # to open a client, with its process
+OPEN_S = 15.0  # to start a process and open its client
 CALL_S = 4.0
 REST_S = 6.0  # twice Mooncake's limit for a stalled transfer, which may still write into its area
-GONE_S = 30.0  # then a silent process is killed
+GONE_S = 30.0  # a process that is silent for longer is killed
 PING_S = 0.5  # a healthy process answers immediately
 CLOSE_S = 5.0  # Mooncake withdraws lent memory in 2 s
 PROCESS_BYTES = 64 << 20  # without lent and shared memory
 NUM_AREAS = 4
 AREA_BYTES = 8 << 20
 TRANSFER_FAILED = -800
-_SILENT = subprocess.DEVNULL  # it logs each missed heartbeat
+_SILENT = subprocess.DEVNULL  # Mooncake logs each missed heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOrder:
     """Configuration of a client process, with the descriptors that it inherits.
 
-    master: HOST:PORT of the pool's master; "": no pool, the process writes into other engines' memory. channels: one
-    per area, for sequential calls. Areas are contiguous in the memory, and objects in an area.
+    master: HOST:PORT of the pool's master, or "" to write into the memory of other engines without a pool. channels:
+    one per area, for sequential calls. Areas are contiguous in memory, and objects are contiguous in an area.
     """
 
     master: str
@@ -53,7 +53,7 @@ class ClientOrder:
     channels: tuple[int, ...]
 
     def encode(self) -> str:
-        """Return a command-line argument."""
+        """Encode as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -66,7 +66,7 @@ class ClientOrder:
 class Opened:
     """The first message on the control pipe. error: why the process cannot be used, or "".
 
-    session: name of its memory for other engines. address: of that memory in the process.
+    session: name of the shared memory for other engines. address: address of this memory in the process.
     """
 
     error: str = ""
@@ -84,13 +84,13 @@ class Opened:
 
 
 class BusyError(StoreError):
-    """No area is free: all are in use, or may still be written by a failed transfer."""
+    """No area is free: each is in use, or a failed transfer may still write into it."""
 
 
 class Area:
     """A part of the shared memory, with a pipe for calls. One caller uses it at a time.
 
-    address: of its first object in Mooncake's process.
+    address: address of the first object in Mooncake's process.
     """
 
     def __init__(self, channel: Connection, memory: memoryview, object_bytes: int) -> None:
@@ -105,7 +105,7 @@ class Area:
         self.requested_at = 0.0
 
     def call(self, name: str, arguments: Sequence[Any]) -> list[int]:
-        """Return a call's codes. Raises `StoreError` if the process ended, or has not answered within `CALL_S`."""
+        """Return the codes of a call. Raises `StoreError` if the process ended or did not answer within `CALL_S`."""
         assert len(arguments) <= len(self.objects) or name not in {"get", "put"}
         try:
             self.channel.send_bytes(json.dumps([name, list(arguments)]).encode())
@@ -120,7 +120,7 @@ class Area:
         return codes
 
     def ping(self) -> bool:
-        """Return whether the process answers within `PING_S`. Until it does, the area is not free."""
+        """Return True if the process answers within `PING_S`. The area is not free until the process answers."""
         self.is_pending, self.requested_at = True, time.monotonic()
         try:
             self.channel.send_bytes(json.dumps(["ping", []]).encode())
@@ -141,7 +141,7 @@ class Area:
         return codes
 
     def is_free(self, now: float) -> bool:
-        """Return whether nothing can write into the area any more."""
+        """Return True if nothing can write into the area any more."""
         try:
             if self.is_pending and self.channel.poll():
                 self.answer()
@@ -154,8 +154,8 @@ class Area:
 class MooncakeClient:
     """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
-    master: "" without a pool. host: the address by which other engines reach this process. segment_bytes: lent to the
-    pool. gone_s: a process silent for this long is killed; None: `GONE_S`.
+    master: "" without a pool. host: address by which other engines reach this process. segment_bytes: memory lent to
+    the pool. gone_s: a process that is silent for this long is killed; by default `GONE_S`.
     """
 
     def __init__(
@@ -229,12 +229,12 @@ class MooncakeClient:
 
     @property
     def process_id(self) -> int:
-        """The process's id."""
+        """Process id."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """True if the process may be called. Kills a silent one."""
+        """True if the process may be called. Kills a silent process."""
         now, gone_s = time.monotonic(), GONE_S if self._gone_s is None else self._gone_s
         if any(area.is_pending and now - area.requested_at > gone_s for area in self._areas):
             self.kill()
@@ -242,7 +242,7 @@ class MooncakeClient:
 
     @contextmanager
     def area(self, timeout_s: float | None = None) -> Iterator[Area]:
-        """Lend a free area. Raises `BusyError` if none becomes free within timeout_s; None: `CALL_S`."""
+        """Lend a free area. Raises `BusyError` if no area becomes free within timeout_s (by default `CALL_S`)."""
         area = self._take(CALL_S if timeout_s is None else timeout_s)
         try:
             yield area

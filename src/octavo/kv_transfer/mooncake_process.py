@@ -1,7 +1,7 @@
 """The process that runs Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`.
 
-Mooncake's library holds Python's lock while it connects and closes, for minutes without a master, and some failed calls
-end the process. So it runs outside the engine, which sees any failure as a closed pipe.
+Mooncake's library holds the GIL while it connects and closes, for minutes without a master, and some failed calls end
+the process. So the library runs outside the engine, which sees any failure as a closed pipe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any], int], Sequence[int]]
 
-_OPEN_S = 12  # then a signal ends the process, even if Python's lock is held
+_OPEN_S = 12  # then a signal ends the process, even if the GIL is held
 _CLOSE_S = 4
 _ADDRESSES = "P2PHANDSHAKE"  # clients find each other through the master alone
 _CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, unused
@@ -39,9 +39,9 @@ _LIMITS = {
 
 
 def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
-    """Connect to the pool; return calls by name. Each takes keys and the address of the first key's object.
+    """Connect to the pool, and return calls by name. A call takes keys and the address of the first key's object.
 
-    Raises `ImportError`, and `OSError` if it does not connect.
+    Raises `ImportError`, and `OSError` if it cannot connect.
     """
     from mooncake.store import (  # noqa: PLC0415 - an optional extra; its import may fail
         MooncakeDistributedStore,
@@ -78,7 +78,7 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
 
 
 def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]:
-    """Start a TransferEngine; return its calls and its session name. Raises as `open_client`.
+    """Start a TransferEngine, and return its calls and session name. Raises like `open_client`.
 
     The call "write" copies objects into another engine's memory.
     """
@@ -103,7 +103,7 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
 
 
 def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
-    """Answer calls until the pipe is closed. An exception ends the process, which closes the pipe."""
+    """An exception ends the process, which closes the pipe."""
     try:
         while True:
             try:

@@ -37,8 +37,8 @@ class TierTally:
 class TieredStore:
     """A `KVStore` over several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
 
-    Saves a block to each store that lacks it. only_first_group: blocks have the first KV group only
-    (`octavo.kv_transfer.group_parts`); `keys` are those of whole blocks; stores without such blocks are skipped.
+    Saves a block to each store that lacks it. only_first_group: blocks have only the first KV group
+    (`octavo.kv_transfer.group_parts`), but `keys` are those of whole blocks. Stores without such blocks are skipped.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -49,7 +49,7 @@ class TieredStore:
 
     @property
     def figures(self) -> dict[str, KVStoreFigures]:
-        """Live figures by store."""
+        """Figures by store."""
         return {tier.name: tier.figures for tier in self.tiers}
 
     @property
@@ -82,12 +82,12 @@ class TieredStore:
         return count
 
     def lacks(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return the keys that some store lacks. only_first_group: also as a part."""
+        """Return the keys that any store lacks. only_first_group: a store with the whole block does not lack it."""
         tiers = self._usable_tiers(only_first_group=only_first_group)
         return set().union(*(_lacking(tier, keys, only_first_group=only_first_group) for tier in tiers))
 
     def take_evicted(self) -> tuple[tuple[str, int], ...]:
-        """Return (name, blocks evicted since the last call) of stores that evicted any."""
+        """Return (name, blocks evicted since the last call) of stores that evicted blocks."""
         return tuple((tier.name, count) for tier in self.tiers if (count := tier.take_evicted()))
 
     def load(
@@ -119,7 +119,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Save each block to the stores that lack it; count the leading blocks that any store has now."""
+        """Save each block to the stores that lack it. Return how many leading blocks at least one store has now."""
         kept, tally = set[bytes](), tally or TierTally()
         names = _names(keys, only_first_group=only_first_group)
         for tier in self._usable_tiers(only_first_group=only_first_group):
@@ -169,7 +169,6 @@ def _names(keys: Sequence[bytes], *, only_first_group: bool) -> Sequence[bytes]:
 
 
 def _lacking(tier: GuardedStore, keys: Sequence[bytes], *, only_first_group: bool) -> set[bytes]:
-    """Return the keys that a store lacks as whole blocks. only_first_group: and as parts."""
     lacking = tier.lacks(keys)
     if not only_first_group:
         return lacking
@@ -182,7 +181,7 @@ def _load_next(
 ) -> int:
     for index, tier in enumerate(tiers):
         start = time.perf_counter()
-        is_last = index == len(tiers) - 1  # a lookup found the block
+        is_last = index == len(tiers) - 1  # needs no lookup, because a store has the block
         count = len(names) if is_last else tier.num_matched(names)
         loaded = tier.load(names[:count], blocks[:count]) if count else 0
         tally.add(tier, loaded, sum(map(len, blocks[:loaded])), time.perf_counter() - start)

@@ -23,12 +23,12 @@ def add_experts(
 ) -> None:
     """Write the weighted sum of each row's experts into `out` [num_tokens, hidden], rounded once.
 
-    outputs float32 [num_tokens * num_chosen, hidden]: of the choice ids[i, j] at row places[i, j].
+    outputs float32 [num_tokens * num_chosen, hidden]: row places[i, j] is the output of expert ids[i, j] for token i.
     shared float32 [num_tokens, hidden]: the shared expert's output, added last, or empty. shared_gate float32
     [num_tokens, 1], or empty: its sigmoid multiplies `shared`.
 
-    Outputs are added in float32, in one binary tree over expert ids that halves [0, num_experts). So a row's bits
-    depend on its own experts only, and a subtree can be added elsewhere.
+    Outputs are added in float32, in a binary tree over expert ids that halves [0, num_experts). So a row's bits depend
+    only on its own experts, and another device can add a subtree.
     """
     values = outputs[places.long()] * weights.unsqueeze(2)
     for row, chosen in enumerate(ids.tolist()):
@@ -41,9 +41,9 @@ def add_experts(
 
 
 def additions(ids: list[int], low: int, high: int, first: int = 0) -> list[tuple[int, int]]:
-    """Return the additions of the tree over [low, high) for ascending ids, the first of which has index `first`.
+    """Return the additions of the tree over [low, high) for ascending ids. first: index of ids[0].
 
-    Each adds the second index to the first one; the sum ends at `first`.
+    (into, source) adds index source to index into. The total ends at `first`.
     """
     if len(ids) < 2:
         return []

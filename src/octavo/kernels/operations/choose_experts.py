@@ -27,13 +27,14 @@ def choose_experts(
 ) -> None:
     """Write each row's chosen experts, ascending, into `ids`, and their weights into `weights`.
 
-    logits float32 [num_tokens, num_experts]. bias float32 [num_experts], or empty: added to the scores for the choice
-    alone. ids int32 and weights float32 [num_tokens, num_chosen].
+    logits float32 [num_tokens, num_experts]. bias float32 [num_experts], or empty: added to scores for the choice, not
+    for weights. ids int32 and weights float32 [num_tokens, num_chosen].
 
-    Scores are the softmax of the logits, their sigmoid, or the logits; weights are then the softmax over the chosen
-    experts. With several groups of neighbouring experts, only the best `num_chosen_groups` are used: by their best
-    expert if `is_group_best`, else by the sum of their two best. Ties go to the lowest expert.
-    least_sum: added to the sum that divides the weights; negative: no division. scale: multiplies the weights.
+    scoring: scores are the softmax of logits, the sigmoid of logits, or logits; in the last case, weights are the
+    softmax over the chosen experts. With several groups of neighbouring experts, only the best `num_chosen_groups` are
+    used. A group is scored by its best expert if `is_group_best`, otherwise by the sum of its two best. Ties go to the
+    lowest expert.
+    least_sum: added to the sum that divides the weights; if negative, nothing is divided. scale multiplies the weights.
     """
     scores = logits
     if scoring == SOFTMAX:

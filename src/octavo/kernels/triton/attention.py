@@ -1,12 +1,10 @@
 """Attention over paged KV for a ragged batch, prompts and decodes in one launch: see docs/gpu.md.
 
-A row's result depends only on its own position and KV: tiles of rows are padded to one shape, and tiles and partitions
-(states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions. Only a device can
-show that a product's row is independent of the rest of the tile, and that products with zero weights do not change a
-sum.
+A row's result depends only on its own position and KV, because tiles of rows are padded to one shape, and tiles and
+partitions (states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions.
 
-The launch depends on shapes alone, so a captured one serves sequences of any length. In a sequence of length 0, a row
-at position -1 gets zeros: divisions round towards zero, so it visits its first tile, with masked loads.
+A launch depends only on shapes, so a captured launch serves sequences of any length. A row at position -1, in a
+sequence of length 0, gets zeros: divisions round towards zero, so the row visits the first tile with masked loads.
 """
 
 from __future__ import annotations
@@ -30,16 +28,16 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-MAX_ROW_BYTES = 512  # of a padded head: tiles of q, k and v share shared memory
+MAX_ROW_BYTES = 512  # of a padded head, because tiles of q, k and v must fit shared memory
 BLOCK_M = 64  # rows that a warp group of Hopper multiplies
 TILE = 64
 TILES = 4
 PARTITION = TILE * TILES
-_SPLIT_TOKENS = 8  # of a split sequence, unless all have one token
+_SPLIT_TOKENS = 8  # maximum of a split sequence; 1 if all sequences have one token
 _SPLIT_PROGRAMS = 512
 _SPLIT_SEQS = tl.constexpr(_SPLIT_PROGRAMS)  # at most
 _SHARERS_PER_PROCESSOR = 2
-_PARTIAL_BYTES = 128 << 20  # above it, nothing is split
+_PARTIAL_BYTES = 128 << 20  # if partial sums would be larger, no sequence is split
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 1 << 30
 _OF_A_RUN = ["num_seqs", "num_tiles", "split_tokens", "max_partitions", "window", "table_stride"]
@@ -94,26 +92,26 @@ def paged_attention(
 
 
 def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether the kernel supports such heads."""
+    """Return True if the kernel supports such heads."""
     return bool(triton.next_power_of_2(head_dim) * dtype.itemsize <= MAX_ROW_BYTES)
 
 
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return compile options; longer rows take more threads and fewer stages.
+    """Return compile options. Longer rows use more threads and fewer stages.
 
-    A second warp group would repeat the products of q with k, so only rows that need its registers have one.
+    A second warp group would repeat the products of q and k, so only rows that need more registers use it.
     """
     row_bytes = head_dim * dtype.itemsize
     is_narrow = row_bytes <= (256 if dtype.itemsize < 4 and has_warp_groups() else 128)
     num_warps, num_stages = 4 if is_narrow else 8, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
     if not is_amd():
-        options["maxnreg"] = 255  # without a limit ptxas may take 32 and spill all else
+        options["maxnreg"] = 255  # without a limit, ptxas may use 32 and spill the rest
     return options
 
 
 def partial_sums(num_rows: int, num_heads: int, num_partitions: int, head_dim: int, like: Tensor) -> list[Tensor]:
-    """Allocate partitions' states: sums, and (maximum, sum of weights)."""
+    """Allocate the states of partitions: sums, and (maximum, sum of weights)."""
     shape = (max(num_rows, 1), num_heads, num_partitions)
     return [like.new_empty(*shape, width, dtype=torch.float32) for width in (head_dim, 2)]
 
@@ -141,7 +139,7 @@ def _partial_bytes(num_rows: int, num_heads: int, num_partitions: int, head_dim:
 
 @triton.jit
 def _merge(total_max, total_weight, totals, part_max, part_weight, part):
-    """Merge a partition's state into the earlier ones'; the maximum is -inf if a row saw no position."""
+    """The maximum is -inf if a row saw no position."""
     maximum = tl.maximum(total_max, part_max)
     origin = tl.where(maximum == float("-inf"), 0.0, maximum)
     keep, add = tl.exp2(total_max - origin), tl.exp2(part_max - origin)
@@ -169,7 +167,7 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Update the state of rows with one tile of KV. Blocks before `first` may be released."""
+    """Blocks before position `first` may be released."""
     of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     is_there = (of_tile >= first) & (of_tile < seq_len)
     is_dim = dim < HEAD_DIM
@@ -204,9 +202,9 @@ def _attend_tile(
 
 @triton.jit
 def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return a tile's sequence, and its number there, perhaps past the last.
+    """Return the sequence of a tile, and the tile's index in the sequence, which may be past the last.
 
-    Tiles of sequence i begin at number floor(rows before it / BLOCK_M) + i, so all fit.
+    Tiles of sequence i begin at floor(rows before it / BLOCK_M) + i, so sequences do not overlap.
     """
     # The last sequence that begins at or before `tile`. `low` must be a tensor even if the loop does not run.
     low, high = 0 * num_seqs, num_seqs
@@ -221,7 +219,7 @@ def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOC
 def _tiles_of_rows(
     tile, first_position, num_tokens, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the first position that a tile of rows sees, its tile of KV, and the end of the tiles."""
+    """Return the first position that a tile of rows sees, and the first and end index of its KV tiles."""
     first = _first_seen(first_position + tile * BLOCK_M // GROUP, window)
     last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
     return first, first // TILE, last // TILE + 1
@@ -232,7 +230,7 @@ def _ends_of_sequences(
     query_start_ptr, seq_lens_ptr, num_seqs, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return cumulative numbers of items of split sequences. An item is a partition with a tile of rows."""
+    """Return the cumulative number of items of split sequences. An item is a partition and a tile of rows."""
     sequence = tl.arange(0, _SPLIT_SEQS)
     is_there = sequence < num_seqs
     first_token = tl.load(query_start_ptr + sequence, mask=is_there, other=0)
@@ -248,7 +246,7 @@ def _items_of_program(
     query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return the ends of sequences, and the first, end and step of a program's items (one for a tile of rows)."""
+    """Return `_ends_of_sequences`, and the first, end and step of the program's items."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends = tl.zeros([_SPLIT_SEQS], tl.int32)
     if is_sharer:
@@ -277,7 +275,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of queries of one KV head with all its partitions, or items of split sequences."""
+    """For one KV head, compute a tile of queries over all its partitions, or items of split sequences."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends, first_item, end_item, step = _items_of_program(
         query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window, GROUP, BLOCK_M, TILE * TILES
@@ -342,10 +340,7 @@ def _attend(
 
 @triton.jit
 def _write(place, total_max, total_weight, totals, sink_place, mask, HAS_SINKS: tl.constexpr):
-    """Merge the sinks, and store totals / total_weight.
-
-    Zeros are positive: a zero's sign may come from a weight of zero.
-    """
+    """Zeros are made positive, because the sign of a zero may come from a weight of zero."""
     if HAS_SINKS:
         one, nothing = tl.full(total_weight.shape, 1.0, tl.float32), tl.zeros(totals.shape, tl.float32)
         sink = tl.load(sink_place) * _LOG2_E

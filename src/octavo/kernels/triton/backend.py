@@ -55,15 +55,12 @@ _OPERATIONS = (
     "take_rows",
     "top_tokens",
 )
-# Both sides of each choice of tiles, and above a partition of attention.
+# Numbers of rows on both sides of each choice of tiles, and above a partition of attention.
 WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTITION + 1)
 
 
 class TritonKernels(ReferenceKernels):
-    """Triton kernels for a GPU or for Triton's interpreter; plain torch computes the rest.
-
-    graph_pool: makes a device's `GraphPool`; tests replace it.
-    """
+    """Triton kernels for a GPU or for Triton's interpreter; plain torch computes the rest."""
 
     name = "triton"
     multiplies_fp8 = True
@@ -81,7 +78,7 @@ class TritonKernels(ReferenceKernels):
         self.warm_up_rows = () if is_interpreted() else WARM_UP_ROWS
         self._compilations = Compilations()
         self._warned_of: set[str] = set()
-        self._product_bytes_per_row = 0  # of any weight so far
+        self._product_bytes_per_row = 0  # maximum of the weights packed so far
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
@@ -94,11 +91,11 @@ class TritonKernels(ReferenceKernels):
             kernel(*args)
 
     def take_compilations(self) -> list[str]:
-        """See `Kernels`; includes other engines."""
+        """See `Kernels`."""
         return self._compilations.take()
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Pack int4 and blocks."""
+        """See `Kernels`."""
         if isinstance(weight, Int4Weight):
             packed = pack_int4(weight)
             num_bytes = packed.nbytes + (0 if bias is None else bias.nbytes)
@@ -114,7 +111,7 @@ class TritonKernels(ReferenceKernels):
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes of partial sums, for any weight packed so far, or of plain torch."""
+        """See `Kernels`."""
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
         of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
         taken = max(attention.scratch_bytes(**shape), of_products)
@@ -147,7 +144,7 @@ class TritonKernels(ReferenceKernels):
         return self.gate(self.linear(x, packed), activation)
 
     def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
-        """Copy float weights into one tensor. Weights of other kinds stay separate."""
+        """See `Kernels`."""
         storages = [each.storage for each in weights]
         if not all(isinstance(each, torch.Tensor) for each in storages) or any(
             each.bias is not None for each in weights
@@ -181,7 +178,7 @@ class TritonKernels(ReferenceKernels):
         return take_rows(x, rows)
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return False if plain torch, which may read the batch on the host, computes a part."""
+        """See `Kernels`. False if plain torch computes attention, because torch reads the batch on the host."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: Triton's interpreter does not support them")
             return False
@@ -198,7 +195,7 @@ class TritonKernels(ReferenceKernels):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Capture a plan's steps."""
+        """See `Kernels`."""
         del max_tokens
         hidden = forward(token_ids, batch)
         if decodes is None:
@@ -224,7 +221,7 @@ class TritonKernels(ReferenceKernels):
     def rejection_sample(
         self, target_sampled: Tensor, draft_ids: Tensor, cu_num_logits: Tensor, num_speculative_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernels`. Plain torch handles choices on the host."""
+        """See `Kernels`."""
         if target_sampled.device.type == "cpu" and not is_interpreted():
             return super().rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
         return rejection.rejection_sample(target_sampled, draft_ids, cu_num_logits, num_speculative_steps)
@@ -281,7 +278,7 @@ class TritonKernels(ReferenceKernels):
 
 @functools.cache
 def kernel_of(name: str) -> Callable[..., None] | None:
-    """Return an operation's Triton function, if any."""
+    """Return the Triton function of an operation, or None."""
     path = f"octavo.kernels.triton.{name}"
     if importlib.util.find_spec(path) is None:
         return None
@@ -302,7 +299,7 @@ def _attention_in_torch(dtype: torch.dtype) -> str:
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton was imported with TRITON_INTERPRET=1."""
+    """Return True if Triton was imported with TRITON_INTERPRET=1."""
     return bool(triton.knobs.runtime.interpret)
 
 

@@ -9,7 +9,7 @@ import triton
 
 
 class Compilations:
-    """Reports kernels that this process has compiled, by any engine."""
+    """Reports kernels that any engine of this process compiled."""
 
     def __init__(self) -> None:
         self._compiled = compiled_kernels()
@@ -24,7 +24,7 @@ class Compilations:
 
 @functools.cache
 def compiled_kernels() -> list[str]:
-    """Return the list to which Triton adds every kernel from now on, even one from its cache on disk."""
+    """Return the list to which Triton adds each kernel that it compiles or loads from its disk cache from now on."""
     compiled: list[str] = []
     earlier = triton.knobs.runtime.jit_post_compile_hook
 

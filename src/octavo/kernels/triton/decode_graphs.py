@@ -1,7 +1,7 @@
-"""Decode steps as graphs, each for a number of sequences and a mean number of rows per sequence.
+"""Decode steps as graphs. Each graph is for a number of sequences and a mean number of rows per sequence.
 
-A step takes the next larger graph, and copies its inputs to memory that is never freed. Each unused sequence gets one
-padding row while rows last. Launches depend on the graph's shape only: graphs do not change a token.
+A step uses the next larger graph, and copies its inputs to memory that is never freed. Each unused sequence gets one
+padding row while unused rows remain. Launches depend only on the graph's shape, so graphs do not change tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from octavo.kernels.triton.graphs import GraphPool
 
     Forward = Callable[[Tensor, AttentionBatch], Tensor]
-    Size = tuple[int, int]  # mean rows of a sequence, sequences
+    Size = tuple[int, int]  # (mean rows per sequence, sequences)
 
 logger = logging.getLogger(__name__)
 _BLOCK = 1024
@@ -37,9 +37,9 @@ _PROGRESS_S = 5.0
 
 
 class DecodeGraphs:
-    """A model's forward pass over one KV cache; steps of few rows per sequence run as graphs.
+    """A forward pass over one KV cache that runs steps with few rows per sequence as graphs.
 
-    forward: the uncaptured pass. sizes: the captured ones.
+    forward: the pass without graphs. sizes: captured numbers of sequences, by mean rows per sequence.
     """
 
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
@@ -53,13 +53,13 @@ class DecodeGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes with inputs."""
+        """Memory of graphs and inputs."""
         return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
 
     def _capture(self, plan: DecodePlan) -> None:
-        """Capture the largest first: smaller graphs reuse its memory.
+        """Capture the largest graph first, because smaller graphs reuse its memory.
 
-        A graph over the planned memory is dropped, with all smaller ones.
+        Stop at the first graph that exceeds `plan.num_bytes`.
         """
         start = logged_at = time.monotonic()
         planned = [(num_rows, num_seqs) for num_rows, sizes in plan.sizes.items() for num_seqs in sizes]
@@ -100,7 +100,7 @@ class DecodeGraphs:
         return self._pool.capture(run)
 
     def __call__(self, token_ids: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return the outputs' hidden states; the next call overwrites them."""
+        """See `Kernels.record_forward`."""
         size = self.size_for(batch)
         if size is None:
             return self.forward(token_ids, batch)
@@ -110,7 +110,7 @@ class DecodeGraphs:
         return hidden if batch.outputs is None else take_rows(hidden, batch.outputs.rows)
 
     def size_for(self, batch: AttentionBatch) -> Size | None:
-        """Return a batch's graph size, if any. Only total rows count."""
+        """Return the size of the graph for a batch, or None. Only the total of rows matters."""
         num_seqs, width = batch.block_tables.shape
         if width > self._inputs.table_width:
             return None
@@ -122,7 +122,7 @@ class DecodeGraphs:
 
 
 class DecodeInputs:
-    """Inputs of the largest graphs; smaller ones use a prefix."""
+    """Inputs of the largest graphs. Smaller graphs use a prefix."""
 
     def __init__(self, batch: AttentionBatch, plan: DecodePlan) -> None:
         most_seqs = max(sizes[-1] for sizes in plan.sizes.values())
@@ -166,7 +166,7 @@ class DecodeInputs:
         width = batch.block_tables.shape[1]
         assert token_ids.is_contiguous()
         groups = zip((batch, *batch.more_groups), (self._batch, *self._batch.more_groups), strict=True)
-        for given, of_graph in groups:  # cheaper than another launch
+        for given, of_graph in groups:  # copying token ids for each group is cheaper than another launch
             assert given.block_tables.is_contiguous()
             _fill_inputs[num_rows * num_seqs, triton.cdiv(width, _BLOCK)](
                 token_ids, given.positions, given.slot_mapping, given.query_start, given.seq_lens, given.block_tables,
@@ -199,7 +199,6 @@ def _fill_inputs(
     graph_tables_ptr,
     num_rows, num_seqs, graph_num_rows, graph_num_seqs, width, graph_width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy one row and one sequence, or write padding."""
     index = tl.program_id(0)
     is_sequence = index < num_seqs
     if tl.program_id(1) == 0:

@@ -1,4 +1,4 @@
-"""Gates of MLPs, unfused."""
+"""Gates of MLPs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @triton.jit
 def activated(x, up, ACTIVATION: tl.constexpr):
-    """Return activation(x) * up. GELU by tanh, x (1 + tanh(u)) / 2, is x / (1 + e^-2u)."""
+    """Return activation(x) * up. The tanh approximation of GELU, x (1 + tanh(u)) / 2, is x / (1 + e^-2u)."""
     exponent = x
     if ACTIVATION == "gelu_tanh":
         exponent = 1.5957691216057308 * (x + 0.044715 * (x * x * x))  # 2 sqrt(2 / pi)

@@ -1,4 +1,4 @@
-"""e^x with the same bits on every GPU and in the interpreter, whose own instructions differ.
+"""e^x with the same bits on every GPU and in the interpreter, because the instructions of devices differ.
 
 Compile callers with `enable_fp_fusion=False`.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LN2_HIGH = tl.constexpr(0.693145751953125)  # the last 9 bits are 0: products with small integers are exact
+_LN2_HIGH = tl.constexpr(0.693145751953125)  # the last 9 bits are 0, so products with small integers are exact
 _LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
 _LN2_HIGH_64 = tl.constexpr(6.93147180369123816490e-01)
 _LN2_LOW_64 = tl.constexpr(1.90821492927058770002e-10)
@@ -38,7 +38,7 @@ def exponential(x):
 
 @triton.jit
 def hyperbolic_tangent(x):
-    """Return m / (m + 2) with m = e^2|x| - 1, which is precise for small x, too."""
+    """Return tanh(x): m / (m + 2) with m = e^2|x| - 1, and the sign of x."""
     magnitude = tl.abs(x)
     power, rest = _powers(tl.minimum(magnitude + magnitude, 40.0))
     minus_one = (power - 1.0) + power * rest

@@ -1,6 +1,6 @@
 """CUDA graphs: captured launches that one call repeats.
 
-Inputs must be in memory that is not freed, and no launch may depend on their content.
+Inputs must be in memory that is not freed, and no launch may depend on the content of inputs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class CaptureError(RuntimeError):
 
 
 class GraphPool(Protocol):
-    """Captures graphs that share memory of intermediate results: only one may run at a time."""
+    """Captures graphs that share the memory of intermediate results, so only one graph may run at a time."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture the launches of `run`, which must have run before; return a function that repeats them.
+        """Capture the launches of `run`, which must have run before. Return a function that repeats the launches.
 
-        Capturing may compute them. Raises `RuntimeError`, on a GPU `CaptureError`, for example if the host reads a
-        value of the device.
+        Capturing may execute the launches. Raises `RuntimeError`, on a GPU `CaptureError`, for example if the host
+        reads a value of the device.
         """
         ...
 
@@ -48,7 +48,7 @@ class CudaGraphPool:
         before = self._memory()
         graph = torch.cuda.CUDAGraph()
         try:
-            # KV transfers may allocate meanwhile.
+            # "thread_local", because KV transfers may allocate meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
             graph.replay()

@@ -1,7 +1,7 @@
 """Products of rows with the weight of their group, in one launch.
 
-Each group has its own tiles, in `matmul`'s shape and order, so bits are those of a product with its weight alone. The
-device reads the groups' sizes; the launch has the most tiles possible.
+Each group has its own tiles, in the shape and order of `matmul`, so results have the bits of `matmul`. The device reads
+the sizes of groups, so the launch has as many tiles as any sizes need.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def grouped_matmul(x: Tensor, weights: Tensor, group_start: Tensor, out: Tensor)
     return out
 
 
-@triton.jit(do_not_specialize=["most_row_tiles"])  # one binary for any number
+@triton.jit(do_not_specialize=["most_row_tiles"])
 def _grouped_matmul(
     x_ptr,
     weight_ptr,

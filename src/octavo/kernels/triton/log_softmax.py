@@ -1,6 +1,6 @@
 """Log probabilities of tokens on a GPU.
 
-The vocabulary alone decides the order of sums; in torch's kernel a row's address does.
+The order of sums depends only on the vocabulary. In torch's kernel, it depends on a row's address.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from octavo.kernels.triton.rounding import INTERPRETED
 
 @triton.jit
 def loop_bound(number):
-    """Return a number for `range`. The interpreter (3.6) has arrays of one, which numpy 2.4 rejects."""
+    """Return a number for `range`. The interpreter (3.6) has arrays of one element, which numpy 2.4 rejects."""
     if INTERPRETED:
-        number = number + tl.zeros([1], tl.int32)  # a copy, changed below
+        number = number + tl.zeros([1], tl.int32)
         number.handle.data = number.handle.data.reshape(())
     return number

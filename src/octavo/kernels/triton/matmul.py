@@ -1,7 +1,7 @@
 """Products with weights, x @ weight.T: see docs/gpu.md.
 
-A row's bits depend on its own values alone, because the two ways to multiply do the same operations on the same tiles.
-Only a device can show that a row of a tile's product (wgmma, mma, mfma) is independent of the rest: see
+A row's bits depend only on its own values, because split and unsplit products do the same operations on the same tiles.
+Only a device can show that a row of a tile's product (wgmma, mma, mfma) does not depend on other rows: see
 tools/gpu_check.py.
 """
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK_M, BLOCK_N = 64, 128
-PARTITION = 512  # of K; a multiple of BLOCK_K
-_GROUP = 8  # tiles of rows, to keep inputs in the cache
+PARTITION = 512  # columns of K; a multiple of BLOCK_K
+_GROUP = 8  # tiles of rows that run together, to keep inputs in the cache
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -37,9 +37,9 @@ def matmul(
 ) -> Tensor:
     """Write x @ weight.T + bias into contiguous `out` [num_tokens, out_features], and return it.
 
-    - Floating types: if they differ, both are converted to float32.
-    - Both int8: the sum is multiplied by (scales[0] of the row * scales[1] of the column).
-    - E4M3 bytes: groups = (scales float32 [out_features, groups], values in a group).
+    - Floats: if the types differ, x and weight are converted to float32.
+    - int8 x and weight: the sum is multiplied by (scales[0] of the row * scales[1] of the column).
+    - weight in E4M3 bytes: groups = (scales float32 [out_features, groups], values in a group).
 
     The bias is added in float32; the result is rounded once.
     """
@@ -100,7 +100,7 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 
 def num_processors(device: torch.device) -> int:
-    """Return how many programs run simultaneously; in the interpreter few, so they loop."""
+    """Return how many programs run simultaneously: few in the interpreter, so that programs loop."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

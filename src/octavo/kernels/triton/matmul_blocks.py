@@ -1,6 +1,6 @@
 """Products of int8 rows with weights in GGUF's blocks, exact: `octavo.kernels.quantization.linear_blocks`.
 
-Sums of 32 integers are exact, so tiles may have any shape: narrow ones for few rows let more processors read the
+Sums of 32 integers are exact, so tiles may have any shape. Narrow tiles for few rows let more processors read the
 weight.
 """
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
     from octavo.kernels.triton.packed_blocks import PackedBlocks
 
-FEW_ROWS = 16  # at most, for narrow tiles
+FEW_ROWS = 16  # maximum for narrow tiles
 
 
 def matmul_blocks(
     rows: tuple[Tensor, Tensor, Tensor], weight: PackedBlocks, bias: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Write rows @ weight.T + bias into `out`, with any row stride, and return it.
+    """Write rows @ weight.T + bias into `out`, which may have any row stride. Return `out`.
 
     rows: from `quantize_groups`.
     """
@@ -74,7 +74,7 @@ def matmul_blocks(
 
 @triton.jit
 def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return 64 values per column: an int32 holds two values' low four bits, and above them their high bits."""
+    """Return 64 values per column. An int32 holds the low four bits of two values, then their high bits."""
     bits = tl.load(low_place + pair * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
     if HIGH_BITS:
         pairs_of_byte = 4 // HIGH_BITS

@@ -1,6 +1,6 @@
 """Products of int8 rows with int4 weights, exact: `octavo.kernels.quantization.linear_int4`.
 
-A 16-bit weight is cut into two signed bytes, high * 256 + low, so sums fit 32 bits and any order gives the same bits.
+A 16-bit weight is split into two signed bytes, high * 256 + low, so sums fit 32 bits and any order gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAIR = 2 * GROUP_MULTIPLE
 class PackedInt4:
     """An int4 weight in the kernel's layout.
 
-    values: as in `PackedBlocks`. multiples, offsets, units: of `Int4Weight.whole_scales` and `whole_offsets`.
+    values: as in `PackedBlocks.low`. multiples, offsets, units: from `Int4Weight.whole_scales` and `whole_offsets`.
     """
 
     values: Tensor
@@ -46,7 +46,7 @@ class PackedInt4:
         return sum(part.nbytes for part in parts if part is not None)
 
     def rows(self, token_ids: Tensor) -> Tensor:
-        """Return float32 rows in the weight's order of columns."""
+        """Return float32 rows in the weight's column order."""
         pairs = self.values[token_ids].view(len(token_ids), -1, GROUP_MULTIPLE)
         values = torch.stack((pairs & 15, pairs >> 4), dim=2).view(len(token_ids), -1)[:, : self.in_features]
         group = torch.arange(self.in_features, device=values.device) // self.group_size

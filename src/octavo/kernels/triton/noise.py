@@ -48,7 +48,7 @@ def word_to_gumbel(word):
 
 @triton.jit
 def logarithm(value):
-    """Return ln of positive float32, except subnormal numbers."""
+    """Return ln of positive float32 numbers that are not subnormal."""
     bits = value.to(tl.int32, bitcast=True)
     exponent = (bits - _SQRT_HALF_BITS) >> 23
     mantissa = (bits - (exponent << 23)).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Root mean square norms of rows or heads. The width alone decides the order of sums."""
+"""Root mean square norms of rows or heads. The order of sums depends only on the width."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VALUES = 1024
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels`."""
     width = x.shape[-1]
-    # One token of heads is contiguous, but must use the same kernel as many tokens.
+    # The heads of one token are contiguous, but must use the same kernel as many tokens.
     heads, token_stride = (1, width) if x.ndim == 2 else (x.shape[1], x.stride(0))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, None, weight, out, heads, token_stride, eps, 1.0)
@@ -68,7 +68,7 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for any number
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr,
     residual_ptr,

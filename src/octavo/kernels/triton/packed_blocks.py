@@ -1,4 +1,4 @@
-"""GGUF blocks for GPUs: values in planes of bits, unchanged scales."""
+"""GGUF blocks for GPUs, with values in bit planes and unchanged scales."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VALUES_AT_ONCE = 1 << 20
 
 
 class BlockLayout(NamedTuple):
-    """The bits of values in both planes, and their center. subgroups: scales per 32 values."""
+    """Bits per value in each plane, and the center to subtract. subgroups: scales per 32 values."""
 
     low_bits: int
     high_bits: int
@@ -54,9 +54,9 @@ class PackedBlocks:
     """A weight in blocks of one kind, padded with zeros.
 
     low: int8 [out_features, in_features] if values have 8 bits. Otherwise uint8 [out_features, padded / 2], with padded
-    a multiple of 64: byte 32 i + j holds columns 64 i + j and 64 i + 32 + j, from the low bits.
-    high: further bits, if any. Each 8 groups of 32 columns (4 if the plane has two bits) take 32 bytes: byte j holds
-    the bits of column j of each group, the first group's lowest.
+    a multiple of 64. The low half of byte 32 i + j holds column 64 i + j, and the high half column 64 i + 32 + j.
+    high: the remaining bits, if any. 8 groups of 32 columns (4 if the plane has two bits) take 32 bytes. Byte j holds
+    the bits of column j of each group, from the lowest bits for the first group.
     """
 
     kind: BlockKind
@@ -67,7 +67,7 @@ class PackedBlocks:
 
     @classmethod
     def pack(cls, weights: Sequence[BlockWeight]) -> PackedBlocks:
-        """Pack and concatenate weights of one kind; release their files' memory."""
+        """Pack and concatenate weights of one kind, and release their files' memory."""
         kind, in_features = weights[0].kind, weights[0].in_features
         out_features = sum(weight.shape[0] for weight in weights)
         like = _parts(weights[0].select_rows(slice(0, 1)))
@@ -101,7 +101,7 @@ class PackedBlocks:
         return LAYOUTS[self.kind]
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows as `BlockWeight.dequantize` does; graphs can capture it."""
+        """Return dequantized rows. Graphs can capture this."""
         stored = self.scales.map(lambda part: part[index])
         if self.kind is BlockKind.MXFP4:
             scales, minima = exponent_scales(stored.scales), None
@@ -137,7 +137,7 @@ class PackedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """A weight's parts along out_features; neighbours differ in kind."""
+    """A weight's parts along out_features. Neighbouring parts differ in kind."""
 
     parts: tuple[PackedBlocks, ...]
 
@@ -159,7 +159,7 @@ class BlockParts:
             first += part.out_features
 
     def vocabulary(self) -> PackedBlocks:
-        """Return an embedding table's only part."""
+        """Return the only part."""
         (part,) = self.parts
         return part
 

@@ -1,9 +1,9 @@
 """Order asynchronous copies before the tensor-core products that read them.
 
 On sm_90 and later, products read shared memory through the async proxy; `cp.async` writes it through the generic proxy.
-Waiting for a copy does not order them: each thread must also issue `fence.proxy.async` (PTX ISA, "Async proxy"). Triton
-before 3.7.1 omits this fence in loops that load ahead, so a product may read old values. Missing fences are therefore
-added to Triton's PTX.
+Waiting for a copy does not order the write before the read. Each thread must also issue `fence.proxy.async` (PTX ISA,
+"Async proxy"). Triton before 3.7.1 omits this fence in loops that load ahead, so a product may read old values. This
+module adds missing fences to Triton's PTX.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_fences(ptx: str) -> str:
 
 
 def is_fenced(ptx: str) -> bool:
-    """Return False if a product follows a wait for copies, in the text, without a fence between them."""
+    """Return False if the text has a product after a wait for copies, without a fence in between."""
     needs_fence = False
     for line in ptx.split("\n"):
         if _WAIT.match(line):
@@ -40,7 +40,7 @@ def is_fenced(ptx: str) -> bool:
 
 
 def install() -> None:
-    """Make Triton's compiler for NVIDIA add missing fences. Its cache keeps these kernels separate."""
+    """Make Triton's compiler for NVIDIA add missing fences. The compiler's cache keeps fenced kernels separate."""
     compiler: Any = backends["nvidia"].compiler if "nvidia" in backends else None
     if compiler is None or hasattr(compiler, "adds_fences"):
         return

@@ -1,4 +1,4 @@
-"""Rows of activations as int8 with scales, with the bits of `octavo.kernels.quantization.quantize_rows`."""
+"""Activations as int8 rows with scales, with the bits of `octavo.kernels.quantization.quantize_rows`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST_MAGNITUDE = tl.constexpr(1e-30)
 
 
 def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (int8 [num_tokens, padded with zeros], float32 scales [num_tokens]).
+    """Return (int8 [num_tokens, padded], float32 scales [num_tokens]). Padding columns are zeros.
 
     order int32: the feature of each column.
     """
@@ -46,7 +46,7 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round x to int8 with one scale per 32 columns, which divide its width.
+    """Round x to int8 with one scale per 32 columns. Its width is a multiple of 32.
 
     Returns (int8 values, float32 scales [groups, num_tokens], float32 sums of values [groups, num_tokens]).
     """
@@ -81,7 +81,7 @@ def _load(x_ptr, order_ptr, column, width, HAS_ORDER: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _scale_and_inverse(magnitude):
-    """Return (scale, factor of the values); (NaN, 0) if not finite."""
+    """Return (scale, factor for the values), or (NaN, 0) if not finite."""
     is_finite = magnitude < float("inf")
     has_inverse = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     inverse = tl.where(has_inverse, tl.div_rn(127.0, tl.where(has_inverse, magnitude, 1.0)), 0.0)
@@ -90,7 +90,7 @@ def _scale_and_inverse(magnitude):
 
 @triton.jit
 def _rounded(x, inverse):
-    """Return whole numbers; zeros if the inverse is 0, because values may be NaN."""
+    """Return whole numbers, or zeros if the inverse is 0, because x may then be NaN."""
     return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)
 
 

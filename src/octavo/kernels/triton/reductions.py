@@ -1,6 +1,6 @@
 """Sums in a fixed order.
 
-`tl.sum` over many lanes adds in threads' order, which depends on a row's address.
+`tl.sum` over many lanes adds in the order of threads, which depends on a row's address.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rotary embedding (Su et al. 2021), and the write of KV into its slots.
 
-Nothing is fused, so int8 and fp8 are rounded from plain torch's numbers.
+Operations are not fused, so int8 and fp8 are rounded from the same numbers as in plain torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def rope_and_write_kv(
 
 @triton.jit
 def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
-    """Return the rotated halves of heads, their mask, and their offsets."""
     half = tl.arange(0, HALF)[None, :]
     first = half * 2 if IS_INTERLEAVED else half
     second = half * 2 + 1 if IS_INTERLEAVED else half + ROTARY_DIM // 2
@@ -75,10 +74,7 @@ def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 
 @triton.jit
 def _scale_and_inverse(magnitude, stored: tl.constexpr):
-    """Return rows' scales and the factors of their values, as in `round_kv_rows`.
-
-    stored: int8, or uint8 for E4M3.
-    """
+    """See `round_kv_rows`. stored: int8, or uint8 for E4M3."""
     is_finite = magnitude < float("inf")
     is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     most = tl.full(magnitude.shape, 127.0 if stored == tl.int8 else _E4M3_MAX, tl.float32)
@@ -88,7 +84,6 @@ def _scale_and_inverse(magnitude, stored: tl.constexpr):
 
 @triton.jit
 def _magnitude(x):
-    """Return each row's largest magnitude; infinity for a NaN."""
     x = x.to(tl.float32)
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)[:, None]  # noqa: PLR0124
 
@@ -121,7 +116,6 @@ def _write_keys(
     place, slot, scale_place, is_head, is_finite, cos_sin_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write rotated heads of k; NaN if their values are not finite."""
     x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     rest = ROTARY_DIM + tl.arange(0, REST)[None, :]
     is_rest = is_head & (rest < HEAD_DIM)
@@ -143,7 +137,7 @@ def _write_keys(
 def _write_values(
     place, slot, scale_place, is_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SCALES: tl.constexpr
 ):
-    """Write heads of v, as zeros if not finite; return whether each is finite."""
+    """Return which heads are finite."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     is_there = is_head & (dim < HEAD_DIM)
     x = tl.load(place + dim, mask=is_there, other=0.0)
@@ -183,7 +177,7 @@ def _rope_and_write_kv(
     else:
         kv_head = ((part - NUM_QUERY_BLOCKS) * HEADS + tl.arange(0, HEADS))[:, None]
         slot = tl.load(slots_ptr + token)
-        is_head = (kv_head < NUM_KV_HEADS) & (slot >= 0)  # padding has no slot
+        is_head = (kv_head < NUM_KV_HEADS) & (slot >= 0)
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         is_finite = _write_values(
             v_ptr + token * v_stride + kv_head * v_head_stride,

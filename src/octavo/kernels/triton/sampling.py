@@ -1,6 +1,6 @@
-"""Sampling of one token per row, with the CPU's result.
+"""Sampling of one token per row, with the same result as on the CPU.
 
-Everything before the exact argmax rounds as the reference does.
+All operations before the exact argmax round like the reference.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _CUT_BLOCK = 2048
 _LAYERS = 8  # of packed tokens
-_COUNTERS = 256  # at a time, for four tokens each
+_COUNTERS = 256  # of noise at a time; each is for four tokens
 _PIECE = 8 * 4 * _COUNTERS
 
 
@@ -101,7 +101,6 @@ def _find_cut(
     LAYERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write a row's cut; without filters it keeps all tokens."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
@@ -124,7 +123,7 @@ def _find_cut(
         num_layers, bound = tl.full([], 0, tl.int32), tl.full([], LEAST_KEY, tl.int32)
         packed_ptr += row * tl.minimum(LAYERS, tl.cdiv(vocab, BLOCK)) * BLOCK
         if (has_top_k | (top_p < 1.0)) & (rank <= BLOCK // 2):
-            bound = key_of_rank(scaled_key(lanes, temperature), rank)  # reached by at least as many tokens
+            bound = key_of_rank(scaled_key(lanes, temperature), rank)  # at least `rank` tokens reach it
             num_layers = pack(row_ptr, vocab, temperature, bound, packed_ptr, LAYERS, BLOCK)
         if has_top_k:
             key, count = top_k_cut(row_ptr, vocab, temperature, packed_ptr, num_layers, top_k, BLOCK)
@@ -155,7 +154,6 @@ def _best_of_piece(
     PIECE: tl.constexpr,
     COUNTERS: tl.constexpr,
 ):
-    """Write a piece's best value and its lowest id; NaN if a logit is."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     is_greedy = temperature == 0.0
@@ -186,7 +184,7 @@ def _best_of_piece(
             noisy = scaled + word_to_gumbel(word)
             noisy = tl.where(is_kept(order_key(scaled), ids, cut_key, cut_id), noisy, float("-inf"))
             key = tl.where(is_greedy, logit, noisy)
-            is_better = key > best  # ids ascend: ties keep the earlier one
+            is_better = key > best  # ids ascend, so ties keep the lower id
             best = tl.where(is_better, key, best)
             best_id = tl.where(is_better, ids, best_id)
     largest = tl.max(best)

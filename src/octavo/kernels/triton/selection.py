@@ -1,10 +1,10 @@
-"""The filters min_p, then top_k, then top_p, exactly and without sorting.
+"""The filters min_p, then top_k, then top_p, exact and without sorting.
 
-Each keeps a prefix of the order (value descending, id ascending). Its last token, the cut, has an id and a key: an
-integer in the order of values.
+Each filter keeps a prefix of the order (value descending, id ascending). The cut is the last token of the prefix: its
+id and its key, an integer that is ordered like the values.
 
-`pack` drops tokens below a bound; it keeps each in the lane in which a pass over the row meets it, so sums over packed
-tokens add the same numbers in the same order. With `num_layers` 0, functions read the row, otherwise the packed tokens.
+`pack` drops tokens below a bound. The remaining tokens keep their lanes, so sums over packed tokens add the same
+numbers in the same order. Functions read the row if `num_layers` is 0, otherwise the packed tokens.
 
     id      0    1    2  ...  BLOCK - 1    lane     0      1      2   ...
             .    x    .                    layer 0  B + 0  1      2B + 2
@@ -20,8 +20,8 @@ import triton.language as tl
 from octavo.kernels.triton.exponentials import exponential_64
 from octavo.kernels.triton.loops import loop_bound
 
-LAST_ID = tl.constexpr(2147483647)  # of a cut that keeps all its key's tokens
-LEAST_KEY = tl.constexpr(-2139095041)  # of -inf
+LAST_ID = tl.constexpr(2147483647)  # id of a cut that keeps all tokens with its key
+LEAST_KEY = tl.constexpr(-2139095041)  # key of -inf
 _DIGITS = tl.constexpr(256)
 
 
@@ -40,7 +40,7 @@ def key_value(key):
 
 @triton.jit
 def is_kept(key, ids, cut_key, cut_id):
-    """Return whether a cut keeps tokens."""
+    """Return True for tokens that a cut keeps."""
     return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))
 
 
@@ -53,7 +53,7 @@ def scaled_key(logit, temperature):
 
 @triton.jit
 def scaled_keys(logits_ptr, vocab, temperature, packed_ptr, num_layers, first, BLOCK: tl.constexpr):
-    """Return (keys as in `scaled_key`, ids, whether they exist)."""
+    """Return (`scaled_key` of tokens, ids, True for ids that exist)."""
     ids = first + tl.arange(0, BLOCK)
     if num_layers > 0:
         ids = tl.load(packed_ptr + ids)
@@ -69,7 +69,7 @@ def _end(vocab, num_layers, BLOCK: tl.constexpr):
 
 @triton.jit
 def pack(logits_ptr, vocab, temperature, bound, packed_ptr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the ids of tokens with a key of at least `bound`; return the number of layers, 0 if LAYERS are too few.
+    """Write the ids of tokens with a key >= `bound`. Return the number of layers, or 0 if LAYERS are too few.
 
     packed_ptr: [LAYERS, BLOCK], padded with -1.
     """
@@ -89,7 +89,7 @@ def pack(logits_ptr, vocab, temperature, bound, packed_ptr, LAYERS: tl.constexpr
 
 @triton.jit
 def key_of_rank(keys, rank):
-    """Return the largest key that `rank` of the keys reach."""
+    """Return the `rank`-th largest key."""
     low, high = tl.full([], LEAST_KEY, tl.int64), tl.max(keys).to(tl.int64) + 1
     while high - low > 1:
         middle = (low + high) >> 1
@@ -100,7 +100,7 @@ def key_of_rank(keys, rank):
 
 @triton.jit
 def top_k_cut(logits_ptr, vocab, temperature, packed_ptr, num_layers, k, BLOCK: tl.constexpr):
-    """Return the k-th token's key, and how many of the first k have it, for at least k tokens."""
+    """Return the key of the k-th token, and how many of the first k tokens have it. Needs at least k tokens."""
     digits = tl.arange(0, _DIGITS)
     prefix = tl.full([], 0, tl.int32)
     left = k + 0
@@ -125,7 +125,7 @@ def top_k_cut(logits_ptr, vocab, temperature, packed_ptr, num_layers, k, BLOCK: 
 
 @triton.jit
 def tie_id(logits_ptr, vocab, temperature, packed_ptr, num_layers, cut_key, count, BLOCK: tl.constexpr):
-    """Return the `count`-th id with key `cut_key`, from 1, or -1."""
+    """Return the `count`-th lowest id with key `cut_key`, or -1. Counts from 1."""
     num_ties = tl.full([], 0, tl.int32)
     last = tl.full([], -1, tl.int32)
     for first in range(0, loop_bound(num_layers * BLOCK), BLOCK):
@@ -152,10 +152,10 @@ def _masses(
     logits_ptr, vocab, temperature, packed_ptr, num_layers, largest, cut_key, cut_id, least_0, least_1, least_2,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return float64 sums of e^(value - largest) of tokens that a cut keeps, for three ascending least keys.
+    """Return float64 sums of e^(value - largest) over the tokens that a cut keeps, one per ascending least key.
 
-    A sum is monotonic in its least key, because the order of additions is fixed. That needs one layout of the kernel,
-    so callers must not be specialized on alignment.
+    A sum is monotonic in its least key, because the order of additions is fixed. A fixed order needs one layout of the
+    kernel, so callers must not be specialized on alignment.
     """
     lanes_0 = tl.zeros([BLOCK], tl.float64)
     lanes_1 = tl.zeros([BLOCK], tl.float64)
@@ -182,9 +182,9 @@ def top_p_cut(
     logits_ptr, vocab, temperature, packed_ptr, num_layers, bound, largest_key, top_p, cut_key, cut_id,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the cut of the shortest prefix that reaches probability top_p < 1, among tokens that the given cut keeps.
+    """Among tokens that the given cut keeps, return the cut of the shortest prefix that reaches top_p < 1.
 
-    At least one token remains. bound: the least packed key.
+    The prefix has at least one token. bound: the least packed key.
     """
     largest = key_value(largest_key).to(tl.float64)
     all_layers = tl.where(cut_key >= bound, num_layers, 0)

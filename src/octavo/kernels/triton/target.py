@@ -13,12 +13,12 @@ _FIRST_WITH_WARP_GROUPS = 90  # sm_90, Hopper
 
 
 def is_amd() -> bool:
-    """Return whether Triton compiles for AMD, with less shared memory; torch may not."""
+    """Return True if Triton compiles for AMD, which has less shared memory. torch may have another target."""
     return not INTERPRETED and target().backend == "hip"
 
 
 def has_warp_groups() -> bool:
-    """Return whether four warps together multiply tiles of 64 rows or more, as on Hopper."""
+    """Return True if four warps together multiply tiles of 64 rows or more, as on Hopper."""
     return not INTERPRETED and target().backend == "cuda" and target().arch >= _FIRST_WITH_WARP_GROUPS
 
 
