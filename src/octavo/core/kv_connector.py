@@ -37,7 +37,10 @@ class KVConnector(Protocol):
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Report an ordered load. block_ids: blocks of the first KV group."""
+        """Load `num_external_tokens` tokens into the allocated blocks.
+
+        block_ids: the request's, of the first KV group.
+        """
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:

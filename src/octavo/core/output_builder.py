@@ -101,7 +101,7 @@ class OutputBuilder:
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Report a failed step's ended requests again, and make the worker drop the step's other requests.
+        """After a failed step, report again which requests had ended, and make the worker drop its other requests.
 
         The worker may have received any part of the step.
         """

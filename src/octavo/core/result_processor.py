@@ -100,8 +100,8 @@ class ResultProcessor:
     ) -> EngineCoreOutput | None:
         """Advance a request by `count` computed tokens, of which the last `num_drafts` are drafts.
 
-        sampled: accepted drafts, then one more token. If this token is postponed, the next step computes the newest
-        known token again. Returns None if there is no output.
+        sampled: accepted drafts, then one more token, unless its sampling was postponed: then the next step computes
+        the last known token again. Returns None if there is no output.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count

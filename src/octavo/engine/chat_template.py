@@ -135,7 +135,7 @@ class ChatTemplate:
 class _Compiled:
     """A compiled template with its traits.
 
-    no_tools: value of `tools` without tools: [] if the template refuses None.
+    no_tools: what `tools` is if a request has none; [] if the template refuses None.
     """
 
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:

@@ -94,7 +94,7 @@ class CoreClient(Protocol):
         ...
 
     def finish_transfers(self) -> None:
-        """Wait until the KV of ended requests is saved. Another process saves it when idle."""
+        """Wait until the KV of ended requests is saved. A core in its own process saves it without this call."""
         ...
 
     def shutdown(self) -> None:

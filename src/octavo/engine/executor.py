@@ -16,8 +16,8 @@ class Executor(Protocol):
     """Computes steps in order.
 
     `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
-    before the next step. A step that `only_waits_for_transfers` ends when a transfer has ended, or after a few
-    milliseconds, so that it neither spins nor delays new requests.
+    before the next step. If the step's `only_waits_for_transfers` is true, it ends as soon as
+    a transfer has ended, or after a few milliseconds. So the core does not spin, and new requests do not wait.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:

@@ -17,8 +17,8 @@ _AWAY_S = 1.0  # after a longer gap between looks, the watching thread was stopp
 class Patience:
     """Time limits, in seconds.
 
-    frozen, stuck: a process is not ready after this time without a message, or without progress. dead, endless: it is
-    killed after this time. loading: replaces `dead` until it is ready. restarts: pauses before consecutive restarts;
+    frozen, dead: a process without a message for this time is not ready, or is killed. stuck, endless: likewise without
+    progress. loading: replaces `dead` until the process is ready. restarts: pauses before consecutive restarts;
     the last pause repeats. healthy: after this time of service, the first pause applies again.
     """
 

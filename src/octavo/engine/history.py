@@ -22,8 +22,8 @@ _DIGITS = string.ascii_letters + string.digits
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
     """Give calls and their results ids of nine letters and digits.
 
-    Such ids are kept. A new id depends only on the old id or, without one, on the call's position, so prefixes stay
-    cached.
+    An id that already has this form is kept. A new id depends only on the old id or, without one, on the call's
+    position, so prefixes stay cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []

@@ -55,7 +55,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Return the position at which the object ends or breaks, or text is missing."""
+        """Return the position at which the object ends, becomes invalid, or needs more text."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -380,8 +380,8 @@ class _Search:
 class _Escapes:
     """The backslashes in one string.
 
-    has_invalid: one escapes nothing, so the model did not use JSON's escapes. has_other: another one is then ambiguous.
-    has_end: one precedes a quote that may end the string.
+    has_invalid: a backslash begins no valid escape, so the model did not escape its text. has_other: a backslash begins
+    a valid escape, which is ambiguous if has_invalid. has_end: a backslash precedes a quote that may end the string.
     """
 
     has_invalid: bool = False

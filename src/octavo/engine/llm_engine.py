@@ -143,7 +143,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute a step and return new outputs.
 
-        Outputs of other requests that arrived during `generate_batch` come first.
+        If `generate_batch` received outputs of other requests, these come first.
         """
         put_by, self._put_by = self._put_by, []
         return put_by + self._step()

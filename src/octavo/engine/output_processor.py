@@ -142,7 +142,7 @@ class OutputProcessor:
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
-        """Return a tokenizer that shows a request's special tokens."""
+        """Return a tokenizer that keeps the special tokens in the text that the request asks for."""
         shown = params.shown_special_token_ids
         return SomeSpecialTokens(self.tokenizer, shown) if shown else self.tokenizer
 

@@ -24,10 +24,10 @@ class StopMatch:
 
 
 class StopStrings:
-    """All stop strings as one automaton (Aho and Corasick, 1975). A node is computed when it is reached.
+    """All stop strings as one automaton (Aho and Corasick, 1975). Transitions are computed when a node is reached.
 
-    A node is the number of a prefix; prefixes of one string are consecutive. A shared prefix belongs to the first
-    string in alphabetical order, and the next string branches off there.
+    A node is the number of a prefix. The prefixes of one string have consecutive numbers, except those that it shares
+    with an alphabetically earlier string.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:

@@ -61,7 +61,8 @@ def check_operator(tenant: Tenant, action: str) -> None:
 def _key(scope: Scope) -> bytes | None:
     """Return the key if all headers agree on it.
 
-    A browser adds its password to requests of any page, so it counts only for the server's own pages.
+    A browser sends a saved password with the requests of any page, so a password counts only for the server's own
+    pages.
     """
     keys: dict[bytes, bytes | None] = {}
     is_password = False
@@ -77,7 +78,7 @@ def _key(scope: Scope) -> bytes | None:
 def _is_same_origin(scope: Scope) -> bool:
     """Return True if the browser's user or one of the server's own pages makes the request.
 
-    Over plain HTTP, except on loopback, browsers do not say so. Then the request must not name another Origin.
+    Browsers send `Sec-Fetch-Site` only over TLS and on loopback. Without it, the request must not name another Origin.
     """
     said: dict[bytes, bytes] = dict(scope["headers"])
     site = said.get(b"sec-fetch-site")

@@ -217,7 +217,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
-        """Close, and answer invalid input if the answer cannot look like another request's."""
+        """Close the connection after invalid input.
+
+        Answer 400 first, unless it could be taken for another request's answer.
+        """
         answered = self._answered
         is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
         if answered is None or (not answered.response_started if is_its_body else answered.response_complete):

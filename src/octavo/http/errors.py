@@ -192,7 +192,8 @@ def to_http(error: Exception) -> HttpError:
 def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
-    names: octavo's field -> the client's. in_text: also in the message, except names of one word.
+    names: octavo's field -> the client's. in_text: also rename fields in the message, except octavo's fields of one
+    word.
     """
     try:
         yield

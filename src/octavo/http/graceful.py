@@ -40,7 +40,7 @@ class GracefulServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        """Begin the shutdown, or force it. uvicorn would raise the signal again later."""
+        """Begin the shutdown, or force it. Unlike uvicorn's, this handler does not raise the signal again."""
         self.force_exit = self.should_exit
         self.should_exit = True
 

@@ -50,9 +50,9 @@ class Bucket:
 class Pool:
     """Counts each tenant's units of a resource.
 
-    If the pool `is_shared`, a tenant that holds units may hold at most its weight times the free units. So one tenant
-    cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet switch",
-    1998).
+    If the pool `is_shared`, a tenant may hold at most its weight times the number of free units, unless it holds
+    none. So one tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-
+    memory packet switch", 1998).
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -124,9 +124,10 @@ class _Waiter:
 class WaitingLine:
     """Requests that wait for units of a pool, first come, first served within a tenant.
 
-    A new request, or the first waiter of another tenant, may overtake a waiter until as many units have passed it as it
-    requested. So small requests neither starve a large one nor wait long for it. After that, its tenant's requests do
-    not overtake it, and once its tenant holds nothing, other tenants must not take the units that it needs.
+    A new request, or the first waiter of another tenant, may overtake a waiter. This ends when the requests that
+    overtook the waiter have taken as many units as the waiter requested. So small requests neither starve a large one
+    nor wait long for it. After that, requests of the waiter's tenant cannot overtake the waiter, and once this tenant
+    holds nothing, other tenants cannot take the units that the waiter needs.
     """
 
     def __init__(self, pool: Pool) -> None:

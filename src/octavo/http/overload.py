@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class OverloadMiddleware:
-    """Counts requests by their headers, and refuses a request that would not get a place.
+    """Counts requests when their headers are read, and refuses a request that would not get a place.
 
-    This is much cheaper than in a route.
+    Refusing here is much cheaper than in a route.
     """
 
     def __init__(self, app: ASGIApp, begin: Callable[[Tenant], None], routes: Routes) -> None:

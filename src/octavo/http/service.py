@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class HttpService(ABC):
     """Base of the server's and the router's services. Used on one event loop only.
 
-    num_bodies: how many bodies of the largest size may be held. Raises `ConfigError` for an invalid file of keys.
+    num_bodies: how many bodies of the largest size may be held. Raises `ConfigError` for an invalid key file.
     """
 
     config: AccessConfig

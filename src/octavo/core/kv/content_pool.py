@@ -55,7 +55,7 @@ class ContentPool(Generic[Taken, Found]):
         return None if block_hash is None else self._index.get(block_hash)
 
     def cached_blocks(self) -> list[Found]:
-        """Return cached blocks, the next to be evicted first."""
+        """Return cached blocks in eviction order."""
         return list(self._cached.values())
 
     def take(self, count: int) -> list[Taken] | None:

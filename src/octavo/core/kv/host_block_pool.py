@@ -1,7 +1,7 @@
 """Blocks of host memory.
 
-A host block is free, SAVED (with KV of a preempted request), CACHED (with content that the device evicted and lookups
-find), or LENT (the next step copies from it).
+A host block is free, SAVED (holds KV of a preempted request), CACHED (holds content that was evicted from the device;
+lookups find it), or LENT (the next step copies from it).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
                 self.lent[block_id] = self._cached.pop(block_id, None)
 
     def end_lending(self) -> None:
-        """Take back the lent blocks after the step that copies from them is decided.
+        """Take back the lent blocks. Call this when the step that copies from them has been scheduled.
 
         Blocks with cached content become CACHED again, all other blocks become free.
         """

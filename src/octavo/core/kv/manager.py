@@ -254,7 +254,7 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no later row (token) reads. Call this after saves were ordered."""
+        """Release blocks that no later row (token) reads. Call this after the saves of the step have been scheduled."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)

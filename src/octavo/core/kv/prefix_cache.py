@@ -108,7 +108,8 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks from a request's start.
 
-        If a device block lacks a part in a bounded group, search host memory from this block on for a longer hit.
+        A device block may have no part in a bounded group. Host memory is then searched from the first such block on,
+        which may give a longer hit.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)

@@ -99,8 +99,8 @@ def find_tool_format(
 
     If several formats have this name, return the one that the templates show, or the first if they show none. For
     "auto", return the format that the templates show, `GenericFormat` if they show none, or None without a chat
-    template. written: the call of `octavo.server.answers.template_probe` as the templates write it, or None if they
-    refuse it.
+    template. written: the sample call of `octavo.server.answers.template_probe`, rendered by the templates, or None if
+    they refuse it.
     """
     if wanted == "none":
         return None

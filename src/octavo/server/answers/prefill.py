@@ -29,8 +29,8 @@ class Prefilled(Struct):
 def prefill_of(job: Job) -> Job:
     """Return a job that only computes another job's prompts.
 
-    A model computes a prompt only to sample a token, so one token is sampled for each prompt and discarded. The decode
-    engine applies the client's parameters.
+    The engine cannot compute a prompt without sampling a token. So one is sampled for each prompt, and discarded.
+    The decode engine applies the client's parameters.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     return replace(job, params=params, stream=False, counts_completions=False)

@@ -114,7 +114,7 @@ class PythonListParser(PythonParser):
                 self._report_content()
 
     def _list(self) -> Wait[None]:
-        """Read a list. If it has no marks, a malformed member ends it, because the list may be code."""
+        """Read a list. Without marks around the list, a malformed member ends it: it may be code and no call."""
         self._is_list = self._is_tagged
         yield from self._calls()
 

@@ -26,7 +26,7 @@ class TaggedParser(ValueParser):
     """Emits strings piece by piece, and other values when they are complete.
 
     If a call has an argument, or its function has no parameters, the closing tag of the section also ends the call. Any
-    other call without its own closing tag is text.
+    call without both closing tags is text.
     """
 
     _given: set[str]  # names of arguments so far; empty after a complete call

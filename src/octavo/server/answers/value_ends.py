@@ -84,10 +84,11 @@ class MarkEnd:
 class TagEnd:
     """Ends a value at its closing tag, or before another mark.
 
-    A closing tag is text unless an argument, the end of the call or the end of the answer follows. If the closing tag
-    is missing, the value ends before a known new argument or before the end of the call.
+    A closing tag is text unless an argument, the end of the call or the end of the answer follows. If the closing
+    tag is missing, the value ends before an argument of the schema that the call has not given yet, or before the
+    end of the call.
 
-    call_starts: texts that begin the known arguments that may follow. is_text: False if the value is JSON, which
+    call_starts: the opening texts of the arguments that may follow. is_text: False if the value is JSON, which
     contains no tag.
     """
 
@@ -247,7 +248,7 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a section or a call begins or ends directly after the mark at `place`."""
+        """Return whether the mark at `place` ends the call: a call or section must end or begin directly after it."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:  # the value may be cut

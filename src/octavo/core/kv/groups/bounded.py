@@ -77,7 +77,7 @@ class BoundedGroup:
         return self.kind.first_position(num_tokens) // self._block_size
 
     def id_of(self, block: Block) -> int | None:
-        """See `KVGroup`. Also returns None if the part is private."""
+        """See `KVGroup`. Also returns None if this group's part of the block is private."""
         block_id = self._id_of.get(block.block_id)
         return None if block_id in self._private else block_id
 
@@ -212,9 +212,10 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        The released blocks are evicted before other cached blocks, because prefix hits end at the end of a request.
-        Exceptions are found blocks, and blocks that the row after the last full block reads. For each released private
-        block, the request allocates a block for a later position, if its table in the first group is longer.
+        The released blocks are evicted before other cached blocks, because a later prefix hit usually ends at the end
+        of this request and reads none of them. Two kinds are not evicted early: blocks from a prefix hit, and blocks
+        that are read by the row after the last full block. If the request's table in the first group is longer than
+        its table here, it allocates one block for a later position for each private block that it releases.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)

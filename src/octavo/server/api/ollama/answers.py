@@ -102,7 +102,7 @@ def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
 
 
 def _loaded(service: Service, request: AnswerRequest, body: Answer) -> Response:
-    """Answer an empty request. It loads or unloads a model in Ollama, but here the model stays loaded."""
+    """Answer an empty request. In Ollama, such a request loads or unloads the model. Here the model stays loaded."""
     service.check_ready()
     body.done, body.done_reason = True, "unload" if request.is_unloading else "load"
     return json_response(body)

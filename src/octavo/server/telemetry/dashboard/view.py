@@ -123,7 +123,7 @@ class Shown:
     ended: float | None = None
 
     def row(self, now: float) -> dict[str, Any]:
-        """Return the request for the page, with durations in seconds."""
+        """Return this request as a row of the page, with durations in seconds."""
         return {
             "number": self.number,
             "id": self.request_id,
