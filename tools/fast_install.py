@@ -8,6 +8,7 @@ or fails, pip installs the packages, and reports what is wrong.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -39,8 +40,10 @@ def uv_variables(configuration: str) -> dict[str, str]:
     return variables
 
 
-def main(arguments: list[str]) -> int:
+def main(given: list[str]) -> int:
     """Install; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _, arguments = parser.parse_known_args(given)
     if find_spec("uv") is not None:
         configuration = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False).stdout
         environment = {"UV_INDEX_STRATEGY": "unsafe-best-match", **uv_variables(configuration), **os.environ}

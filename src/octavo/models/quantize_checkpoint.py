@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("int8", "int4")
 MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
-_ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.shared_expert_gate$")
+_ROUTERS = (r"re:.*\.mlp\.(gate|router)$", r"re:.*\.shared_expert_gate$")
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")
 
 
