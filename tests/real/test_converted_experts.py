@@ -1,0 +1,69 @@
+"""Mixtures of experts that llama.cpp's own converter has written give the tokens of their folders."""
+
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+from real.conftest import HOME, SCALE, drawn, found
+from test_expert_checkpoints import rewrite_as_mxfp4
+
+from octavo import LLMEngine, ModelConfig, SamplingParams
+from octavo.models.random_weights import tiny_config, write_checkpoint
+
+VOCAB_SIZE, NUM_TOKENS = 288, 24
+PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
+FAMILIES = ("Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GptOss in MXFP4")
+SIZES = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
+    "num_hidden_layers": 4, "intermediate_size": 160,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama_cpp(tmp_path_factory):
+    archives = sorted((HOME / "downloads").glob("llama_cpp_python-*.tar.gz"))
+    source = found(archives[-1] if archives else HOME / "downloads" / "llama_cpp_python.tar.gz")
+    folder, marker = tmp_path_factory.mktemp("llama.cpp"), "/vendor/llama.cpp/"
+    with tarfile.open(source) as archive:
+        for member in archive:
+            _, is_inside, name = member.name.partition(marker)
+            if is_inside and name.startswith(PARTS) and member.isfile():
+                archive.extract(member, folder, filter="data")
+    return next(folder.glob("*/vendor/llama.cpp"))
+
+
+@pytest.mark.parametrize("case", drawn(FAMILIES, SCALE))
+def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_path):
+    family = case.split()[0]
+    config = tiny_config(f"{family}ForCausalLM", **SIZES)
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"] * 2
+    folder, file = write_checkpoint(tmp_path / "folder", config, std=0.1), tmp_path / "model.gguf"
+    if "MXFP4" in case:
+        rewrite_as_mxfp4(folder, pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors)
+    command = [sys.executable, str(Path(__file__).with_name("converted_with_bytes.py")), llama_cpp, folder, file]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    tokens = tokens_of(folder)
+    assert tokens_of(file) == tokens
+    assert len({*map(tuple, tokens)}) == len(tokens)
+
+
+def tokens_of(model):
+    config = ModelConfig(model=str(model), dtype="float32", skip_tokenizer_init=True)
+    engine, rng, tokens = LLMEngine(model_config=config), random.Random(0), {}
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for length in (1, 3, 17, 40, 90):
+        prompt = [rng.randrange(2, VOCAB_SIZE) for _ in range(length)]
+        engine.add_request(str(length), {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+    return [tokens[name] for name in sorted(tokens)]
