@@ -9,12 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo import LLMEngine, ModelConfig
 from octavo.errors import ModelError
+from octavo.kernels.interface import PackedGroups
+from octavo.kernels.reference import ReferenceKernels
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.config_file import ConfigFile
 from octavo.models.experts import ExpertsConfig
 from octavo.models.float_weights import open_tensors
-from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_config import _read_dtype
+from octavo.models.gguf_file import GGUFFile, StoredArray, TensorType
+from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import architecture_of, read_architecture
 from octavo.models.weight_bytes import weight_bytes
@@ -208,6 +213,37 @@ def test_other_gpt_oss_is_refused(key, value):
         architecture("GptOss", **{key: value})
 
 
+def test_published_gpt_oss_config_has_defaults():
+    """The published file names no dtype, and `experts_per_token`; MXFP4 holds experts, whatever is not converted."""
+    config = tiny_config("GptOssForCausalLM", experts_per_token=3, quantization_config={"quant_method": "mxfp4"})
+    for key in ("dtype", "rope_parameters", "num_experts_per_tok"):
+        del config[key]
+    read = architecture_of(ConfigFile("config.json", config))
+    assert (read.dtype, read.layers[0].mlp.router.num_chosen) == ("bfloat16", 3)
+    rope = read.layers[0].attention.rope
+    assert (rope.kind, rope.factor, rope.truncate, rope.theta) == ("yarn", 32.0, False, 150_000.0)
+    assert {name for name in read.block_bytes if ".experts." not in name} == set()
+    assert f"{'model.layers.0.self_attn.q_proj'}.weight" in read.stored_tensors()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_sinks_that_are_no_numbers_are_refused(tmp_path, value):
+    path = write_checkpoint(tmp_path, tiny_config("GptOssForCausalLM"))
+    name = "model.layers.1.self_attn.sinks"
+    rewrite(path, lambda weights: weights | {name: torch.full((4,), value)})
+    with pytest.raises(ModelError, match=f"{name} has a value"):
+        LLMEngine(model_config=ModelConfig(model=str(path), skip_tokenizer_init=True))
+
+
+def test_gguf_router_in_float32_does_not_make_model_float32(tmp_path):
+    path = tmp_path / "model.gguf"
+    tensors = {"blk.0.ffn_gate_inp.weight": "F32", "blk.0.attn_q.weight": "Q8_0", "blk.0.attn_norm.weight": "F32"}
+    stored = {name: StoredArray(path, TensorType[kind], (32, 32), 0, 0) for name, kind in tensors.items()}
+    assert _read_dtype(GGUFFile(path, (path,), {}, stored)) == "float32"  # the norm is a matrix here
+    stored.pop("blk.0.attn_norm.weight")
+    assert _read_dtype(GGUFFile(path, (path,), {}, stored)) == "bfloat16"
+
+
 def test_gguf_experts_of_layer_are_divided(tmp_path):
     """A tensor of three dimensions holds the matrices of all experts; one of gate and up holds both."""
     path, rng = tmp_path / "model.gguf", np.random.default_rng(0)
@@ -227,3 +263,30 @@ def test_gguf_experts_of_layer_are_divided(tmp_path):
             found = np.fromfile(path, np.float32, expected.size, offset=stored.offset)
             assert stored.shape == expected.shape
             assert np.array_equal(found.reshape(expected.shape), expected)
+
+
+def test_grouped_copy_of_float_experts_replaces_single_ones(tmp_path):
+    """A backend that copies all experts into one tensor keeps no second copy."""
+
+    class Copying(ReferenceKernels):
+        def pack_groups(self, weights):
+            kept = torch.stack([each.storage for each in weights])
+            return PackedGroups(len(weights), weights[0].out_features, weights[0].in_features, kept, kept.nbytes)
+
+    path = write_checkpoint(tmp_path, tiny_config("Qwen3MoeForCausalLM"))
+    model = load_model(
+        FolderWeights(path),
+        read_architecture(path),
+        Copying(),
+        dtype="float32",
+        device=torch.device("cpu"),
+        max_model_len=64,
+    )
+    memory = {
+        each.storage.untyped_storage().data_ptr() for each in model.linears if isinstance(each.storage, torch.Tensor)
+    }
+    for layer in model.layers:
+        assert layer.mlp.gate_up.storage.untyped_storage().data_ptr() in memory
+    assert len(memory) == 2 + len(model.layers) * (2 + 1 + 2), (
+        "embedding, head; qkv and o, router, two groups of experts"
+    )

@@ -134,7 +134,7 @@ class CheckpointFiles:
             raise ModelError(f"{path}: {name} cannot be read ({error}); download it again") from error
         if (part := self._part.get(name)) is not None:
             tensor = part.of(tensor)
-        if sum(each.nbytes for tensors in self._handed_out.values() for each in tensors) >= _RESIDENT_BYTES:
+        if sum(_extent(each) for tensors in self._handed_out.values() for each in tensors) >= _RESIDENT_BYTES:
             self.release()
         self._handed_out.setdefault(path, []).append(tensor)
         return tensor.contiguous()

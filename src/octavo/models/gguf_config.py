@@ -220,9 +220,9 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 def _read_dtype(file: GGUFFile) -> str:
     """Return the least precise dtype that holds all matrices outside `BLOCK_KINDS` exactly.
 
-    Other blocks become float32.
+    Other blocks become float32. Routers do not count: llama.cpp writes them in float32, whatever they were.
     """
-    kinds = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    kinds = {each.type for name, each in file.tensors.items() if len(each.shape) == 2 and ".ffn_gate_inp" not in name}
     others = kinds - BLOCK_KINDS.keys()
     if len(others) == 1 and others in (kinds, {TensorType.BF16}):
         return _FLOATS.get(others.pop(), "float32")
@@ -363,7 +363,7 @@ def _read_gpt_oss(fields: GGUFFields) -> dict[str, Any]:
         "intermediate_size": fields.count("expert_feed_forward_length"),
         "sliding_window": window,
         "layer_types": fields.layer_types(window, _GPT_OSS_PERIOD),
-        "rope_parameters": read_gguf_rope(fields) | {"truncate": False},
+        "rope_parameters": read_gguf_rope(fields) | {"truncate": False},  # as in transformers; llama.cpp rounds
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -75,7 +75,12 @@ class ModelContext:
 
     def grouped(self, declared: Sequence[Linear]) -> PackedGroups:
         """Return equal linear layers as groups of rows, such as experts."""
-        return self.kernels.pack_groups([self.linear(each) for each in declared])
+        packed = [self.weights.linear(each) for each in declared]
+        groups = self.kernels.pack_groups(packed)
+        if isinstance(groups.storage, torch.Tensor):  # a copy of all, so the single ones are freed
+            packed = [replace(each, storage=own) for each, own in zip(packed, groups.storage, strict=True)]
+        self.linears.extend(packed)
+        return groups
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
         """Return a norm's weight, or None."""

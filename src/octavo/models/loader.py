@@ -311,7 +311,10 @@ class _Packer:
 
     def vector(self, declared: Vector) -> Tensor:
         self._count(declared.size * torch.float32.itemsize)
-        return self.source.tensor(declared.name).to(self.device, torch.float32, copy=True)
+        numbers = self.source.tensor(declared.name).to(self.device, torch.float32, copy=True)
+        if not bool(numbers.isfinite().all()):
+            raise ModelError(f"{declared.name} has a value that is infinite or not a number; download the model again")
+        return numbers
 
     def skip(self, declared: Linear) -> None:
         self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)
