@@ -82,7 +82,6 @@ def python(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "code",
     [

@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from octavo import LLMEngine, ModelConfig
 from octavo.errors import ModelError
-from octavo.kernels.interface import PackedGroups
+from octavo.kernels.interface import GATE_LIMIT, GATE_SLOPE, PackedGroups
+from octavo.kernels.operations import choose_experts
 from octavo.kernels.reference import ReferenceKernels
+from octavo.models import gpt_oss
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.config_file import ConfigFile
-from octavo.models.experts import ExpertsConfig
+from octavo.models.experts import SOFTMAX_OF_CHOSEN, ExpertsConfig
 from octavo.models.float_weights import open_tensors
 from octavo.models.gguf_config import _read_dtype
 from octavo.models.gguf_file import GGUFFile, StoredArray, TensorType
@@ -223,7 +225,13 @@ def test_published_gpt_oss_config_has_defaults():
     rope = read.layers[0].attention.rope
     assert (rope.kind, rope.factor, rope.truncate, rope.theta) == ("yarn", 32.0, False, 150_000.0)
     assert {name for name in read.block_bytes if ".experts." not in name} == set()
-    assert f"{'model.layers.0.self_attn.q_proj'}.weight" in read.stored_tensors()
+    assert "model.layers.0.self_attn.q_proj.weight" in read.stored_tensors()
+
+
+def test_numbers_of_configurations_are_those_of_kernels():
+    """Configurations are read without torch, which modules of kernels import."""
+    assert SOFTMAX_OF_CHOSEN == choose_experts.SOFTMAX_OF_CHOSEN
+    assert (gpt_oss.LIMIT, gpt_oss.SLOPE) == (GATE_LIMIT, GATE_SLOPE)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

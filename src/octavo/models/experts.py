@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from octavo.models.expert_layer import Experts
     from octavo.models.layers import ModelContext
 
+SOFTMAX_OF_CHOSEN = 2  # as in `choose_experts`, which imports torch
 _MOST_CHOSEN = 64  # csrc/experts.h
 
 

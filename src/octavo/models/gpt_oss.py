@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from octavo.kernels.interface import GATE_LIMIT, GATE_SLOPE
-from octavo.kernels.operations.choose_experts import SOFTMAX_OF_CHOSEN
 from octavo.models.architecture import Architecture, read_decoder
 from octavo.models.attention import AttentionConfig
 from octavo.models.decoder_layer import LayerConfig
-from octavo.models.experts import ExpertsConfig, Router
+from octavo.models.experts import SOFTMAX_OF_CHOSEN, ExpertsConfig, Router
 from octavo.models.layer_types import FULL, SLIDING, read_layer_types
 from octavo.models.rope_config import read_rope
 from octavo.models.stored_floats import FloatLayout
@@ -31,12 +29,13 @@ _YARN = {
     "truncate": False,
 }
 _PERIOD = 2
+LIMIT, SLOPE = 7.0, 1.702  # of the clamped gate in `octavo.kernels.interface`, which imports torch
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """See `Family`."""
     config = _with_defaults(config)
-    for key, value in (("swiglu_limit", GATE_LIMIT), ("swiglu_alpha", GATE_SLOPE)):
+    for key, value in (("swiglu_limit", LIMIT), ("swiglu_alpha", SLOPE)):
         if config.number(key, value) != value:
             raise config.error(key, f"octavo computes {value:g} only")
     max_positions, bias = config.count("max_position_embeddings"), config.flag("attention_bias", default=True)

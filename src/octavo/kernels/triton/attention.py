@@ -340,7 +340,10 @@ def _attend(
 
 @triton.jit
 def _write(place, total_max, total_weight, totals, sink_place, mask, HAS_SINKS: tl.constexpr):
-    """Zeros are made positive, because the sign of a zero may come from a weight of zero."""
+    """Merge the sinks, and store totals / total_weight.
+
+    Zeros are made positive, because the sign of a zero may come from a weight of zero.
+    """
     if HAS_SINKS:
         one, nothing = tl.full(total_weight.shape, 1.0, tl.float32), tl.zeros(totals.shape, tl.float32)
         sink = tl.load(sink_place) * _LOG2_E
