@@ -78,7 +78,8 @@ $(USER_STAMP): $(SOURCES) | $(BIN)/python
 
 $(DEV_STAMP): $(SOURCES) | $(BIN)/python
 	@echo "installing octavo and its development tools into $(VENV)"
-	$(PIP_INSTALL) $(BUILD_TOOLS) uv
+	$(PIP_INSTALL) $(BUILD_TOOLS)
+	$(PIP_INSTALL) uv || true  # without it pip installs the rest
 	OCTAVO_REQUIRE_KERNELS=$(REQUIRE_KERNELS) $(BIN)/python tools/fast_install.py --no-build-isolation --editable '.[dev]'
 	@touch $@ $(USER_STAMP)
 
