@@ -17,7 +17,6 @@ HELPERS = sorted(path for path in TESTS.rglob("*.py") if not path.name.startswit
 PYTEST = ("-O", "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning")
 
 
-@pytest.mark.sweep(4)
 @pytest.mark.parametrize("path", HELPERS, ids=lambda path: str(path.relative_to(TESTS)))
 def test_s4_test_helpers_contain_no_assert(path: Path) -> None:
     lines = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)]

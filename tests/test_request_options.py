@@ -58,7 +58,6 @@ def test_request_options_survive_ipc_encoding():
     assert (read.priority, read.cache_salt, read.tenant, read.deadline) == (-3, "salt", "a", 7.0)
 
 
-@pytest.mark.turn(3)
 def test_no_function_repeats_request_option_fields():
     """The options are passed as one object; `OptionFields` is the only list of keyword arguments."""
     repeated = {

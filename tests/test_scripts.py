@@ -17,7 +17,6 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.sweep(4)
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_script_prints_its_help(path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(path.parent)

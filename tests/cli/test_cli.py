@@ -160,7 +160,6 @@ def test_help_imports_no_rich() -> None:
     assert python(code).splitlines()[-1] == "False"
 
 
-@pytest.mark.turn(2)
 def test_help_imports_no_command() -> None:
     code = (
         "from octavo.cli import Octavo, app; app(['--help'], standalone_mode=False); import sys; "

@@ -496,7 +496,6 @@ def test_sockets_use_shared_memory_without_temporary_directory(monkeypatch, tmp_
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "only this user can enter it"
 
 
-@pytest.mark.turn(3)
 def test_s4_module_in_current_directory_is_not_imported(monkeypatch, tmp_path):
     (tmp_path / "msgspec.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)

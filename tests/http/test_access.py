@@ -148,7 +148,6 @@ def routes() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.turn(2)
 def test_s6_every_route_except_health_requires_key(tenants: Running) -> None:
     known = routes()
     assert ("POST", "/v1/chat/completions") in known

@@ -111,7 +111,6 @@ def flood(running: Running, name: str) -> int:
     return len(sent)
 
 
-@pytest.mark.turn(3)
 def test_s8_endless_headers_answer_431(shared: Running) -> None:
     assert sum(flood(shared, name) for name in FLOODS) == len(FLOODS) * (MAX_HEADER_BYTES + 1)
     check_serves(shared)  # make the one-time allocations first
@@ -122,7 +121,6 @@ def test_s8_endless_headers_answer_431(shared: Running) -> None:
     check_serves(shared)
 
 
-@pytest.mark.turn(2)
 def test_s8_client_that_keeps_sending_headers_is_disconnected(shared: Running) -> None:
     piece, num_pieces = b"a" * (1 << 16), 1600
 

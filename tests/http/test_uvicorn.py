@@ -65,7 +65,6 @@ def own(of: type) -> set[str]:
     return (set(vars(of)) | stored) - has(OVERRIDES[of])
 
 
-@pytest.mark.turn(3)
 @pytest.mark.parametrize("of", OVERRIDES)
 def test_uvicorn_has_every_attribute_that_octavo_uses(of: type) -> None:
     base, private = OVERRIDES[of], own(of)
