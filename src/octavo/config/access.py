@@ -19,10 +19,10 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Access, limits and timeouts. None means no limit. The options' texts describe the other fields.
+    """Access, limits and timeouts. None means no limit.
 
-    operator_key: an additional key, with which the router reads a replica's metrics. max_open_requests: maximum of open
-    output streams; further requests are refused with 429.
+    operator_key: Additional key with which the router reads a replica's metrics. max_open_requests: Maximum number of
+    open output streams. Further requests are refused with status 429.
     """
 
     grace_s: float = option(

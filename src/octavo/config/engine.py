@@ -1,4 +1,4 @@
-"""Configurations of an engine. `build.py` replaces None and "auto" before it builds."""
+"""Configurations of an engine. Before the engine is built, `build.py` replaces None and "auto"."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
 
 
 class SchedulingPolicy(StrEnum):
-    """The order of waiting requests. It also decides which requests are preempted."""
+    """The order of waiting requests, which also decides which requests are preempted."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
@@ -40,21 +40,21 @@ class SchedulingPolicy(StrEnum):
 
 
 class AdmissionRule(StrEnum):
-    """A waiting request starts when its known tokens fit, or when all blocks it may need are reserved."""
+    """Whether a waiting request starts when its known tokens fit, or when prompt + max_tokens can be reserved."""
 
     OPTIMISTIC = "optimistic"
     RESERVATION = "reservation"
 
 
 class BatchingMode(StrEnum):
-    """A step mixes prompts and answers, or computes prompts first."""
+    """Whether a step mixes prompts and decodes, or computes prompts first."""
 
     MIXED = "mixed"
     PREFILL_FIRST = "prefill_first"
 
 
 class PreemptionMode(StrEnum):
-    """A preempted request's KV is computed again, swapped to host memory, or whichever is cheaper (auto)."""
+    """Whether a preempted request's KV is computed again or swapped to host memory. `AUTO` means the cheaper one."""
 
     AUTO = "auto"
     RECOMPUTE = "recompute"
@@ -63,16 +63,16 @@ class PreemptionMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The checkpoint and how to read it. The options' texts describe the other fields.
+    """The checkpoint and how to read it.
 
-    model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in demo model.
-    quantization: how weights are rounded at load. "int8" is W8A8: weights have one scale per output feature,
-    activations one per token; both are rotated first. "int4" is W4A8. "fp8" is W8A16: E4M3 with one scale per output
-    feature; embeddings and lm_head are not rounded.
-    With None, Triton kernels multiply FP8 weights of a checkpoint directly; other kernels expand them. Integer weights
-    of a checkpoint stay integers: 4-bit weights are unchanged, 8-bit weights are rotated and rounded again.
-    packed_cache_bytes: cached weights are valid until the checkpoint's files change.
-    seed: a request without a seed gets one from this seed and its arrival number.
+    model: Directory in Hugging Face layout, GGUF file, hub id, or None for the built-in demo model.
+    quantization: "int8" is W8A8. Weights have one scale per output feature, and activations have one per token. Both
+    are first rotated by a Hadamard transform. "int4" is W4A8. "fp8" is W8A16 in E4M3, with one scale per output feature
+    and without embeddings and lm_head. With None, Triton kernels multiply FP8 weights of a checkpoint directly, and
+    other kernels expand the weights. Integer weights of a checkpoint stay integers. 4-bit weights are unchanged, and
+    8-bit weights are rotated and rounded again.
+    packed_cache_bytes: Cached weights are valid until the checkpoint's files change.
+    seed: A request without a seed gets one from this seed and its arrival number.
     """
 
     model: str | None = None
@@ -149,10 +149,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache. The options' texts describe the fields.
+    """The paged KV cache.
 
-    With `num_gpu_blocks` or `kv_cache_memory_bytes`, memory is allocated at start, in the background; otherwise as
-    blocks are used. kv_cache_dtype: "int8" and "fp8" have one scale per token and head.
+    With `num_gpu_blocks` or `kv_cache_memory_bytes`, memory is allocated at start, in the background. Otherwise, memory
+    is allocated as blocks are used. kv_cache_dtype: "int8" and "fp8" have one scale per token and head.
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
@@ -196,7 +196,7 @@ class CacheConfig:
 
     @property
     def sets_memory(self) -> bool:
-        """True if the size is independent of free memory."""
+        """True if the size does not depend on free memory."""
         return self.num_gpu_blocks is not None or self.kv_cache_memory_bytes is not None
 
 
@@ -204,21 +204,19 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
-    The options' texts describe the other fields. max_num_seqs, max_num_batched_tokens, async_scheduling: for None see
-    `resolved`.
-
-    is_offline: no user waits for the end of a step, so a CPU's steps have more tokens by default.
-    mixed_step_ms: None means 100 for an engine, 0 for `LLM`.
-    attention_cost_tokens: a prompt token counts as 1 + attention_cost_tokens * position / 1000 tokens of the budget.
-    None means a value from the model's shape. A scheduler without an engine uses 0 instead of None.
-    enable_chunked_prefill: if False, only a prompt above the whole budget is cut. Other prompts wait until they fit.
+    max_num_seqs, max_num_batched_tokens: `resolved` replaces None by a device's defaults.
+    is_offline: True if no user waits for a step. The default of max_num_batched_tokens is then larger on a CPU.
+    mixed_step_ms: None means 100 for an engine, and 0 for `LLM`.
+    attention_cost_tokens: A prompt token counts as 1 + attention_cost_tokens * position / 1000 tokens of the budget.
+    None means a value from the model's shape, or 0 for a scheduler without an engine.
+    enable_chunked_prefill: If False, only a prompt above the whole budget is divided. Other prompts wait until they fit.
     ageing_s: None means strict priorities under `priority`, and only deadlines under `deadline`.
-    async_scheduling: a step is not scheduled ahead if drafts are verified or a grammar is followed.
-    max_num_preemptions: a protected request restarts only with all blocks that it may need, and is never preempted
+    async_scheduling: A step with drafts or a grammar must end before the next step is scheduled. `resolved` replaces
+    None.
+    max_num_preemptions: A protected request restarts only with all blocks that it may need, and is never preempted
     again.
-    max_batch_prefill_tokens: a longer prompt is cut, even without enable_chunked_prefill.
-
-    waiting_served_ratio and max_waiting_tokens count only while requests run.
+    max_batch_prefill_tokens: A longer prompt is divided, even without enable_chunked_prefill.
+    waiting_served_ratio, max_waiting_tokens: Used only while requests run.
     """
 
     max_num_seqs: int | None = option(
@@ -389,7 +387,7 @@ class SchedulerConfig:
     def resolved(self, device_type: str = "cpu", *, has_drafts: bool = False) -> ResolvedSchedulerConfig:
         """Replace None by a device's defaults.
 
-        device_type: "cpu" or "cuda". has_drafts: with drafts, async_scheduling is off by default.
+        device_type: "cpu" or "cuda". has_drafts: If True, async_scheduling is off by default.
         """
         defaults, values = STEP_DEFAULTS[device_type], {each.name: getattr(self, each.name) for each in fields(self)}
         num_seqs, num_tokens, is_async = self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling
@@ -502,11 +500,11 @@ class EngineConfig:
 class ModelInfo:
     """Facts about a loaded model, without tensors.
 
-    generation_defaults: from generation_config.json, by SamplingParams' names.
-    pooling: how the checkpoint makes an embedding, "last" or "mean". pooling_problem: why octavo does not support this.
-    hidden_size: length of an embedding. has_head: False if lm_head is missing, so that only embeddings are served.
-    weight_bytes: in the checkpoint's dtype, or rounded if quantization is requested.
-    quantization_level, file_type: name and number of a GGUF file's mix of types.
+    generation_defaults: Sampling parameters from generation_config.json.
+    pooling: The checkpoint's pooling of embeddings, "last" or "mean". pooling_problem: Why octavo does not support it.
+    hidden_size: Length of an embedding. has_head: False if lm_head is missing, so that only embeddings are served.
+    weight_bytes: Size in the checkpoint's dtype, or after quantization if requested.
+    quantization_level, file_type: Name and number of a GGUF file's mix of types.
     """
 
     name: str
@@ -526,7 +524,7 @@ class ModelInfo:
     file_type: int | None = None
 
     def choose_pooling(self, requested: str | None = None) -> str:
-        """Return the pooling, by default the checkpoint's. Raises `RequestError` if octavo does not support that."""
+        """Return the requested or the checkpoint's pooling. Raises `RequestError` if the latter is not supported."""
         if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if requested is None else requested

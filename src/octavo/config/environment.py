@@ -18,7 +18,7 @@ def cache_directory() -> Path:
 
 
 def explain_undecodable(text: str) -> str | None:
-    """Explain bytes that are not text in this locale. Return None if there are none.
+    """Explain which bytes of a text are invalid in this locale. Return None if all are valid.
 
     Python keeps such bytes as lone surrogates, which JSON and libraries refuse.
     """
@@ -53,8 +53,8 @@ def api_key_from_environment() -> str | None:
 def kv_secret_from_environment() -> str:
     """Return the secret in the keys of stored KV (OCTAVO_KV_SECRET), by default "".
 
-    Without the secret, a reader of the keys cannot test guesses of prompts. Engines need the same secret to exchange
-    KV.
+    Without the secret, a reader of the keys cannot test guesses of prompts. Engines that exchange KV need the same
+    secret.
     """
     return os.environ.get("OCTAVO_KV_SECRET", "")
 

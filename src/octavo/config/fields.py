@@ -17,10 +17,10 @@ WEIGHT_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4, "fp8": 8}  # of th
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How a field is offered as an option.
+    """A field of a configuration as a command-line option.
 
-    unit: form of a value. choices: () allows any value. name, panel: None means the field's name and the heading of the
-    configuration. short: one-letter name. is_open: the default is None, and other options decide the value.
+    unit: Placeholder for the value in the help. choices: Allowed values, or () for any. name: None means the field's
+    name. panel: Heading in the help. short: One-letter name. is_open: True if other options decide the default.
     """
 
     help: str
@@ -34,10 +34,7 @@ class Option:
 
 
 def option(default: Any, text: str, *, shows_value: bool = True, **more: Any) -> Any:
-    """Return a field that is also an option.
-
-    shows_value: False hides the value in the repr.
-    """
+    """Return a dataclass field that is also an option. shows_value: False hides the value in the repr."""
     return field(default=default, repr=shows_value, metadata={"option": Option(text, **more)})
 
 

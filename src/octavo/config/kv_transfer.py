@@ -23,7 +23,7 @@ _DEFAULT_SEGMENT_BYTES = 1 << 30
 class KVTransferConfig:
     """External stores of KV, by default none, and the engine's role. The fastest store is asked first.
 
-    The options' texts describe the other fields. mooncake_segment_bytes: 0 means to use only memory of other engines.
+    mooncake_segment_bytes: 0 means to use only memory of other engines.
     """
 
     disk_dir: Path | None = option(
@@ -84,7 +84,8 @@ class KVTransferConfig:
     def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **given_fields: Any) -> KVTransferConfig:
         """Accept an instance, a mapping of its fields, or None for the defaults.
 
-        given_fields: None if not given separately. Raises `ConfigError` if both are given, and for an unknown field.
+        given_fields: Fields given separately, without those that are None. Raises `ConfigError` for an unknown field,
+        or if fields are given in both ways.
         """
         given_fields = {name: value for name, value in given_fields.items() if value is not None}
         if given is None:

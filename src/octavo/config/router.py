@@ -13,7 +13,7 @@ from octavo.config.fields import at_least, option
 from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
-ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # if an engine publishes none; octavo's default
+ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # for an engine that publishes none; octavo's default
 REQUEST_TIMEOUT_MARGIN_S = 30.0  # for the engine's answer or error to arrive first
 _MAX_PORT = 65535
 _TIMEOUTS = (
@@ -27,10 +27,10 @@ _NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(AccessConfig):
-    """A router over the engines from the list, the file and DNS. The options' texts describe the other fields.
+    """A router for the engines from the list, the file and DNS.
 
-    max_open_requests: None lets the engines refuse excess requests.
-    balance_tokens, balance_ratio: see `octavo.router.policies.cache_aware`.
+    max_open_requests: None means that only the engines refuse excess requests.
+    balance_tokens, balance_ratio: See `octavo.router.policies.cache_aware`.
     """
 
     engines: tuple[str, ...] = option(

@@ -76,11 +76,11 @@ EMBEDDING_POOLING = ("auto", *POOLING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(AccessConfig):
-    """Access to one engine, and the form of its answers. The options' texts describe the other fields.
+    """Access to one engine, and the form of its answers.
 
-    max_num_waiting_tokens: maximum tokens of prompts without output yet; further requests are refused with 429. An
-    answer that is not streamed has output only at its end.
-    tool_call_parser, reasoning_parser: see `octavo.server.answers`.
+    max_num_waiting_tokens: Maximum number of prompt tokens of requests without output. Further requests are refused
+    with status 429. Without streaming, a request has no output until its end.
+    tool_call_parser, reasoning_parser: See `octavo.server.answers`.
     """
 
     served_model_names: tuple[str, ...] = option(

@@ -1,4 +1,4 @@
-"""Configuration of drafts."""
+"""Configuration of speculative decoding."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CACHED_BYTES = (1 << 16, 1 << 34)
 class SpeculativeConfig:
     """How tokens are drafted, so that one step verifies several. docs/speculation.md describes the fields.
 
-    Only with verification = "rejection" do tokens depend on drafts.
+    Generated tokens depend on drafts only with verification = "rejection".
 
-    method: "auto" is "suffix" if a row has the same bits in any batch, otherwise "none".
-    quantization: as in `ModelConfig`, for the drafting model. None means not rounded, but int4 for "quantized".
+    method: "auto" is "suffix" if a token's results are the same in any batch, otherwise "none".
+    quantization: Quantization of the draft model, as in `ModelConfig`. None means int4 for "quantized", otherwise none.
     prompt_lookup_min, prompt_lookup_max: None means 2 and 4, adjusted to the other field.
-    suffix_decoding_max_cached_requests: the oldest answers are dropped first.
+    suffix_decoding_max_cached_requests: The oldest answers are dropped first.
     """
 
     method: str = option(
@@ -125,13 +125,13 @@ class SpeculativeConfig:
         return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
-        """Resolve the method "auto", or return None if nothing is drafted. is_exact: rows do not depend on a batch."""
+        """Resolve the method "auto", or return None for "none". is_exact: True if results do not depend on a batch."""
         method = ("suffix" if is_exact else "none") if self.method == "auto" else self.method
         return None if method == "none" else replace(self, method=method)
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
-        """(minimum, maximum) for "ngram"."""
+        """The (minimum, maximum) n-gram length."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         if least is None:
             least = _DEFAULT_LOOKUP[0] if most is None else min(_DEFAULT_LOOKUP[0], most)

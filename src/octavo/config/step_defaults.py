@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDefaults:
-    """Defaults of `SchedulerConfig` on a device. num_offline_tokens: max_num_batched_tokens if no user waits."""
+    """Defaults of `SchedulerConfig` on a device. num_offline_tokens: `max_num_batched_tokens` if `is_offline`."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

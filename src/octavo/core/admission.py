@@ -25,15 +25,15 @@ class Admission(Protocol):
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Begin a step. Returns why no request may start in the step, or None."""
+        """Begin a step. Return the reason if no request may start in this step, otherwise None."""
         ...
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Return why a request cannot start now, or None. computed: the request's prefix hit."""
+        """Return the reason if a request cannot start now, otherwise None. computed: The request's prefix hit."""
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a starting request gets blocks. 0 means the tokens of its first step."""
+        """Return for how many tokens a starting request gets blocks. 0 means only for the tokens of its first step."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -46,9 +46,9 @@ class Admission(Protocol):
 
 
 class OptimisticAdmission:
-    """Starts a request if its known tokens fit. If blocks are lacking later, a running request is preempted.
+    """Starts a request if its known tokens fit. If too few blocks are free later, a running request is preempted.
 
-    One block for each running request must stay free; otherwise a request would soon be preempted. After
+    One block for each running request must stay free, because otherwise a preemption would soon follow. After
     `max_num_preemptions` preemptions, a request starts only with all blocks that it may need, and is never preempted
     again.
     """
@@ -81,7 +81,7 @@ class OptimisticAdmission:
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0, or the maximum length without the last token if the request was preempted too often."""
+        """Return 0, or the maximum length minus 1 if the request was preempted `max_num_preemptions` times."""
         if request.num_preemptions < self._max_preemptions:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)
@@ -96,9 +96,9 @@ class OptimisticAdmission:
 class ReservationAdmission:
     """Reserves prompt + max_tokens of each running request, so that no request is preempted for lack of blocks.
 
-    Follows Hugging Face TGI (router/src/infer: `Queue::next_batch` and `batching_task`). most_saved_blocks:
-    blocks of each bounded group that saves may pin in addition. Blocks that are pinned for ended requests or
-    for another engine may still cause a preemption.
+    Only blocks that are pinned for ended requests or for another engine may still cause a preemption. Source: Hugging
+    Face TGI (router/src/infer, `Queue::next_batch` and `batching_task`). most_saved_blocks: Number of blocks of each
+    bounded group that saves may pin in addition.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
@@ -129,7 +129,7 @@ class ReservationAdmission:
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
         """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps after an admission.
 
-        If requests start together, they delay running requests less often.
+        Requests that start together delay running requests less often.
         """
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
@@ -153,7 +153,7 @@ class ReservationAdmission:
         return request.max_total_tokens, [group.num_reserved(num_blocks) for group in self._manager.groups]
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0, because reservations are only counted."""
+        """Return 0, because blocks are allocated step by step."""
         del request
         return 0
 

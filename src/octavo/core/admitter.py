@@ -23,13 +23,13 @@ class Admitter:
     """Admits requests from the queue."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
-        self.num_busy_steps = 0  # steps with tokens, which the scheduler counts to limit deferrals
+        self.num_busy_steps = 0  # number of steps with tokens, which limits deferrals
         self._state, self._lifecycle = state, lifecycle
         self._waiting_requests, self._emitter = state.waiting_requests, state.emitter
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
-        """Requeue deferred requests that need not wait longer."""
+        """Put deferred requests back into the queue if their wait has ended."""
         for request, timed_out in self._waiting_requests.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 
@@ -41,7 +41,7 @@ class Admitter:
     def admit(self, plan: StepPlan, before: Request | None) -> None:
         """Admit requests in order, until a request cannot start.
 
-        before: admit only requests that are more important than this running request.
+        before: If not None, admit only requests that are more important than this running request.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank
@@ -112,7 +112,6 @@ class Admitter:
         return None
 
     def _park(self, is_pending: Callable[[], bool], owner: str | None) -> None:
-        """Defer the first request. owner: request that computes the awaited block; None for a store's answer."""
         request = self._waiting_requests.defer(is_pending, self.num_busy_steps)
         self._emitter.emit(events.RequestParked, request.request_id, owner)
 

@@ -1,4 +1,4 @@
-"""The core's shared state."""
+"""The state that the scheduler's classes share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class CoreState:
-    """Open requests, and the objects that decide about them.
+    """The open requests, and the objects that schedule these requests.
 
-    docs/architecture.md names each state's writer.
+    docs/architecture.md says which class may write which state.
     """
 
     def __init__(
@@ -41,5 +41,5 @@ class CoreState:
         self.builder = OutputBuilder(manager, transfers)
         self.in_flight = StepsInFlight()
         self.requests: dict[str, Request] = {}  # in the order of arrival
-        self.running: list[Request] = []  # in the order of service
+        self.running: list[Request] = []  # in the order in which they get tokens
         self.waiting_requests = WaitingRequests(self.policy.waiting)

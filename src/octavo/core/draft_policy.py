@@ -1,7 +1,7 @@
-"""Chooses how many draft tokens each request gets, to maximize the tokens per second.
+"""Chooses the number of draft tokens for each request, so that most tokens per second are generated.
 
-A draft comes from a draft model or from a lookup, for example of n-grams. Costs and acceptance rates are learned. The
-choice never changes a token.
+A draft comes from a draft model or from a lookup, for example of n-grams. Costs and acceptance rates are measured. The
+choice never changes a generated token.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import SchedulerOutput
 
     Known = tuple[AcceptanceRates, AcceptanceRates | None]  # rates of all requests, and of one request
-    Candidate = tuple[float, int, int]  # minus a draft's probability, index of its request, position
+    Candidate = tuple[float, int, int]  # minus the acceptance probability, request index, draft position
 
-_FIRST_RATE = 0.7  # before any draft was verified
-_CREDIT_S = 0.01  # seconds that count as gained by lookups at the start
-_OLDER_GUESSES = 0.95  # each step with lookups multiplies earlier sums by this
+_FIRST_RATE = 0.7  # assumed acceptance rate before any draft was verified
+_CREDIT_S = 0.01  # initial value of the seconds gained by lookups
+_OLDER_GUESSES = 0.95  # factor on earlier sums in each step with lookups
 _SMALL_SHARE = 0.005  # share of the steps' time that lookups may lose
-_STEPS_OF_A_TRIAL = 16  # if lookups do not pay, one of so many steps tries them
-_REQUESTS_OF_A_TRIAL = 8  # requests with lookups in such a step
+_STEPS_OF_A_TRIAL = 16  # if lookups cost more time than they gain, one step in this many tries them
+_REQUESTS_OF_A_TRIAL = 8  # number of requests with lookups in a trial step
 
 
 class DraftPolicy:
-    """Allots drafts to requests.
+    """Decides how many drafts of each request are proposed and verified.
 
-    The most probable drafts come first, which is optimal if all rows (tokens) of a step cost the same.
+    The most probable drafts are chosen first, which is optimal if all tokens of a step cost the same.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class DraftPolicy:
         self.pass_cost = StepCost()
         self._overall = AcceptanceRates(decay=0.98)
         self._overall_computed = AcceptanceRates(decay=0.98)
-        self._computed: AbstractSet[str] = frozenset()  # requests with newest drafts from a model
+        self._computed: AbstractSet[str] = frozenset()  # ids of requests with drafts from a draft model
         self._has_drafts = False
         self._has_guesses = False
         self._most_passes = 0
         self._guessing_s = 0.0
         self._num_accepted = 0
-        # Recent steps with lookups: seconds that lookups took, that they gained, and that the steps took.
+        # In recent steps with lookups: seconds of the lookups, seconds gained by their drafts, seconds of the steps.
         self._spent_s, self._gained_s, self._steps_s = 0.0, _CREDIT_S, 0.0
         self._num_skipped = 0
         self._first_tried = 0  # index of the newest trial's first request
@@ -66,10 +66,10 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step's duration, which includes drafting. Call `verified` first.
+        """Learn from a step's duration in seconds, including the drafting at its end. Call `verified` first.
 
-        Steps with prompts are ignored, because their rows have other costs. Returns None, or
-        for a step that verified drafts: its seconds with the drafting before it, and the estimate without drafts.
+        Steps with prompt tokens are ignored, because prompt tokens have other costs. If the step verified drafts,
+        return its seconds with the drafting before it, and estimated seconds without drafts. Otherwise return None.
         """
         if not (self._has_drafts or result.drafting_s):
             return None
@@ -89,7 +89,7 @@ class DraftPolicy:
         self._learn_gain(len(counts), num_rows, num_accepted, result.drafting_s, step_s)
         if not drafts or not self.step_cost.is_measured(len(counts)):
             return None
-        # Fewer rows never take longer, but slow first steps can make the estimate too long.
+        # Fewer tokens never take longer, but slow first steps can make the estimate too long.
         without_s = min(self.step_cost.seconds(len(counts)), step_s)
         return step_s + guessing_s, (1 + num_accepted / len(counts)) * without_s
 
@@ -109,10 +109,9 @@ class DraftPolicy:
             self._gained_s *= _OLDER_GUESSES
             self._steps_s = _OLDER_GUESSES * self._steps_s + step_s
         gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
-        self._gained_s += max(gained_s, 0.0)  # a loss is due to `allot`, not to lookups
+        self._gained_s += max(gained_s, 0.0)  # a loss is caused by `allot`, not by lookups
 
     def _bound_lookups(self, names: Sequence[str]) -> dict[str, int]:
-        """If lookups recently lost time, bound them to 0, except in trials."""
         if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:
             self._num_skipped = 0
             return {}
@@ -124,9 +123,10 @@ class DraftPolicy:
         return dict.fromkeys(order[_REQUESTS_OF_A_TRIAL:], 0)
 
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
-        """Return by request id how many drafts are worth guessing after a step. No entry means no bound.
+        """Return the maximum number of drafts to propose after a step, by request id. No entry means no maximum.
 
-        Lookups get the bound 0 or none, because `allot` chooses among their drafts.
+        num_tokens: Number of scheduled tokens by request id. For lookups, the maximum is 0 or missing, because `allot`
+        later chooses among the proposed drafts.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}
@@ -134,7 +134,7 @@ class DraftPolicy:
         for request_id, count in num_tokens.items():
             request = requests[request_id]
             num_known = len(request.sequence.token_ids)
-            if request.num_computed_tokens + count >= num_known:  # it also gets a token with its drafts
+            if request.num_computed_tokens + count >= num_known:  # the step samples a token
                 wanted.append((request, max(min(self._most_passes, request.max_total_tokens - num_known - 2), 0)))
         if not wanted:
             return {}
@@ -145,7 +145,10 @@ class DraftPolicy:
         return {request.request_id: count for (request, most), count in pairs if count < most}
 
     def allot(self, wanted: Sequence[tuple[Request, int]], num_decoding: int) -> list[int]:
-        """Return how many drafts of each request the next step verifies. wanted: requests with numbers of drafts."""
+        """Return how many drafts of each request the next step verifies.
+
+        wanted: Pairs of a request and its number of proposed drafts. num_decoding: Number of decoding requests.
+        """
         if not wanted:
             return []
         self._has_drafts = True
@@ -174,7 +177,7 @@ class DraftPolicy:
         num_decoding: int,
         guessing_s: Iterable[float],
     ) -> list[int]:
-        """Return for each request the number of drafts that gives the most tokens per second in all."""
+        """Return the number of drafts of each request that maximizes the total tokens per second."""
         seconds, costs = self.step_cost.seconds, iter(guessing_s)
         num_tokens, shortest, best = float(num_decoding), seconds(num_decoding), 0
         if shortest <= 0:

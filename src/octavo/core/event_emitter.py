@@ -1,4 +1,4 @@
-"""Stamps the core's events."""
+"""Creates the core's events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def emit_nothing(_kind: Callable[..., Event], *_args: object) -> None:
 
 
 class EventEmitter:
-    """Passes events to a sink. The core sets `step` and `now`."""
+    """Creates events with the current step and time, and passes them to a sink. The core sets `step` and `now`."""
 
     def __init__(self, sink: EventSink) -> None:
         self.step = 0
@@ -23,5 +23,5 @@ class EventEmitter:
         self._sink = sink
 
     def emit(self, kind: Callable[..., Event], *args: object) -> None:
-        """Emit an event of class `kind`. args: the event's fields after step and time."""
+        """Emit an event of class `kind`. args: The event's fields after step and time."""
         self._sink.emit(kind(self.step, self.now, *args))

@@ -1,7 +1,7 @@
-"""Shares service fairly between tenants, with virtual token counters.
+"""Divides service fairly between tenants, with virtual token counters.
 
-After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. A tenant that starts to wait
-gets at least the smallest counter of a waiting tenant, so that idle time earns no credit.
+Source: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. When a tenant starts to
+wait, its counter is raised to the smallest counter of the waiting tenants, so that idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class ServiceCounters:
     """Counts each tenant's service in weighted tokens. Prompt tokens are charged on admission.
 
-    Prefix hits and tokens that are computed again are free. Callers divide numbers of tokens by the tenant's weight.
+    Prefix hits and tokens that are computed again are free. Callers divide the number of tokens by the tenant's weight.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -62,7 +62,7 @@ class ServiceCounters:
 class FairRequestQueue:
     """Serves the tenant with the smallest counter first.
 
-    rank: order of the requests of a tenant, as in `PriorityRequestQueue`.
+    rank: Function that orders the requests of one tenant, as in `PriorityRequestQueue`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FairRequestQueue:
         self.counters = counters or ServiceCounters()
         self._rank = rank
         self._tenants: dict[str, PriorityRequestQueue] = {}
-        self._heap: list[tuple[float, str]] = []  # counters in entries may be old, but never too large
+        self._heap: list[tuple[float, str]] = []  # (counter, tenant); the counter may be outdated, but not too large
         self._in_heap: set[str] = set()
         self._last_level = 0.0
         self._num_restarts = 0

@@ -1,4 +1,4 @@
-"""Faults that simulations inject into the core. They never change a token."""
+"""Faults that simulations inject into the scheduler. Faults never change a generated token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Faults:
     """Injects faults between two steps."""
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
-        self.to_preempt: list[str] = []  # in the next step
+        self.to_preempt: list[str] = []  # ids of requests
         self._manager = kv_cache_manager
 
     def preempt(self, request_ids: Iterable[str]) -> None:
-        """Preempt the requests in the next step if they run."""
+        """Preempt these requests in the next step if they are running."""
         self.to_preempt += request_ids
 
     def evict(self, block: Block) -> None:

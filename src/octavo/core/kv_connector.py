@@ -1,7 +1,7 @@
-"""The scheduler's half of KV transfer: which blocks an external store has, and which it wants.
+"""The scheduler's side of an external KV store, as in vLLM's KVConnector.
 
-The other half is in the worker, as in vLLM's KVConnector. Neither half is trusted: missing, late or wrong blocks cost
-time but never change a token.
+The scheduler asks which blocks the store has and which blocks the store wants. The worker transfers the blocks.
+Missing, late or corrupt blocks cost time but never change a token.
 """
 
 from __future__ import annotations
@@ -17,52 +17,49 @@ if TYPE_CHECKING:
 
 
 class KVConnector(Protocol):
-    """An external store of KV blocks by hash. No method blocks."""
+    """An external store of KV blocks, which are identified by their hashes. No method may wait."""
 
     name: str
 
     def request_added(self, request: Request) -> None:
-        """Report a new request, possibly long before its lookup."""
+        """Report a new request to the store, possibly long before the request's lookup."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after `num_computed_tokens` the store has, or None if the caller must ask again.
 
-        The number is a multiple of the block size. The store has all blocks that the next row (token) reads.
+        The number is a multiple of the block size. The store has all blocks that the token after these tokens reads.
         """
         ...
 
     def lookup_given_up(self, request: Request) -> None:
-        """Report an abandoned lookup."""
+        """Report that a lookup has timed out."""
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Load `num_external_tokens` tokens into the allocated blocks.
+        """Report that blocks were allocated for a load of `num_external_tokens` tokens.
 
-        block_ids: the request's, of the first KV group.
+        block_ids: The request's block table in the first KV group.
         """
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
         """Return the keys whose blocks the store lacks and wants.
 
-        only_first_group: ignore parts in other groups, because they are lost.
+        only_first_group: True if the content of all other KV groups was evicted and cannot be saved.
         """
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Report an ordered transfer.
-
-        The worker receives the order with the next step.
-        """
+        """Report a new transfer. The worker receives the order with the next step."""
         ...
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Report a transfer's end. num_blocks: leading blocks that were moved, or None if cancelled."""
+        """Report a transfer's end. num_blocks: Number of leading blocks that were moved, or None if cancelled."""
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Report a request's end. block_ids: blocks of the first KV group."""
+        """Report a request's end. block_ids: The request's block table in the first KV group."""
         ...
 
 

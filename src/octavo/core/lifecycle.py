@@ -1,8 +1,8 @@
-"""The lifecycle of a request: it arrives, starts, may be preempted, and ends.
+"""The lifecycle of a request, from its arrival to its end.
 
-A request's status always matches the list that has the request: waiting requests (WAITING, PREEMPTED), running
-requests (RUNNING), or transfers (WAITING_FOR_REMOTE_KVS). One exception: ended requests remain in the running list
-until `drop_finished`.
+A request's status always says which list has the request. The lists are waiting requests (WAITING, PREEMPTED), running
+requests (RUNNING) and transfers (WAITING_FOR_REMOTE_KVS). Only ended requests remain in the running list until
+`drop_finished` is called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class RequestLifecycle:
-    """Only this class writes a request's status, and `requests` and `running` of `CoreState`."""
+    """Starts, preempts and ends requests.
+
+    Only this class writes a request's status, and `requests` and `running` of `CoreState`.
+    """
 
     def __init__(self, state: CoreState) -> None:
         self._state, self._emitter = state, state.emitter
@@ -61,7 +64,7 @@ class RequestLifecycle:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> Iterator[Request]:
-        """Yield each overdue request once."""
+        """Yield each request once after its deadline."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
@@ -71,14 +74,14 @@ class RequestLifecycle:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
-        """Run the queue's first request."""
+        """Start the queue's first request. computed: The request's prefix hit."""
         self._waiting_requests.take()
         self._run(request, computed.num_tokens)
         self._state.admission.admitted(request)
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Admit the queue's first request, which runs after `end_loading`."""
+        """Admit the queue's first request, which waits for a KV load until `end_loading` is called."""
         self._waiting_requests.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
@@ -86,13 +89,13 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Run a request after its load, and commit its blocks. num_tokens: computed and loaded tokens."""
+        """Run a request after its KV load, and commit its blocks. num_tokens: Number of computed and loaded tokens."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
 
     def abandon_loading(self, request: Request) -> None:
-        """Queue a request again, so that it computes the missing KV."""
+        """Put a request back into the queue after a failed KV load."""
         self._state.admission.left(request)
         self._state.manager.release(request)
         request.num_computed_tokens = 0
@@ -174,7 +177,7 @@ class RequestLifecycle:
         self._emitter.emit(events.RequestFinished, request_id, reason, request.sequence.num_output_tokens)
 
     def end(self, request: Request, status: RequestStatus, error: str | None = None) -> EngineCoreOutput:
-        """End a request. Returns its last output."""
+        """End a request. Return its last output."""
         self.finish(request, status)
         return EngineCoreOutput(request.request_id, finish_reason=status.finish_reason, error=error)
 

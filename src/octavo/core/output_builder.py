@@ -16,30 +16,30 @@ _NONE: list[int] = []  # never changed
 
 
 class OutputBuilder:
-    """Tracks the requests and blocks that the worker knows."""
+    """Builds each step's message, with only the requests and blocks that the worker does not know yet."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransferScheduler) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        # The worker's table lengths, by request id and group.
+        # Lengths of the block tables that the worker knows, by request id and group.
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
-        self.are_notices_due = True  # a step may carry only notices of ended requests and cancellations
+        self.are_notices_due = True  # if True, a step without tokens may report ended requests and cancellations
 
     @property
     def has_endings(self) -> bool:
-        """Whether ended requests must be reported."""
+        """Whether ended requests must still be reported to the worker."""
         return bool(self._finished_req_ids)
 
     @property
     def num_records(self) -> int:
-        """Requests that the worker knows."""
+        """Number of requests that the worker knows."""
         return len(self._num_sent)
 
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
     ) -> SchedulerOutput:
-        """Return a step's message, and record its data as sent."""
+        """Return the message for a step, and record its contents as sent."""
         new: list[NewRequestData] = []
         req_ids: list[str] = []
         num_computed: list[int] = []
@@ -92,7 +92,7 @@ class OutputBuilder:
         num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
-        """Record that the worker lacks a request, so that `build` sends the request again."""
+        """Record a preemption. When the request resumes, `build` sends the whole request again."""
         self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
@@ -101,11 +101,11 @@ class OutputBuilder:
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """After a failed step, report again which requests had ended, and make the worker drop its other requests.
+        """Report all requests of a failed step as ended, so that the worker drops these requests.
 
         The worker may have received any part of the step.
         """
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
-        # If every step fails, notices alone must not keep the core busy.
+        # If a step without tokens fails, its reports wait, because repeating them would keep the core busy.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)

@@ -29,8 +29,8 @@ def num_tokens_to_schedule(
 ) -> int:
     """Return how many of a request's `num_remaining` tokens a step computes. If 0, the request waits.
 
-    threshold: limit for one request, or 0 for no limit. may_be_cut: if False, all tokens must fit, unless even an empty
-    step (`initial_budget`) is too small.
+    threshold: Maximum for one request, or 0 for no limit. may_be_cut: True if a part of the tokens may be computed.
+    A prompt that exceeds an empty step (`initial_budget`) is always divided.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -42,7 +42,7 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """The budget that a prompt's tokens use. Later tokens cost more, because they attend to all earlier tokens.
+    """The budget that a prompt's tokens use. Later tokens use more, because they attend to all earlier tokens.
 
     Each token of a chunk that begins at `position` uses 1 + attention_cost_tokens * position / 1000 of the budget.
     """
@@ -51,7 +51,7 @@ class PromptCost:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return how many tokens that begin at `position` fit the budget: at least 1 if the budget is positive."""
+        """Return how many tokens from `position` on fit the budget. At least one fits if the budget is positive."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
@@ -69,12 +69,12 @@ PLAIN_COST = PromptCost(0.0)
 
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
-    """The order of requests. A smaller rank is more important."""
+    """The order in which requests are served. A smaller rank is more important."""
 
     waiting: RequestQueue
     rank: Callable[[Request], Rank]
     counters: ServiceCounters
-    ranks_are_fixed: bool  # False if ranks change with the counters
+    ranks_are_fixed: bool  # False if ranks change with the tenants' counters
 
 
 def create_policy(config: SchedulerConfig) -> OrderPolicy:
@@ -106,10 +106,10 @@ def create_request_queue(
 
 
 def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
-    """Rank lower priority numbers first, then earlier arrivals.
+    """Return a rank by priority number, then by arrival.
 
-    A priority number decreases by one every `ageing_s` seconds. If `ageing_s` is None, numbers never change; if 0,
-    priorities are ignored. All requests age at the same rate, so ranks are fixed.
+    A request's priority number decreases by one every `ageing_s` seconds. If `ageing_s` is None, the number never
+    changes. If 0, priorities are ignored. All requests age at the same rate, so their order never changes.
     """
     if ageing_s is None:
         return (request.priority, request.arrival_index)
@@ -119,9 +119,9 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 
 
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
-    """Rank earlier deadlines first, then earlier arrivals.
+    """Return a rank by deadline, then by arrival.
 
-    ageing_s: a deadline counts as at most this many seconds after the arrival; None for no limit.
+    ageing_s: A missing or later deadline counts as this many seconds after the arrival. None for no limit.
     """
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
@@ -139,7 +139,7 @@ def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], m
 
 
 def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
-    """Return True if a victim's KV should be swapped out instead of computed again."""
+    """Return True if a preempted request's KV should be swapped out instead of computed again."""
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
@@ -149,7 +149,7 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
-    """Return True if a request has no output, or must compute more than its newest token and drafts."""
+    """Return True if a request has no output yet, or must compute more than its newest token and drafts."""
     sequence = request.sequence
     num_computed = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
     return len(sequence.token_ids) - num_computed > 1 or not sequence.num_output_tokens
@@ -161,17 +161,18 @@ def is_decode(request: Request) -> bool:
 
 
 class Batching(Protocol):
-    """The order in which a step is filled."""
+    """A rule for filling a step with tokens."""
 
     @property
     def prefill_limit(self) -> int:
-        """Limit on prompt tokens in the next step with decodes, or 0 for no limit."""
+        """Maximum number of prompt tokens in the next step that also decodes, or 0 for no limit."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
-        """Fill a plan. `grow` serves running requests, and `admit` serves waiting requests.
+        """Fill a step's plan. `grow` gives tokens to running requests, and `admit` starts waiting requests.
 
-        outranked: running prompts that are less important than the first waiting request.
+        outranked: Running requests that still compute their prompt and are less important than the first waiting
+        request.
         """
         ...
 
@@ -183,12 +184,12 @@ class Batching(Protocol):
 class MixedBatching:
     """Serves running requests, then waiting requests. Prompts and decodes share steps.
 
-    Decodes wait for the whole step, so a step with decodes has at most `most` prompt tokens; 0 means no limit. If
+    Decodes wait for the whole step, so a step with decodes has at most `most` prompt tokens (0 for no limit). If
     `step_s` is not 0, the limit adapts between `least` and `most`, so that a step takes `step_s` seconds. Sarathi-Serve
-    (Agrawal et al. 2024) chooses such a budget by profiling.
+    (Agrawal et al. 2024) chooses such a limit by profiling.
     """
 
-    _SHRINK, _GROW = 0.5, 1.25  # after one step, which may be slow or fast for other reasons
+    _SHRINK, _GROW = 0.5, 1.25  # bounds of one change, because a step may be slow or fast for other reasons
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
@@ -204,7 +205,7 @@ class MixedBatching:
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            if decoded:  # each running prompt takes at least one token, which no later decode may lack
+            if decoded:  # each running prompt takes at least one token, but every decode must still get one
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -212,7 +213,7 @@ class MixedBatching:
         plan.num_mixed_prompt_tokens = plan.initial_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Adjust the limit. The limit grows only if prompts lacked budget."""
+        """Adjust the limit on prompt tokens. The limit grows only if prompts could have used more budget."""
         if not self._step_s or plan.num_mixed_prompt_tokens <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -237,10 +238,10 @@ class PrefillFirstBatching:
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit waiting requests, but serve each outranked prompt before less important requests.
+    """Admit waiting requests, but serve each outranked running prompt before less important waiting requests.
 
     If an outranked prompt gets no tokens, no further request is admitted. Later outranked prompts are still served,
-    because the first prompt may wait for their blocks.
+    because the first prompt may need the blocks that they release at their end.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class RequestQueue(Protocol):
-    """Requests with distinct ids."""
+    """A queue of requests with distinct ids."""
 
     def add_request(self, request: Request) -> None:
-        """Insert a request after equally important earlier arrivals."""
+        """Insert a request after all equally important requests that arrived earlier."""
         ...
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back before equally important later arrivals."""
+        """Put a request back before all equally important requests that arrived later."""
         ...
 
     def peek_request(self) -> Request:
@@ -52,7 +52,7 @@ class FCFSRequestQueue:
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front, but after earlier arrivals there."""
+        """Put a request back at the front, but after requests there that arrived earlier."""
         ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
         self._requests[request.request_id] = request
         for each in (request, *reversed(ahead)):
@@ -84,7 +84,7 @@ class FCFSRequestQueue:
 class PriorityRequestQueue:
     """Serves the smallest rank first, and equal ranks in the order of arrival.
 
-    rank: must never change for a request. None ranks requests by their priority numbers.
+    rank: Function that returns a request's rank, which must never change. None means the request's priority number.
     """
 
     def __init__(self, rank: Callable[[Request], tuple[float, ...]] | None = None) -> None:

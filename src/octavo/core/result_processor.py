@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Applies results to requests."""
+    """Applies results of steps to requests."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self._state, self._lifecycle, self._emitter = state, lifecycle, state.emitter
@@ -30,7 +30,7 @@ class ResultProcessor:
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process a step's result, and learn from its duration.
 
-        The time of a step that was decided ahead starts at the previous result.
+        If the step was scheduled before the previous result arrived, its duration is measured from that result.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -98,10 +98,10 @@ class ResultProcessor:
     def _update(
         self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
     ) -> EngineCoreOutput | None:
-        """Advance a request by `count` computed tokens, of which the last `num_drafts` are drafts.
+        """Advance a request by `count` computed tokens, the last `num_drafts` being drafts.
 
-        sampled: accepted drafts, then one more token, unless its sampling was postponed: then the next step computes
-        the last known token again. Returns None if there is no output.
+        sampled: Accepted drafts, then one more token. If sampling was postponed, the list is empty, and the next step
+        computes the last known token again. Return None if there is no output.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count
@@ -123,7 +123,7 @@ class ResultProcessor:
         if request.spec_token_ids:
             request.spec_token_ids = []
         accepted, status = _append_tokens(request, sampled)
-        if status is not None:  # drafts after the last token do not count
+        if status is not None:  # drafts after the final token do not count
             request.num_computed_tokens = min(request.num_computed_tokens, len(sequence.token_ids) - 1)
         if request.num_computed_tokens >= sequence.next_commit:
             self._state.manager.commit(request)
@@ -171,13 +171,13 @@ class ResultProcessor:
     def _undo(self, scheduled: SchedulerOutput) -> None:
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
-            self._state.manager.drop_saved(request_id)  # its KV may not have been copied
+            self._state.manager.drop_saved(request_id)  # the copy to host memory may not have happened
         self._state.manager.fail_copies(scheduled.copies)
         for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             self._lifecycle.abandon_loading(loading)
 
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Keep the drafts that are worth a row (token) of the next step."""
+        """Keep the drafts that the next step should verify."""
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._state.requests.get(request_id)

@@ -1,8 +1,9 @@
-"""Chooses which blocks are saved, and with which parts.
+"""Chooses the KV blocks that are saved in an external store.
 
-A block of the first KV group has a part in each bounded group: the block with the same positions. A store looks up
-blocks from a sequence's beginning, so blocks after a missing block are useless. Therefore a block that lost a part is
-saved with the first group's content alone, which is enough if the row (token) after a hit does not read the part.
+For each block of the first KV group, each bounded group (such as a sliding window) has a part. The part is the bounded
+group's block with the same positions. A store looks up a sequence from its beginning, so blocks after a missing block
+are useless. If a bounded group has evicted its part of a block, the block is therefore saved with the first group's
+content only. The block is still useful if the next token after a prefix hit does not read the evicted part.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ if TYPE_CHECKING:
     from octavo.core.kv_connector import KVConnector
     from octavo.data.request import Request
 
-_SAVE_SHARE = 8  # saves may pin one block in so many
+_SAVE_SHARE = 8  # saves may pin one block in this many
 
 
 def most_pinned_blocks(manager: KVCacheManager) -> int:
-    """Return the limit on blocks of the first group that saves may pin."""
+    """Return the maximum number of the first group's blocks that pending saves may pin."""
     return max(manager.pool.num_blocks // _SAVE_SHARE, 1)
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return the limit on blocks that saves may pin together with their parts in all groups.
+    """Return the maximum number of blocks that pending saves may pin together with their parts in all groups.
 
-    In bounded groups, saves may pin all blocks that remain when `max_num_seqs` requests run, because parts may
-    be lost before a later save.
+    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need. Parts that are not
+    saved immediately may be evicted before a later save.
     """
     most = most_pinned_blocks(manager)
     num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
@@ -47,10 +48,11 @@ def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) 
 def blocks_to_save(
     manager: KVCacheManager, request: Request, indices: Sequence[int], connector: KVConnector
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the indices of the blocks to save, and their block ids for each group.
+    """Return the indices of the blocks to save, and for each group a list of these blocks' ids.
 
-    A block that lost a part gets `NO_BLOCK` in the bounded
-    groups, and is saved only if the store lacks the first group's content.
+    indices: Indices of the candidates in the request's block table. If a bounded group has evicted its part of a block,
+    the block has the id `NO_BLOCK` in all bounded groups. Such a block is saved only if the store lacks the first
+    group's content.
     """
     table = request.sequence.block_table
     parts = {index: _parts_of(manager, request, index) for index in indices}
@@ -71,7 +73,10 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Cut a prefix hit before the first block in `lacking` that cannot be saved with all parts."""
+    """Return a prefix hit, cut before the first block in `lacking` that cannot be saved with all parts.
+
+    lacking: Hashes of blocks that the store lacks.
+    """
     bounded, blocks = manager.bounded, computed.blocks
     for index, block_hash in enumerate(request.block_hashes[: computed.num_blocks]):
         if block_hash not in lacking:

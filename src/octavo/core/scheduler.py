@@ -100,7 +100,7 @@ class Scheduler:
         """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
         Raises `RequestError` and changes nothing if the id is in use, the queue is full, the prompt is empty, or the
-        prompt and one output token (none if pooled) could never fit.
+        prompt and one output token (no output token if pooled) could never fit.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -110,7 +110,7 @@ class Scheduler:
         least = request.sampling_params.least_output_tokens
         PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
-        # The newest token needs no slot, so a request may exceed the capacity by one.
+        # The newest token has no KV yet, so a request may exceed the capacity by one token.
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
@@ -138,8 +138,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Running requests get tokens first, then waiting requests in order.
 
-        If ranks are fixed, a running prompt gets tokens after more important waiting requests. A step never both
-        preempts and admits requests. While a step is in flight, call this only if `may_look_ahead()`.
+        Under all policies except `fair`, a running prompt gets tokens after more important waiting requests. A step
+        never both preempts and admits requests. While a step is in flight, call this only if `may_look_ahead()`.
         """
         in_flight = self._state.in_flight
         assert self.config.async_scheduling or not in_flight.steps, "the result of the last step has not arrived"
@@ -166,14 +166,14 @@ class Scheduler:
 
     @property
     def in_flight(self) -> SchedulerOutput | None:
-        """The oldest step without a result."""
+        """The oldest scheduled step without a result, or None."""
         steps = self._state.in_flight.steps
         return steps[0].scheduled if steps else None
 
     def may_look_ahead(self) -> bool:
         """Return True if the next step can be decided before the step in flight has a result.
 
-        The next step must not preempt, so every group needs enough free blocks for the running requests.
+        The next step must not preempt, so every KV group needs enough free blocks for the running requests.
         """
         is_allowed = self.config.async_scheduling and not self.faults.to_preempt
         if not (is_allowed and self._state.in_flight.is_foreseeable(self.requests)):
@@ -218,9 +218,9 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Give running requests tokens, and keep one token of the budget for each later request.
+        """Give tokens to running requests in order, and keep one token of the budget for each later request.
 
-        Later prompts beyond the step's limit on prompt tokens keep none.
+        No token is kept for later prompts that exceed the limit on prompt tokens.
         """
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
@@ -339,9 +339,10 @@ class Scheduler:
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Return True if another step has anything to do.
+        """Return True if another step is needed.
 
-        Notices of ended requests and cancelled transfers count, unless a step with only such notices has just failed.
+        A step is also needed to report ended requests and cancelled transfers to the worker, unless a step with only
+        such reports has just failed.
         """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
@@ -357,9 +358,9 @@ class Scheduler:
         return len(self.requests)
 
     def check_when_idle(self) -> list[invariants.Breach]:
-        """Check all invariants every `IDLE_CHECK_INTERVAL_S` if the core is idle. Returns the breaches.
+        """Check all invariants every `IDLE_CHECK_INTERVAL_S` if the core is idle. Return the broken invariants.
 
-        The blocks of a breach are quarantined, so that a leak does not stop the engine.
+        Blocks with wrong bookkeeping are quarantined, so that a leak does not stop the engine.
         """
         self._emitter.now = now = self._clock()
         if self.has_work() or now < self._next_check:
@@ -373,7 +374,7 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Records kept for open requests."""
+        """Number of records about open requests."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.waiting_requests.num_records + self.kv_cache_manager.num_tracked_requests
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerInterface(Protocol):
-    """The methods that the engine core calls."""
+    """The methods of `Scheduler` that the engine core calls."""
 
     def schedule(self) -> SchedulerOutput:
         """See `Scheduler`."""

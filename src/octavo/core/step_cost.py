@@ -1,4 +1,4 @@
-"""Estimates durations from recent ones."""
+"""Estimates the duration of a step from recent steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Averages over steps of similar size. last: number of the newest step."""
+    """Averages over steps of similar size, and the number of the newest step."""
 
     rows: float
     seconds: float
@@ -17,14 +17,14 @@ class _Measured:
 
 
 class StepCost:
-    """Learns durations of steps, draft model passes or loads, by number of rows (tokens).
+    """Learns how long steps, draft model passes or KV loads take, by their number of tokens (`rows`).
 
-    Estimates beyond the measured sizes are optimistic, so that such sizes are tried: more rows take no more time, and
-    fewer rows take proportionally less.
+    Estimates for sizes that were not measured are optimistic, so that the scheduler tries such sizes. A larger size
+    counts as no slower than the largest measured size. A smaller size takes proportionally less time than the smallest.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step
-    _LARGEST = 2.0  # averages; a longer step counts as this long, because its size may not be the cause
+    _WEIGHT = 0.2  # weight of the newest step in an average
+    _LARGEST = 2.0  # a duration counts as at most this multiple of the average, because it may have other causes
     _NUM_STEPS_KEPT = 1000
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class StepCost:
         self._curve: list[tuple[float, float]] = []  # (rows, seconds), rising in both
 
     def learn(self, rows: int, seconds: float) -> None:
-        """Learn a step's duration."""
+        """Learn the duration of a step with `rows` tokens."""
         self._num_steps += 1
-        shift = max(rows.bit_length() - 3, 0)  # sizes 1 to 8, then 10, 12, 14, 16, 20, 24, ...
+        shift = max(rows.bit_length() - 3, 0)  # size classes 1 to 8, then 10, 12, 14, 16, 20, 24, ...
         known = self._measured.get(rows >> shift << shift)
         if known is None:
             self._measured[rows >> shift << shift] = _Measured(rows, seconds, self._num_steps)
@@ -46,7 +46,7 @@ class StepCost:
         self._forget_old()
 
     def skip(self) -> None:
-        """Count an unmeasured step, so that old steps are forgotten."""
+        """Count a step without a duration, so that old durations expire."""
         self._num_steps += 1
         self._forget_old()
 
@@ -57,11 +57,11 @@ class StepCost:
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Return True if a step of at most `rows` rows was measured. Call `learn` first."""
+        """Return True if a step of at most `rows` tokens was measured. Call `learn` first."""
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:
-        """Return the estimated duration of a step, or 0 if unknown."""
+        """Return the estimated seconds of a step with `rows` tokens, or 0 if no step was measured."""
         curve = self._curve
         if not curve:
             return 0.0

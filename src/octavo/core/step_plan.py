@@ -1,4 +1,4 @@
-"""A step while the scheduler decides it."""
+"""The plan of the step that the scheduler is deciding."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The remaining budget of a step, and the tokens of each request in the order of scheduling."""
+    """A step's remaining token budget, and the number of tokens of each request in the order of scheduling."""
 
     initial_budget: int
-    prompt_budget: int  # limit on further prompt tokens
+    prompt_budget: int  # number of prompt tokens that may still be scheduled
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
-    of_prompts: set[str] = field(default_factory=set)  # requests that used the prompt budget
-    surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses beyond its tokens
+    of_prompts: set[str] = field(default_factory=set)  # ids of requests that used the prompt budget
+    surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses in addition to one per token
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None  # why no further request may be admitted
-    has_admitted: bool = False  # if True, the step may not preempt
-    is_short: bool = False  # the budget cut a request's tokens
-    num_mixed_prompt_tokens: int = 0  # budget that prompts use in a step with decodes
+    has_admitted: bool = False  # if True, the step must not preempt a request
+    is_short: bool = False  # True if requests could use more budget
+    num_mixed_prompt_tokens: int = 0  # budget that prompts use, if other requests decode in the step
 
     def __post_init__(self) -> None:
         self.budget = self.initial_budget
 
     def lower_budget(self, initial_budget: int) -> None:
-        """Lower the budget. Call this before `give`."""
+        """Lower the budget to at most `initial_budget` tokens. Call this before `give`."""
         self.initial_budget = self.budget = min(initial_budget, self.initial_budget)
 
     @property
     def is_balanced(self) -> bool:
-        """Whether the budget adds up."""
+        """Whether the remaining budget and all scheduled tokens and surcharges add up to the initial budget."""
         return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.initial_budget
 
     def within_prompt_budget(self, count: int, *, of_prompt: bool) -> int:
-        """Return how many of `count` tokens fit the limit on prompt tokens."""
+        """Return how many of `count` tokens fit the prompt budget, which limits only prompt tokens."""
         return min(count, self.prompt_budget) if of_prompt else count
 
     def give(self, request: Request, count: int, surcharge: int = 0, *, of_prompt: bool = False) -> None:
-        """Schedule tokens. of_prompt: True if they count as prompt tokens."""
+        """Schedule `count` tokens of a request, and take them and the surcharge from the budget.
+
+        of_prompt: True if the tokens also count against the prompt budget.
+        """
         if of_prompt:
             self.prompt_budget -= count
             self.of_prompts.add(request.request_id)

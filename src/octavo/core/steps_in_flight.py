@@ -1,8 +1,8 @@
-"""Decided steps without a result.
+"""Scheduled steps without a result.
 
-With `async_scheduling`, a step is decided before the previous step has a result. A placeholder replaces each unknown
-token, the step preempts no request, and each request with all known tokens computed gets exactly one token. If a
-request stops unexpectedly, its row (token) in the next step is wasted.
+With `async_scheduling`, a step is scheduled before the previous step has a result. A placeholder replaces each token
+that the previous step has not sampled yet. The step preempts no request, and each decoding request gets exactly one
+token. If a request stops in the previous step, for example at a stop token, its token in the next step is discarded.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ UNKNOWN_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A decided step.
+    """A scheduled step.
 
-    ended_ids: requests that ended later. Their results are dropped, even if new requests reuse the ids.
+    ended_ids: Ids of requests that ended after scheduling. Their results are dropped, even if new requests reuse the
+    ids.
     """
 
     scheduled: SchedulerOutput
     plan: StepPlan
-    start: float  # time of the decision, in seconds
+    start: float  # time of scheduling, in seconds
     ended_ids: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
-        """Return the step's requests that have not ended. requests: all requests by id."""
+        """Return the step's requests that have not ended. requests: All open requests by id."""
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.ended_ids]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return True if the step's outcome is predictable except for token values, and a request continues.
+        """Return True if the next step can be scheduled before this step has a result, and a request continues.
 
-        Any drafts make the outcome unpredictable, because drafts are useless after an unknown token.
+        Drafts and grammars prevent this, because they make the number of new tokens unpredictable.
         """
         continues, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
@@ -60,7 +61,7 @@ class StepsInFlight:
         self._expected: list[tuple[Request, int, bool]] = []
 
     def take(self, number: int) -> StepInFlight | None:
-        """Take the oldest step if it has this number."""
+        """Remove and return the oldest step if it has this number."""
         if self.steps and self.steps[0].scheduled.step == number:
             return self.steps.popleft()
         return None
@@ -81,13 +82,13 @@ class StepsInFlight:
         return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return True if exactly one step is in flight and its outcome is predictable."""
+        """Return True if exactly one step is in flight and `StepInFlight.is_foreseeable` is True for it."""
         return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
-        """Advance requests as if all steps had results. Returns the ids of requests that end by length.
+        """Advance requests as if all steps had results. Return the ids of requests that reach their maximum length.
 
-        Appends an `UNKNOWN_TOKEN` for each expected token. `forget` undoes all changes.
+        Each expected token is appended as `UNKNOWN_TOKEN`. `forget` undoes all changes.
         """
         ending: set[str] = set()
         for step in self.steps:

@@ -8,11 +8,11 @@ from octavo.core.step_cost import StepCost
 class TransferCost:
     """Learns the costs of loading and of computing KV.
 
-    Loads of unknown duration are tried, and sometimes slower loads.
+    Loads of unknown duration are always tried, and slower loads occasionally.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step
-    _TRIED_AGAIN = 32  # one of so many slower loads is tried
+    _WEIGHT = 0.2  # weight of the newest step in the average
+    _TRIED_AGAIN = 32  # one slower load in this many is tried
 
     def __init__(self) -> None:
         self._loads = StepCost()  # seconds of loads by number of tokens
@@ -20,7 +20,7 @@ class TransferCost:
         self._num_declined = 0
 
     def learn_step(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step with mostly prompts. num_tokens must be above 0."""
+        """Learn from a step that mostly computes prompts. num_tokens must be above 0."""
         new = seconds / num_tokens
         known = self._seconds_per_token
         self._seconds_per_token = known + self._WEIGHT * (new - known) if known else new
@@ -34,7 +34,7 @@ class TransferCost:
         return self._seconds_per_token * num_tokens
 
     def is_worth_loading(self, num_tokens: int) -> bool:
-        """Return False if loading is known to be slower, except for trials."""
+        """Return False if loading is estimated to be slower than computing, except for occasional trials."""
         if not self._seconds_per_token or self._loads.seconds(num_tokens) <= self.computing_s(num_tokens):
             return True
         self._num_declined += 1

@@ -1,6 +1,6 @@
-"""Transfers of KV between this engine and an external store.
+"""Schedules transfers of KV between this engine and an external store.
 
-A transfer's blocks stay pinned until the transfer has ended or the worker has received its cancellation.
+A transfer's blocks stay pinned until the transfer has ended or the worker has received the cancellation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
     from octavo.data.scheduler_output import SchedulerOutput
 
-_PROMPT_SHARE = 16  # tokens per request; a step with fewer is mostly decodes
-_EXPECTED_LOOKUP_S = 5.0  # shortest timeout for KV that another engine computes
-_SAVED_TOGETHER = 8  # blocks of an answer, because each save has a fixed cost
+_PROMPT_SHARE = 16  # a step with fewer tokens per request is mostly decodes
+_EXPECTED_LOOKUP_S = 5.0  # minimum lookup timeout if another engine computes the KV
+_SAVED_TOGETHER = 8  # generated blocks in one save, because each save has a fixed cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PendingTransfer:
 
     order: KVTransfer
     request: Request | None  # the request that waits for the load; None for a save
-    num_present: int  # blocks before the loaded blocks
+    num_present: int  # number of computed blocks before the loaded blocks
     started: float
     deadline: float
 
@@ -51,9 +51,10 @@ class _Lookup:
 
 
 class KVTransferScheduler:
-    """Only this class uses the connector, and pins blocks of the KV cache.
+    """Orders loads and saves of KV, and tracks pending transfers.
 
-    Transfer ids are never reused, so a late or repeated completion matches no transfer.
+    Only this class uses the connector and pins blocks. Transfer ids are never reused, so a late or repeated report of
+    an ended transfer is recognized.
     """
 
     def __init__(
@@ -76,18 +77,18 @@ class KVTransferScheduler:
         self._pending: dict[int, PendingTransfer] = {}
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
-        self._num_offered: dict[str, int] = {}  # leading blocks already offered
-        self._saving: set[BlockHash] = set()  # blocks in pending saves
-        self._saving_in_part: set[BlockHash] = set()  # blocks saved only from the first group
+        self._num_offered: dict[str, int] = {}  # leading blocks that were offered to the store
+        self._saving: set[BlockHash] = set()  # blocks in pending saves with all parts
+        self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves of the first group only
         self.reports_dropped_saves = True  # False in replays of old journals
-        # Limit on blocks that saves may pin in every group, except KV for another engine:
+        # Maximum number of blocks that saves may pin with all parts. KV for another engine is not limited.
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._abandoned: set[str] = set()
-        self._most_loaded: dict[str, int] = {}  # tokens that a second load may have
+        self._most_loaded: dict[str, int] = {}  # prefix length that a repeated load may reach, in tokens
 
     def __len__(self) -> int:
         """Count pending loads."""
@@ -100,12 +101,12 @@ class KVTransferScheduler:
 
     @property
     def num_pending(self) -> int:
-        """Pending transfers and lookups."""
+        """Number of pending transfers and lookups."""
         return len(self._pending) + len(self._lookups)
 
     @property
     def num_records(self) -> int:
-        """Records kept for open requests."""
+        """Number of records about open requests."""
         kept = self._load_of, self._abandoned, self._lookups, self._num_offered, self._most_loaded
         return sum(map(len, kept))
 
@@ -120,10 +121,10 @@ class KVTransferScheduler:
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
-        """Return how many tokens to load after the computed ones, or None if the store has not answered.
+        """Return how many tokens to load after the `computed` tokens, or None if the store has not answered yet.
 
-        The number is a multiple of the block size, and 0 if a load is not worth its time. If `may_wait` is
-        False, a missing answer counts as 0.
+        The number is a multiple of the block size. It is 0 if loading would take longer than computing, or if the store
+        has not answered and `may_wait` is False.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._abandoned
@@ -140,7 +141,7 @@ class KVTransferScheduler:
             return self._wait_for_lookup(request, computed.num_tokens, may_wait=may_wait)
         self._lookups.pop(request.request_id, None)
         found = min(found, most) // size * size
-        is_worth = request.expects_kv or self._cost.is_worth_loading(found)  # another engine computes expected KV
+        is_worth = request.expects_kv or self._cost.is_worth_loading(found)  # always load KV from another engine
         return found if found >= self._min_tokens and is_worth else 0
 
     def _wait_for_lookup(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
@@ -166,7 +167,7 @@ class KVTransferScheduler:
     # --- load ---------------------------------------------------------------------------------------------------------
 
     def start_load(self, request: Request, computed: ComputedBlocks, num_external_tokens: int) -> None:
-        """Order a load into the blocks after `computed`."""
+        """Order a load of `num_external_tokens` tokens into the request's blocks after `computed`."""
         first, num_blocks = computed.num_blocks, num_external_tokens // self._manager.block_size
         loaded, sequence = slice(first, first + num_blocks), request.sequence
         block_ids = [table[loaded] for table in sequence.block_tables]
@@ -193,9 +194,10 @@ class KVTransferScheduler:
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return how many tokens count as computed after the first `num_blocks` blocks of a load arrived.
+        """Return how many tokens count as computed once the first `num_blocks` blocks of a load have arrived.
 
-        At least one token remains to be computed. Return 0 if the next row (token) would lack a block.
+        The last token never counts, because a step must compute its logits. The number is 0 if the request lacks a
+        block that the next token reads.
         """
         assert load.request is not None
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
@@ -206,10 +208,10 @@ class KVTransferScheduler:
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def offer(self, request: Request) -> None:
-        """Order saves of committed blocks that the store wants.
+        """Order saves of a request's committed blocks that the store wants.
 
-        Blocks of the prompt are saved immediately, and blocks of the answer several at a time or when the request ends.
-        KV for another engine may pin any number of blocks, because no later save follows.
+        Blocks of the prompt are saved immediately. Generated blocks are saved several at a time, and when the request
+        ends. If the KV is for another engine, the limit on pinned blocks does not apply.
         """
         if not self.has_store:
             return
@@ -258,10 +260,10 @@ class KVTransferScheduler:
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
-        """Return the usable blocks of a prefix hit: all blocks, unless the KV is for another engine.
+        """Return a prefix hit, which is shortened only if the KV is for another engine.
 
-        The other engine needs every block from the store. So the hit ends before the first block that the store lacks
-        and that cannot be saved with all parts. Earlier blocks that the store lacks are saved immediately.
+        The other engine needs every block from the store. The hit therefore ends before the first block that the store
+        lacks and that cannot be saved with all parts. Earlier blocks that the store lacks are saved immediately.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -279,10 +281,10 @@ class KVTransferScheduler:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
-        """Process the end of a transfer. Returns the transfer if it is a pending load.
+        """Process the end of a transfer. Return the transfer if it is a pending load, otherwise None.
 
-        After an incomplete load, a request does not ask the store again. One exception: if the request's next row would
-        lack a block, and no other engine provides its KV, the request asks once more, for fewer blocks.
+        After an incomplete load, the request normally does not ask the store again. If the loaded blocks are not
+        enough to continue, the request asks once more, for fewer blocks. KV from another engine is never loaded twice.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -317,13 +319,13 @@ class KVTransferScheduler:
         return self._cost.computing_s(num_tokens)
 
     def learn_step(self, scheduled: SchedulerOutput, seconds: float) -> None:
-        """See `TransferCost`."""
+        """Learn the time per token from a step, unless the step is mostly decodes."""
         num_tokens = scheduled.total_num_scheduled_tokens
         if num_tokens >= _PROMPT_SHARE * len(scheduled.num_scheduled_tokens) > 0:
             self._cost.learn_step(num_tokens, seconds)
 
     def expired(self, now: float) -> list[Request]:
-        """Cancel overdue saves. Returns the requests of overdue loads."""
+        """Cancel the saves that have timed out. Return the requests with loads that have timed out."""
         waiting: list[Request] = []  # deadlines increase with transfer ids
         for pending in list(takewhile(lambda each: each.deadline <= now, self._pending.values())):
             if pending.request is None:
@@ -334,13 +336,16 @@ class KVTransferScheduler:
         return waiting
 
     def cancel(self, request: Request, outcome: str) -> None:
-        """Cancel a request's load. The request does not ask the store again."""
+        """Cancel a request's load. The request does not ask the store again.
+
+        outcome: Reported in the event `KVLoadEnded`.
+        """
         self._abandoned.add(request.request_id)
         self._cancel(self._pending[self._load_of[request.request_id]], outcome)
 
     def _cancel(self, pending: PendingTransfer, outcome: str) -> None:
         transfer_id = pending.order.transfer_id
-        if pending.order in self._orders:  # the worker never receives the order
+        if pending.order in self._orders:  # the order was not sent to the worker
             self._orders.remove(pending.order)
             self._manager.unpin(transfer_id)
         else:
@@ -383,7 +388,10 @@ class KVTransferScheduler:
             self._manager.unpin(transfer_id)
 
     def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
-        """Cancel a failed step's transfers, and repeat its cancellations. Returns the requests of cancelled loads."""
+        """Cancel the transfers of a failed step. Return the requests of cancelled loads.
+
+        orders: The step's new transfers. cancels: Ids of the step's cancellations, which the next step repeats.
+        """
         self._cancels += cancels
         failed = []
         for order in orders:
@@ -398,7 +406,7 @@ class KVTransferScheduler:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Order a request's last saves, and drop its records. Call this before its blocks are freed."""
+        """Order a request's last saves, and drop its records. Call this before the request's blocks are freed."""
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:

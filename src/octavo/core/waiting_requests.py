@@ -1,4 +1,4 @@
-"""Requests in the queue, and requests that are deferred."""
+"""Requests in the queue, and requests that are deferred until awaited KV is available."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.core.request_queue import RequestQueue
     from octavo.data.request import Request
 
-MAX_DEFERRED_STEPS = 16  # steps that compute tokens
+MAX_DEFERRED_STEPS = 16  # maximum deferral, in steps that compute tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class _Deferred:
 
 
 class WaitingRequests:
-    """The queue, and deferred requests, which later return to its front."""
+    """The queue, and deferred requests, which later return to the front of the queue."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
-        self.num_tokens = 0  # of all these requests
+        self.num_tokens = 0  # tokens of all waiting requests
         self._deferred: dict[str, _Deferred] = {}
         self._never_deferred: set[str] = set()
 
@@ -41,12 +41,12 @@ class WaitingRequests:
 
     @property
     def num_deferred(self) -> int:
-        """Deferred requests."""
+        """Number of deferred requests."""
         return len(self._deferred)
 
     @property
     def num_records(self) -> int:
-        """Records kept for open requests."""
+        """Number of records about open requests."""
         return len(self) + len(self._never_deferred)
 
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
@@ -72,7 +72,7 @@ class WaitingRequests:
         self.num_tokens += request.num_tokens
 
     def take(self) -> Request:
-        """Take the queue's first request."""
+        """Remove and return the queue's first request."""
         request = self.queue.pop_request()
         self.num_tokens -= request.num_tokens
         return request
@@ -92,13 +92,13 @@ class WaitingRequests:
         return request.request_id not in self._never_deferred
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
-        """Defer the first request while `is_pending()`, for at most `MAX_DEFERRED_STEPS` steps."""
+        """Defer the queue's first request while `is_pending()`, for at most `MAX_DEFERRED_STEPS` steps."""
         request = self.queue.pop_request()
         self._deferred[request.request_id] = _Deferred(request, is_pending, step + MAX_DEFERRED_STEPS)
         return request
 
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
-        """Requeue deferred requests that need not wait longer. Returns each with True if its wait timed out."""
+        """Put deferred requests back if their wait has ended. Return pairs (request, whether its wait timed out)."""
         returned = []
         # In reverse order, because each request is put back at the front.
         for deferred in reversed(list(self._deferred.values())):

@@ -25,7 +25,7 @@ class KVGroupCapacity:
 class EngineCapacity:
     """The limits in effect, which may be lower than the configured limits.
 
-    Names are from vLLM and TGI.
+    The fields' names are from vLLM and TGI.
     """
 
     max_num_seqs: int
@@ -44,7 +44,7 @@ class EngineCapacity:
     bounded_groups: tuple[KVGroupCapacity, ...] = ()
     role: str = "both"
     kv_transfer_port: int | None = None  # of a prefill engine
-    kv_format: dict[str, str] | None = None  # what a prefill or decode engine's KV depends on, except tokens
+    kv_format: dict[str, str] | None = None  # everything except tokens that a prefill or decode engine's KV depends on
     fingerprint: EngineFingerprint | None = None
 
     @classmethod

@@ -9,7 +9,7 @@ from octavo.data.model_output import TokenLogprobs  # noqa: TC001  msgspec reads
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """The new tokens of one output stream. Exactly one output, with a finish reason, ends each stream."""
+    """The new tokens of one output stream. Only the last output of a stream has a finish reason."""
 
     request_id: str
     new_token_ids: list[int] = field(default_factory=list)
@@ -18,7 +18,7 @@ class EngineCoreOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
-    num_computed_tokens: int = 0  # so far, including repetitions
+    num_computed_tokens: int = 0  # so far, including tokens that were computed again
     admitted_time: float | None = None  # first admission, in seconds on the engine's clock
     error: str | None = None  # an `ErrorCode`, or a failed step's message
     pooled: bytes | None = None  # float32 in the machine's byte order

@@ -1,4 +1,4 @@
-"""Acceptance of drafts."""
+"""Statistics of draft tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
     from octavo.data.events import DraftsVerified
 
-_PRIOR_WEIGHT = 2.0  # in verified drafts
+_PRIOR_WEIGHT = 2.0  # weight of a prior, in verified drafts
 _FADING = 0.98  # factor on the weight of observations in `fade`
 
 
 @dataclass(slots=True)
 class DraftStats:
-    """Counts of verified drafts. A draft is all tokens guessed for one request in one step.
+    """Counts of verified drafts. One draft is all draft tokens of one request in one step.
 
-    Durations count only steps with an estimate.
+    Durations count only steps for which an estimate without drafts exists.
     """
 
     num_drafts: int = 0
@@ -56,7 +56,7 @@ class DraftStats:
 
     @property
     def acceptance_rate_per_pos(self) -> list[float]:
-        """Share of accepted tokens by position. Tokens after a wrong token count as wrong."""
+        """Share of accepted tokens by position. Tokens after a rejected token count as rejected."""
         pairs = zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)
         return [num_accepted / num_drafted for num_accepted, num_drafted in pairs]
 
@@ -67,14 +67,14 @@ class DraftStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Accepted tokens plus one."""
+        """Mean number of new tokens in a step with a draft."""
         return 1 + self.mean_accepted_length
 
 
 class AcceptanceRates:
     """Acceptance rate of each draft position if all earlier positions were accepted.
 
-    decay: factor on the weight of earlier observations, 0 to 1.
+    decay: Factor, 0 to 1, on the weight of earlier observations at each observation.
     """
 
     __slots__ = ("_decay", "_right", "_tried")
@@ -85,7 +85,7 @@ class AcceptanceRates:
         self._tried: list[float] = []
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a draft, up to the first wrong token."""
+        """Learn from a draft, up to the first rejected token."""
         num_told = min(num_accepted + 1, num_drafted)
         num_new = num_told - len(self._tried)
         if num_new > 0:
@@ -96,12 +96,12 @@ class AcceptanceRates:
             self._tried[place] = self._decay * self._tried[place] + 1
 
     def fade(self) -> None:
-        """Move rates towards priors."""
+        """Lower the weight of all observations."""
         self._right = [_FADING * each for each in self._right]
         self._tried = [_FADING * each for each in self._tried]
 
     def rates(self, priors: Sequence[float]) -> list[float]:
-        """Return rates by position. priors: rates to assume without observations."""
+        """Return acceptance rates by position. priors: Rates that are assumed without observations."""
         known = len(self._tried)
         return [
             (_PRIOR_WEIGHT * prior + self._right[place]) / (_PRIOR_WEIGHT + self._tried[place])

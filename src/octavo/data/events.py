@@ -1,4 +1,4 @@
-"""Typed events for every transition of the core. All figures are counted from these events."""
+"""Typed events for every transition of the core. All metrics are counted from these events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class WaitReason(StrEnum):
-    """Why the queue's head waits."""
+    """Why the first request in the queue waits."""
 
     NO_SEAT = "max_num_seqs requests run already"
     NO_BUDGET = "the step's token budget is used up"
@@ -47,21 +47,21 @@ class RequestQueued(RequestEvent):
     priority: int
     tenant: str
     num_ahead: int
-    arrival_time: float  # before the core accepted the request
+    arrival_time: float  # earlier than `time`, when the core accepted the request
 
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocked(RequestEvent):
-    """The queue's head cannot start. Emitted again only if the reason changes."""
+    """The first request in the queue cannot start. Emitted again if the request or the reason changes."""
 
     reason: WaitReason
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParked(RequestEvent):
-    """A request was deferred."""
+    """A request was deferred until awaited KV is available."""
 
-    owner: str | None  # request that computes the awaited block; None if a store is awaited
+    owner: str | None  # id of the request that computes the awaited block; None if a store is awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ class KVLoadEnded(RequestEvent):
 
     transfer_id: int
     outcome: str  # done, failed, expired or cancelled
-    num_tokens: int  # with KV that arrived
+    num_tokens: int  # tokens with loaded KV
     seconds: float  # since the order
     computing_s: float  # estimated seconds to compute these tokens; 0 if unknown
     store: str
     moves: tuple[TierMove, ...]  # one for each tier
-    resumed: bool  # after a preemption
+    resumed: bool  # True after a preemption
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class TokenPostponed(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsVerified(RequestEvent):
-    """The first `num_accepted` drafts were right."""
+    """A step verified drafts, and accepted the first `num_accepted` of them."""
 
     num_drafted: int
     num_accepted: int
@@ -153,7 +153,7 @@ class DraftsVerified(RequestEvent):
 class DraftsTimed(Event):
     """Seconds of a step with drafts, including drafting, and an estimate without drafts.
 
-    Emitted only for steps without prompts, after steps without drafts were measured.
+    Emitted only for steps without prompt tokens, once steps without drafts were measured.
     """
 
     seconds: float
@@ -162,7 +162,7 @@ class DraftsTimed(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted(RequestEvent):
-    """A request runs or loads KV."""
+    """A request starts to run or to load KV."""
 
     num_cached_tokens: int
     num_tokens: int
@@ -173,7 +173,7 @@ class RequestAdmitted(RequestEvent):
 class RequestPreempted(RequestEvent):
     """A request's blocks were released for `beneficiary`, which may be the same request.
 
-    If `swapped`, the KV is in host memory; otherwise the KV is computed again, unless still cached.
+    If `swapped` is True, the KV is in host memory. Otherwise, KV that is not cached any more is computed again.
     """
 
     beneficiary: str
@@ -192,7 +192,7 @@ class RequestFinished(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheQueried(RequestEvent):
-    """A request's first admission looked up its prefix."""
+    """A request's prefix was looked up at its first admission."""
 
     num_query_tokens: int
     num_hit_tokens: int
@@ -203,7 +203,7 @@ class PrefixCacheQueried(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class BlockCached(Event):
-    """Lookups can find a full block from now on."""
+    """A full block was added to the prefix cache."""
 
     block_id: int
 
@@ -259,7 +259,7 @@ class StepScheduled(Event):
     num_waiting: int
     kv_cache_usage: float  # share of the first KV group's blocks that are held, 0 to 1
     prefill_limit: int = 0  # see `octavo.core.policy.Batching`
-    bounded_usage: float = 0.0  # the same share of the fullest bounded group
+    bounded_usage: float = 0.0  # share of held blocks in the fullest bounded group
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class StepCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KernelsCompiled(Event):
-    """The step waited for kernels that the warm-up did not compile."""
+    """A step waited for kernels that the warm-up did not compile."""
 
     num_kernels: int
 
@@ -312,7 +312,7 @@ EventT = TypeVar("EventT", bound=Event)
 
 
 class EventSink(Protocol):
-    """Reads events."""
+    """Receives events."""
 
     def emit(self, event: Event) -> None:
         """Process an event. Must neither raise nor call the core."""

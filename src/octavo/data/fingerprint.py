@@ -12,14 +12,14 @@ _COMPARED = ("weights", "tables", "logits", "draft")
 class EngineFingerprint:
     """Checksums of 16 hexadecimal digits that an engine computes at its start.
 
-    A checksum is equal at every start, or "" if results depend on threads or memory addresses.
+    A checksum is equal at every start. It is "" if results depend on threads or memory addresses.
     """
 
     kernels: str  # backend and instruction set
     num_threads: int
     weights: str = ""
     tables: str = ""  # of rotary tables and query scales for all positions
-    first_rows: str = ""  # of a fixed number of these rows, equal for all model lengths
+    first_rows: str = ""  # of the first rows of `tables`, equal for all model lengths
     logits: str = ""  # of a fixed prompt
     draft: str = ""  # of a draft model's weights and tables
 

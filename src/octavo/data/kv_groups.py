@@ -1,7 +1,8 @@
-"""KV groups. The layers of a group keep KV of the same positions, in blocks of the group.
+"""KV groups. A KV group consists of layers that keep KV of the same positions, in the group's own blocks.
 
-The first group keeps every position, and lookups find prefixes by its blocks. Bounded groups keep only positions that a
-later row (token) can still read. A new kind needs a class with the decorator `register`, and an attention kernel.
+The first group keeps all positions, and lookups find prefixes by its blocks. A bounded group, for example of
+sliding-window layers, keeps only positions that later tokens can still read. A new kind of group needs a class with the
+decorator `register`, and an attention kernel.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
-NO_BLOCK = -1  # in a block table, for a block that is not held
+NO_BLOCK = -1  # entry of a block table for a block that is not held
 
 
 class KVGroupKind(Protocol):
-    """The positions that a group's rows (tokens) read."""
+    """Which positions a token attends to in the layers of a group."""
 
     name: ClassVar[str]  # for journals and messages
 
     @property
     def most_positions(self) -> int | None:
-        """Limit on the positions that a row reads, including the row's position, or None for no limit."""
+        """Maximum number of positions that a token attends to, including its own, or None for no limit."""
         ...
 
     def first_position(self, num_tokens: int) -> int:
-        """Return the first position that the row at position `num_tokens` reads.
+        """Return the first position that the token at position `num_tokens` attends to.
 
         The result never decreases, so a request never needs earlier positions again.
         """
@@ -48,7 +49,7 @@ def kind_named(name: str) -> type[KVGroupKind]:
 @register
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """Every row reads all positions up to its own."""
+    """A token attends to all positions up to its own."""
 
     name: ClassVar[str] = "full_attention"
 
@@ -66,7 +67,7 @@ class FullAttention:
 @register
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """The row at position p reads the positions max(0, p - window + 1) to p."""
+    """The token at position p attends to the positions max(0, p - window + 1) to p."""
 
     name: ClassVar[str] = "sliding_window"
     window: int  # the largest window of the layers, in tokens
@@ -104,7 +105,7 @@ class KVGroupSpec:
 
 
 def num_blocks_read(kind: KVGroupKind, block_size: int) -> int | None:
-    """Return how many blocks one row reads at most, or None for no limit."""
+    """Return how many blocks one token reads at most, or None for no limit."""
     most = kind.most_positions
     return None if most is None else -(-(most - 1) // block_size) + 1
 
@@ -120,8 +121,9 @@ def longest_hit(
 ) -> int:
     """Return the largest number of blocks from `first_block` on after which a request can continue.
 
-    A request can continue if all blocks that its next row reads are present. is_there: True for each present block from
-    `first_block` on; earlier blocks are present. num_tokens: length of the sequence; the last token is always computed.
+    A request can continue if all blocks that its next token reads are present. is_there: True for each present block
+    from `first_block` on. Earlier blocks are present. num_tokens: Length of the sequence, whose last token is always
+    computed.
     """
     run = longest = 0
     for count, has_block in enumerate(is_there[:limit], 1):

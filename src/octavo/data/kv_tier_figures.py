@@ -1,4 +1,4 @@
-"""Figures of the tiers that hold KV."""
+"""Figures of the tiers of KV (device, host, stores)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KVTierFigures:
-    """Totals of one tier. The totals of host memory include copies of preempted requests."""
+    """Totals of one tier. The totals of host memory include KV of preempted requests."""
 
-    num_hit_tokens: int = 0  # found at first admissions
+    num_hit_tokens: int = 0  # found at first admissions of requests
     num_loaded_blocks: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0  # time that the tier took
@@ -27,7 +27,7 @@ class KVTierFigures:
     saved_bytes: int = 0
     save_seconds: float = 0.0  # time that the tier took
     num_evicted: int = 0
-    wait_seconds: float = 0.0  # of loads with an estimate in `computing_seconds`
+    wait_seconds: float = 0.0  # waiting time of loads with an estimate in `computing_seconds`
     computing_seconds: float = 0.0  # estimated time of computing instead of loading
 
 

@@ -1,10 +1,10 @@
-"""Moves between tiers."""
+"""Moves of KV between tiers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-DEVICE, HOST = "device", "host"  # each store has its own name
+DEVICE, HOST = "device", "host"  # tiers; each store is a tier with its own name
 
 
 class TierMove(NamedTuple):

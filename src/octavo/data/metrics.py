@@ -17,7 +17,7 @@ from octavo.data.request import RequestStatus
 if TYPE_CHECKING:
     from octavo.data.events import Event
 
-# Every value has a counter from the start, so that rates include the first event.
+# Every label value has a counter of 0 from the start, so that rates include the first event.
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
 _SAVE_OUTCOMES = ("done", "failed", "expired")
@@ -56,7 +56,7 @@ _STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations in buckets. counts[i]: values above bounds[i - 1] and at most bounds[i]."""
+    """Observations in buckets. counts[i]: Number of values above bounds[i - 1] and at most bounds[i]."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -104,11 +104,11 @@ class EngineStats:
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)  # [prompt, generated] of ended requests
     drafts: DraftStats = field(default_factory=DraftStats)
     kv_load_tokens: int = 0
-    kv_load_seconds: float = 0.0  # waiting time of loads with an estimate
-    kv_computing_seconds: float = 0.0  # estimated time of computing instead
+    kv_load_seconds: float = 0.0  # waiting time of loads with an estimate in `kv_computing_seconds`
+    kv_computing_seconds: float = 0.0  # estimated time of computing instead of loading
     kv_loads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LOAD_OUTCOMES, 0))
     kv_saves: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SAVE_OUTCOMES, 0))
-    kv_dropped_save_blocks: int = 0  # that a store wanted
+    kv_dropped_save_blocks: int = 0  # blocks that a store wanted
     tiers: dict[str, KVTierFigures] = field(default_factory=lambda: {DEVICE: KVTierFigures(), HOST: KVTierFigures()})
     kv_stores: dict[str, KVStoreFigures] = field(default_factory=dict)
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
@@ -137,7 +137,7 @@ class _Life:
 class EngineMetrics:
     """Updates an `EngineStats` from events.
 
-    An ended request is counted after the next `StepCompleted`, which has its last tokens.
+    An ended request is counted after the next `StepCompleted`, because that event has the request's last tokens.
     """
 
     def __init__(self, stats: EngineStats | None = None) -> None:
@@ -145,7 +145,7 @@ class EngineMetrics:
         self._tiers = KVTierCounter(self.stats.tiers)
         self._lives: dict[str, _Life] = {}
         self._ended: list[tuple[str, events.RequestFinished]] = []
-        self._num_open_steps = 0  # two while a step is decided ahead
+        self._num_open_steps = 0  # two with `async_scheduling`
 
     def emit(self, event: Event) -> None:
         """Count an event."""

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position: the chosen token, then the most probable tokens."""
+    """Log probabilities at one position, of the chosen token and then of the most probable tokens."""
 
     token_ids: list[int]
     logprobs: list[float]
-    rank: int  # of the chosen token, from 1
+    rank: int  # rank of the chosen token, from 1
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """Result of one step, by request id.
+    """Result of one step. Dicts are by request id.
 
-    postponed: requests that got no token, because the tokens that their grammar allows are not computed yet.
+    postponed: Ids of requests that got no token, because the tokens that their grammar allows are not computed yet.
     """
 
     step: int
@@ -35,9 +35,9 @@ class ModelOutput:
     pooled: dict[str, bytes] = field(default_factory=dict)  # float32 in the machine's byte order
     postponed: set[str] = field(default_factory=set)
     kv_transfers: list[EndedTransfer] = field(default_factory=list)
-    host_moves: list[TierMove] = field(default_factory=list)  # to host memory and back, or empty
+    host_moves: list[TierMove] = field(default_factory=list)  # [to host memory, from host memory], or empty
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     drafting_s: float = 0.0  # included in the step's duration
     num_drafting_passes: int = 0  # of a draft model; 0 if all drafts were looked up
-    computed_drafts: AbstractSet[str] = frozenset()  # requests with drafts from a model
+    computed_drafts: AbstractSet[str] = frozenset()  # ids of requests with drafts from a draft model
     num_compilations: int = 0

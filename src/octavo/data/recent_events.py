@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RecentEvents:
-    """Keeps the newest events, up to a total weight, for clients that begin to watch.
+    """Keeps the newest events, up to a total weight (see `weight_of`), for clients that begin to watch.
 
     Events are numbered from 0.
     """
@@ -24,7 +24,7 @@ class RecentEvents:
         self._events: deque[Event] = deque()
 
     def emit(self, event: Event) -> None:
-        """Keep an event. Drop the oldest ones above the limit."""
+        """Keep an event. Drop the oldest events above the limit."""
         self._events.append(event)
         self.num_seen += 1
         self.weight += weight_of(event)
@@ -42,7 +42,7 @@ class RecentEvents:
 
 
 def weight_of(event: Event) -> int:
-    """Return an event's weight: 1, plus 1 for each request of a step."""
+    """Return an event's weight, which is 1, plus 1 for each request of a step."""
     if isinstance(event, StepScheduled):
         return 1 + len(event.num_scheduled_tokens)
     return 1 + len(event.num_new_tokens) if isinstance(event, StepCompleted) else 1

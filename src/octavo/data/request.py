@@ -42,11 +42,11 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Positions `first` to `end` - 1 of a prompt: placeholders for other content such as an image."""
+    """Positions `first` to `end` - 1 of a prompt, with placeholder tokens for other content such as an image."""
 
     first: int
     end: int
-    key: str  # identifies the content, on which the KV of all positions from `first` on depends
+    key: str  # identifies the content in block hashes
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Sequence:
 
     token_ids: list[int]
     num_prompt_tokens: int
-    num_cached_tokens: int = 0  # with KV found at the first start
+    num_cached_tokens: int = 0  # tokens with KV that was found at the first start
     next_commit: int = 0  # number of computed tokens at which the next commit is due
     block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # by KV group
     first_held: list[int] = field(default_factory=lambda: [0])  # index of each table's first held block
@@ -93,10 +93,10 @@ class Sequence:
 class Request:
     """One output stream of a user's request. Only the core changes a request (see docs/architecture.md).
 
-    Times are seconds on the engine's clock. fields: replace fields of `options`. max_total_tokens: limit on prompt and
-    output together; for a pooled prompt, the prompt's length. reads_prefix_cache: False for prompt logprobs and mean
-    pooling, which need every prompt position computed. awaits_results: True if the next step depends on the previous
-    result, because a grammar may postpone a token.
+    Times are seconds on the engine's clock. fields: Values that replace fields of `options`. max_total_tokens: Maximum
+    length of prompt and output together, or the length of a pooled prompt. reads_prefix_cache: False for prompt
+    logprobs and mean pooling, because these need every prompt position computed. awaits_results: True if a grammar
+    restricts the output, because the next step can then be scheduled only after the previous result.
     """
 
     __slots__ = (
@@ -156,12 +156,12 @@ class Request:
         self.arrival_index = 0
         self.seed = seed  # 64 bits
         self.sample_index = sample_index  # index among the n outputs
-        self.stop_token_ids = stop_token_ids  # with EOS unless EOS is ignored
-        self.adapter = adapter  # a LoRA adapter, which nothing sets yet
+        self.stop_token_ids = stop_token_ids  # includes EOS, unless EOS is ignored
+        self.adapter = adapter  # a LoRA adapter, not supported yet
         self.spans = spans  # in order and without overlap
         if rotary_positions is not None and {*map(len, rotary_positions)} != {len(prompt_token_ids)}:
             raise ValueError("rotary_positions must have one position of each dimension for each token of the prompt")
-        self.rotary_positions = rotary_positions  # by dimension; None for one dimension
+        self.rotary_positions = rotary_positions  # lists by dimension; None for one dimension
         self.deadline = deadline  # when the request ends with an error
         self.predicted_token_ids = predicted_token_ids
         self.status = RequestStatus.WAITING
@@ -170,7 +170,7 @@ class Request:
         most_output = (sampling_params.max_tokens or 2**62) if sampling_params.pooling is None else 0
         self.max_total_tokens = len(prompt_token_ids) + most_output
         self.num_computed_tokens = 0
-        self.num_computed_in_all = 0  # includes lost positions and rejected drafts
+        self.num_computed_in_all = 0  # includes tokens computed again and rejected drafts
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # already delivered
         self.spec_token_ids: list[int] = []

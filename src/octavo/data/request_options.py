@@ -15,7 +15,7 @@ MAX_CACHE_SALT_CHARS = 1024
 
 
 class OptionFields(TypedDict, total=False):
-    """`RequestOptions` as keywords."""
+    """`RequestOptions` as keyword arguments."""
 
     priority: int
     cache_salt: str | None
@@ -27,16 +27,16 @@ class OptionFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options for scheduling a request and for sharing its KV. They never change a token.
+    """Options for scheduling a request and for sharing its KV. The options never change a generated token.
 
     Numbers may be numpy numbers. Raises `RequestError` with the name of an invalid field.
 
     Attributes:
-        priority: under the priority policy, lower numbers come first. An integer of 64 bits.
-        cache_salt: only requests with the same salt share cached KV.
-        tenant: the fair policy divides service between tenants.
-        tenant_weight: under the fair policy, weight 2 gets twice the share of weight 1. Above 0.
-        timeout_s: seconds from arrival to an error; None for no limit.
+        priority: Integer of 64 bits. Under the priority policy, lower numbers come first.
+        cache_salt: Only requests with the same salt share cached KV.
+        tenant: Name of a tenant. The fair policy divides service between tenants.
+        tenant_weight: Number above 0. Under the fair policy, weight 2 gets twice the share of weight 1.
+        timeout_s: Seconds after arrival at which the request ends with an error, or None for no limit.
         kv_transfer_params: None if this engine computes both prompt and answer.
     """
 

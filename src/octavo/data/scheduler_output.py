@@ -54,8 +54,8 @@ class NewRequestData:
 class CachedRequestData:
     """Changes of requests that the worker knows, as parallel lists.
 
-    The worker itself appends the tokens that it samples. new_block_ids: for each KV group and request, the ids to
-    append to the block table.
+    The worker itself appends the tokens that it samples. new_block_ids: Ids to append to the block tables, by KV group,
+    then by request.
     """
 
     req_ids: list[str]
@@ -70,10 +70,10 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks at the beginning of a step, list after list in this order.
+    """Copies of whole blocks at the beginning of a step, in the order of the lists.
 
-    If `swap_out` has a host block twice, the last content counts. A source of a block copy may be a later target. A
-    host block has space for one block of every group.
+    If `swap_out` has a host block twice, the last copy counts. The source of a copy may be the target of a later copy.
+    A host block has space for one block of every group.
     """
 
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)  # (group, block, host block)
@@ -100,10 +100,10 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    keys: for each block, a hash of everything that its KV depends on. A load gives a block the
-    content saved under its key, or fails for this block. A store keeps the content of all groups under one key.
-    block_ids: for each KV group, parallel to `keys`. `NO_BLOCK` means that no row (token) reads a loaded block, or that
-    a saved block was evicted. The first group has every block.
+    keys: For each block, a hash of everything that its KV depends on. A load gives a block exactly the content saved
+    under its key, or fails for this block. A store keeps the content of all groups under one key.
+    block_ids: For each KV group, a list parallel to `keys`. `NO_BLOCK` means for a load that no token reads the group's
+    part of the block, and for a save that this part was evicted. The first group has every block.
     """
 
     transfer_id: int
@@ -114,12 +114,12 @@ class KVTransfer:
 
 
 def are_whole(block_ids: list[list[int]]) -> list[bool]:
-    """Return True for each block if every group's content is moved."""
+    """Return for each block whether every group's content is moved."""
     return [NO_BLOCK not in ids for ids in zip(*block_ids, strict=True)]
 
 
 def need_parts(block_ids: list[list[int]]) -> list[bool]:
-    """Return True for each loaded block if a bounded group needs the block."""
+    """Return for each loaded block whether a bounded group needs its part."""
     return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
 
 
@@ -127,9 +127,9 @@ def need_parts(block_ids: list[list[int]]) -> list[bool]:
 class SchedulerOutput:
     """One step.
 
-    After this step, the worker neither reads nor writes blocks of transfers in `kv_cancels`. max_drafts: limit on each
-    request's new drafts; without an entry, only the proposer's limit applies. If a model drafts, looked-up drafts are
-    not limited.
+    kv_cancels: Ids of cancelled transfers. After this step, the worker does not access these transfers' blocks.
+    max_drafts: Maximum number of new drafts by request id. Without an entry, only the proposer's limit applies. If a
+    model drafts, looked-up drafts are not limited.
     """
 
     step: int
@@ -145,7 +145,7 @@ class SchedulerOutput:
     copies: BlockCopies = field(default_factory=BlockCopies)
     kv_transfers: list[KVTransfer] = field(default_factory=list)  # to start after `copies`
     kv_cancels: list[int] = field(default_factory=list)
-    num_pending_transfers: int = 0  # with lookups; if above 0, the worker must be asked for results
+    num_pending_transfers: int = 0  # includes lookups; if above 0, the worker must be asked for results
 
     @property
     def is_empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""Snapshots for watching clients."""
+"""Snapshots for clients that watch an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The first KV group at one moment."""
+    """The first KV group's blocks at one moment."""
 
     block_size: int
     states: bytes  # a `BlockState` for each block
@@ -31,7 +31,7 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """New events since the previous snapshot, without a gap, and the cache after them."""
+    """All events since the previous snapshot, and the blocks after these events."""
 
     events: list[Event]
     is_first: bool = False  # if True, the client must discard its state

@@ -50,7 +50,7 @@ class WorkerInfo:
 
     @property
     def bounded_groups(self) -> list[KVGroupSpec]:
-        """All groups except the first."""
+        """All KV groups except the first."""
         return [group.spec for group in self.kv_groups[1:]]
 
     @property

@@ -1,4 +1,4 @@
-"""Chains of block hashes."""
+"""Block hashes of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockChain:
-    """A request's block hashes, and how many of its blocks are committed."""
+    """A request's block hashes, each of which covers all earlier tokens, and the number of committed blocks."""
 
     extra_keys: tuple[str, ...]
     spans: tuple[ContentSpan, ...]
@@ -26,11 +26,11 @@ class BlockChain:
     block_size: int
     hashes: list[BlockHash]
     num_committed: int = 0
-    name: BlockLink | None = None  # of the last committed block
-    partial: BlockHash | None = None  # by which other requests find the prompt's partly filled last block
+    name: BlockLink | None = None  # name of the last committed block
+    partial: BlockHash | None = None  # key by which other requests find the prompt's partly filled last block
 
     def keys(self, index: int) -> tuple[str, ...]:
-        """Return everything except tokens that a block's KV depends on."""
+        """Return everything that the KV of the block at `index` depends on, except tokens."""
         if not self.spans and self.positions is None:
             return self.extra_keys
         start, end = index * self.block_size, (index + 1) * self.block_size
@@ -44,7 +44,7 @@ class BlockChain:
 class BlockChains:
     """The chains by request id. Only this class writes `Request.block_hashes`.
 
-    extra_keys: extra keys of all blocks (see `hash_block_tokens`).
+    extra_keys: Keys in the hashes of all blocks (see `hash_block_tokens`).
     """
 
     def __init__(self, block_size: int, extra_keys: tuple[str, ...] = ()) -> None:
@@ -60,7 +60,7 @@ class BlockChains:
         return self._chains.keys()
 
     def get(self, request_id: str) -> BlockChain | None:
-        """Return a request's chain."""
+        """Return a request's chain, or None."""
         return self._chains.get(request_id)
 
     def of(self, request: Request) -> BlockChain:
@@ -80,7 +80,7 @@ class BlockChains:
         return chain
 
     def extended(self, request: Request) -> BlockChain:
-        """Return a request's chain, extended to all full blocks."""
+        """Return a request's chain, with the hashes of all full blocks."""
         chain = self.of(request)
         token_ids = request.sequence.token_ids
         extend_block_hashes(chain.hashes, token_ids, self._block_size, chain.keys, self.hash_function)
@@ -91,6 +91,6 @@ class BlockChains:
         self._chains.pop(request_id, None)
 
     def advance_weights_epoch(self) -> None:
-        """Drop all chains. Blocks that new weights compute get other hashes."""
+        """Drop all chains after a change of weights, so that new blocks get other hashes."""
         self._weights_epoch += 1
         self._chains.clear()

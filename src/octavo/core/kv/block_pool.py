@@ -1,7 +1,7 @@
 """The blocks of the paged KV cache and their reference counts.
 
-A block is FREE, CACHED (lookups find it, but nothing holds it), OWNED (in block tables, or pinned) or QUARANTINED (out
-of use after wrong bookkeeping).
+A FREE block has no content. A CACHED block is found by lookups, but held by no request. An OWNED block is in block
+tables, or pinned by transfers. A QUARANTINED block is out of use, because its bookkeeping was wrong.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
     from octavo.core.kv.block_hash import BlockHash
 
-BlockLink = tuple[int, int]
+BlockLink = tuple[int, int]  # (block id, generation)
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of the device.
+    """A KV block in device memory.
 
-    name: identifies the content while the device or host memory has it: the `link` of the first block that was
-    registered with this content.
+    name: The `link` of the first block that was registered with this content. It identifies the content until neither
+    device nor host memory has the content.
     """
 
     block_id: int
@@ -36,11 +36,11 @@ class Block:
     extra_keys: tuple[str, ...] = ()
     parent: BlockLink | None = None  # name of the previous block
     name: BlockLink | None = None
-    canonical: BlockLink | None = None  # of another block that was registered with this content earlier
+    canonical: BlockLink | None = None  # link of another block that was registered with this content earlier
 
     @property
     def link(self) -> BlockLink:
-        """Identifies the block with its present content."""
+        """The block id and generation, which identify the present content."""
         return (self.block_id, self.generation)
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class Block:
 class BlockPool(ContentPool[Block, Block]):
     """The blocks, the free list and the index of cached content.
 
-    on_evict: called with a cached block before its eviction. on_forget: called when lookups no longer find a block.
+    on_evict: Called with a cached block before its eviction. on_forget: Called when lookups no longer find a block.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BlockPool(ContentPool[Block, Block]):
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        super().__init__(self.blocks[::-1])  # the processor's cache may still have the last released block
+        super().__init__(self.blocks[::-1])  # a stack, because the last released block may still be in the CPU's cache
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
@@ -72,7 +72,7 @@ class BlockPool(ContentPool[Block, Block]):
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks outside quarantine."""
+        """Number of blocks that are not quarantined."""
         return len(self.blocks) - len(self.quarantined)
 
     @property
@@ -92,11 +92,11 @@ class BlockPool(ContentPool[Block, Block]):
         return bytes(states)
 
     def free_list(self) -> list[int]:
-        """Return free blocks."""
+        """Return ids of free blocks."""
         return [block.block_id for block in self._free]
 
     def free_block_ids(self) -> set[int]:
-        """Return free and cached blocks."""
+        """Return ids of free and cached blocks."""
         return {block.block_id for block in self._free} | set(self._cached)
 
     def _take_one(self) -> Block:
@@ -119,10 +119,10 @@ class BlockPool(ContentPool[Block, Block]):
             block.ref_count += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Release blocks. Pass the last block first, because the block released first is evicted first.
+        """Drop a reference to each block. Pass the last block first, because the block released first is evicted first.
 
-        Renews the other block that is indexed with the same content, if any. Raises AssertionError if a block is not
-        held.
+        If another block is indexed with the same content, that block becomes the last to be evicted. Raises
+        AssertionError if a block is not held.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -137,7 +137,7 @@ class BlockPool(ContentPool[Block, Block]):
                     self._cached[block.block_id] = block
 
     def renew(self, link: BlockLink) -> None:
-        """Make this content the last to be evicted, if it is cached."""
+        """Make the block with this link the last to be evicted, if it is cached."""
         block_id, generation = link
         if block_id in self._cached and self.blocks[block_id].generation == generation:
             self._cached.move_to_end(block_id)
@@ -151,9 +151,10 @@ class BlockPool(ContentPool[Block, Block]):
         extra_keys: tuple[str, ...] = (),
         name: BlockLink | None = None,
     ) -> Block:
-        """Make a full, computed block findable. Returns the block that lookups find.
+        """Add a full, computed block to the index. Return the block that lookups find for this content.
 
-        If the content is indexed already, `block` remains private. name: the content's name in host memory, if any.
+        If another block with this content is indexed already, lookups find only that block. name: The content's name in
+        host memory, or None.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):
@@ -170,7 +171,7 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """No lookup can reach an orphan, because the previous content is missing."""
+        """Return True if no lookup can reach the block, because the previous block's content is missing."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MissReason(StrEnum):
-    """Why a lookup missed."""
+    """Why a lookup found no block."""
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
@@ -25,17 +25,17 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A miss."""
+    """A lookup that found no block."""
 
     reason: MissReason
-    position: int | None = None  # of the first differing token, if known
+    position: int | None = None  # position of the first differing token, if known
 
 
-MOST_REMEMBERED = 1 << 16  # blocks; each takes about 1.2 kB
+MOST_REMEMBERED = 1 << 16  # blocks of about 1.2 kB each
 
 
 class CacheHistory:
-    """Remembers the last `capacity` blocks that lookups could find."""
+    """Remembers the last `capacity` blocks of the prefix cache, to explain misses."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -51,7 +51,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> None:
-        """Remember a block. index: position of the block in its sequence."""
+        """Remember a block. index: Index of the block in its sequence."""
         _remember(self._hashes, block_hash, None, self._capacity)
         _remember(self._keys, (index, token_ids), extra_keys, self._capacity)
         _remember(self._child, parent, token_ids, self._capacity)
@@ -64,7 +64,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> Miss:
-        """Return why a lookup missed."""
+        """Return why a lookup found no block."""
         if block_hash in self._hashes:
             return Miss(MissReason.EVICTED)
         if self._keys.get((index, tuple(token_ids)), extra_keys) != extra_keys:

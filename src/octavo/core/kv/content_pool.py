@@ -1,4 +1,4 @@
-"""Base class of both block pools."""
+"""Base class of the pools of device and host blocks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class ContentPool(Generic[Taken, Found]):
 
     @property
     def num_free_blocks(self) -> int:
-        """Free and cached blocks."""
+        """Number of free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that lookups can find, held or not."""
+        """Number of blocks that lookups can find, whether held or not."""
         return len(self._index)
 
     def find(
@@ -40,7 +40,7 @@ class ContentPool(Generic[Taken, Found]):
         parent: BlockLink | None,
         extra_keys: tuple[str, ...] = (),
     ) -> Found | None:
-        """Return the block with this content, if any. An equal hash alone is no hit."""
+        """Return the block with this content, or None. An equal hash alone is no hit."""
         found = self._index.get(block_hash)
         if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
             return None
@@ -51,7 +51,7 @@ class ContentPool(Generic[Taken, Found]):
         return name in self._names
 
     def indexed(self, block_hash: BlockHash | None) -> Found | None:
-        """Return the block with this hash."""
+        """Return the block with this hash, or None."""
         return None if block_hash is None else self._index.get(block_hash)
 
     def cached_blocks(self) -> list[Found]:
@@ -59,7 +59,7 @@ class ContentPool(Generic[Taken, Found]):
         return list(self._cached.values())
 
     def take(self, count: int) -> list[Taken] | None:
-        """Allocate free blocks, then the least recently used blocks. Returns None if there are too few."""
+        """Allocate free blocks, then the least recently used cached blocks. Return None if there are too few."""
         if count > self.num_free_blocks:
             return None
         return [self._take_one() for _ in range(count)]

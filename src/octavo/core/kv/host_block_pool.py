@@ -1,7 +1,7 @@
 """Blocks of host memory.
 
-A host block is free, SAVED (holds KV of a preempted request), CACHED (holds content that was evicted from the device;
-lookups find it), or LENT (the next step copies from it).
+A host block is free or has one of three states. A SAVED block has KV of a preempted request. A CACHED block has content
+that was evicted from the device, and lookups find it. A LENT block is the source of a copy in the next step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONLY_FIRST_GROUP = frozenset({0})
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A cached host block's content (see `Block`). groups: the KV groups that the content is from."""
+    """A cached host block's content (see `Block`). groups: Indices of the KV groups that the content is from."""
 
     block_id: int
     hash: BlockHash
@@ -38,11 +38,11 @@ class HostBlock:
 
 
 class HostBlockPool(ContentPool[int, HostBlock]):
-    """The host blocks. Cached content is evicted for KV of preempted requests, never the reverse."""
+    """The host blocks. Cached content is evicted if KV of preempted requests needs space, never the reverse."""
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
-        self.lent: dict[int, HostBlock | None] = {}  # None: the block is free after the copy
+        self.lent: dict[int, HostBlock | None] = {}  # cached content, or None if the block is free after the copy
         super().__init__(list(range(num_blocks - 1, -1, -1)))
         self._num_followers: Counter[BlockLink | None] = Counter()  # number of blocks by their parent's name
         self._emit = emit
@@ -64,14 +64,14 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     # --- for evicted content of the device ----------------------------------------------------------------------------
 
     def is_followed(self, name: BlockLink | None) -> bool:
-        """Return True if host memory has a block that follows this content."""
+        """Return True if host memory has a block that follows the content with this name."""
         return name in self._num_followers
 
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
-        """Return the host block to which a device block must be copied, if any.
+        """Return the host block to which a device block must be copied, or None if no copy is needed or possible.
 
-        groups: KV groups of which the device has the content. If host memory has the content already, the content
-        becomes the most recently used, and no copy is needed.
+        If host memory has the content already, the content becomes the most recently used. groups: Indices of the KV
+        groups of which the device has the content.
         """
         assert block.hash is not None
         assert block.name is not None
@@ -122,9 +122,9 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def end_lending(self) -> None:
         """Take back the lent blocks. Call this when the step that copies from them has been scheduled.
 
-        Blocks with cached content become CACHED again, all other blocks become free.
+        Blocks with cached content become CACHED again. All other blocks become free.
         """
-        for block_id, content in reversed(self.lent.items()):  # the end of a chain is evicted first
+        for block_id, content in reversed(self.lent.items()):  # a sequence's last block is evicted first
             if content is None:
                 self._free.append(block_id)
             else:
@@ -134,5 +134,5 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     # --- for tests and invariants -------------------------------------------------------------------------------------
 
     def free_block_ids(self) -> list[int]:
-        """Return free blocks."""
+        """Return ids of free blocks."""
         return list(self._free)

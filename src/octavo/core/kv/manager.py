@@ -34,7 +34,7 @@ class _Saved:
 class KVCacheManager:
     """Allocates blocks of `block_size` tokens. An allocation succeeds in all KV groups or in none.
 
-    Block tables change only through this class. num_blocks: blocks of the first KV group.
+    Block tables change only through this class. num_blocks: Number of blocks of the first KV group.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         cache_decoded_blocks: bool = True,
         num_host_blocks: int = 0,
-        max_step_tokens: int = 1,  # of one request
+        max_step_tokens: int = 1,  # maximum for one request
         extra_keys: tuple[str, ...] = (),
         emit: Callable[..., None] = emit_nothing,
     ) -> None:
@@ -94,7 +94,7 @@ class KVCacheManager:
 
     @property
     def num_tracked_requests(self) -> int:
-        """Requests with records, plus partly filled blocks that can be copied."""
+        """Number of requests with records, plus number of partly filled blocks that can be copied."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -102,16 +102,16 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def has_free(self, num_blocks: int) -> bool:
-        """Return True if every group has enough free or cached blocks."""
+        """Return True if every group has `num_blocks` free or cached blocks."""
         return all(group.num_free_blocks >= num_blocks for group in self.groups)
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Look up a request's prefix. Changes nothing.
+        """Look up a request's prefix, without changing anything.
 
-        KV that was saved at a preemption is used if it has more tokens than the cached blocks. The last token is always
-        computed, for its logits.
+        If KV that was swapped out at a preemption has more tokens than the cached blocks, the swapped KV is used. The
+        last token is always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
@@ -147,11 +147,12 @@ class KVCacheManager:
         num_reserved_tokens: int = 0,
         is_loaded: bool = False,
     ) -> list[int] | None:
-        """Allocate blocks for `num_new_tokens` after the computed tokens.
+        """Allocate blocks for `num_new_tokens` tokens after the computed tokens.
 
-        num_reserved_tokens: allocate for at least so many tokens in all. is_loaded: new tokens come from a store, so a
-        group needs only the blocks that the next row (token) reads. Returns the ids added to the first group's table,
-        including found blocks. If blocks are lacking, changes nothing and returns None.
+        Return the ids added to the first group's table, including blocks of the prefix hit. If too few blocks are free,
+        change nothing and return None. computed: The prefix hit of a starting request. num_reserved_tokens: Minimum
+        total number of tokens. is_loaded: True if the KV of the new tokens comes from a store. A group then needs only
+        the blocks that the next token reads.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -187,7 +188,7 @@ class KVCacheManager:
         return sequence.block_table[num_held:]
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
-        """Hold found blocks before new blocks are allocated."""
+        """Hold found blocks, so that the allocation of new blocks does not evict them."""
         for group, claim in claims:
             group.hold(claim)
         self.host.lend(computed.host_blocks)  # before evictions, which may take host blocks
@@ -202,7 +203,7 @@ class KVCacheManager:
         sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
-        """Return True if a new request fits and `num_spare_blocks` of each group stay free."""
+        """Return True if a new request of `num_tokens` fits and `num_spare_blocks` of each group stay free."""
         num_blocks = self.num_blocks_for(num_tokens)
         return all(
             group.can_hold(computed.blocks, computed.num_tokens, num_blocks, num_spare_blocks) for group in self.groups
@@ -215,7 +216,7 @@ class KVCacheManager:
         first = len(computed.blocks)
         for group, source_id in zip(self.groups, source_ids, strict=True):
             table = sequence.block_tables[group.index]
-            if source_id is not None and table[first] != source_id:  # nothing holds the source
+            if source_id is not None and table[first] != source_id:  # an unheld source may itself be the new block
                 self._copies.block_copies.append((group.index, source_id, table[first]))
             for index in self._read_in_host(sequence, computed, group):
                 self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
@@ -246,7 +247,7 @@ class KVCacheManager:
     # --- share --------------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
-        """Make a request's full blocks findable. Call this after a step has computed them."""
+        """Add a request's full blocks to the prefix cache. Call this after a step has computed the blocks."""
         num_tokens = request.num_computed_tokens
         if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
@@ -254,7 +255,7 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no later row (token) reads. Call this after the saves of the step have been scheduled."""
+        """Release blocks that no later token reads. Call this after the saves of the step have been scheduled."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
@@ -264,7 +265,7 @@ class KVCacheManager:
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Release a request's blocks, but keep its hashes, because it may resume."""
+        """Release a request's blocks, but keep its hashes, because the request may resume."""
         for group in self.groups:
             group.clear(request.sequence)
         self.grown.discard(request.request_id)
@@ -289,7 +290,7 @@ class KVCacheManager:
         return True
 
     def drop_saved(self, request_id: str) -> None:
-        """Discard a request's saved KV."""
+        """Discard a preempted request's KV in host memory."""
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)
@@ -321,7 +322,7 @@ class KVCacheManager:
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
 
     def saved_blocks(self) -> dict[str, list[int]]:
-        """Map ids of preempted requests to host blocks."""
+        """Return the host blocks with swapped-out KV, by request id."""
         return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
 
     def free(self, request: Request) -> None:
@@ -333,7 +334,7 @@ class KVCacheManager:
     # --- transfers ----------------------------------------------------------------------------------------------------
 
     def note_loaded(self, request: Request) -> None:
-        """Count a load as a prefix hit."""
+        """Count a request's loaded tokens as a prefix hit."""
         if not request.num_preemptions:
             request.sequence.num_cached_tokens = request.num_computed_tokens
 
@@ -351,7 +352,7 @@ class KVCacheManager:
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that pin blocks."""
+        """Number of transfers that pin blocks."""
         return len(self._pins)
 
     def pinned_ids(self, group: int) -> list[int]:

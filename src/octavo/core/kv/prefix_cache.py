@@ -26,20 +26,20 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
-    """A prefix hit: the first `num_tokens` tokens of a request are computed. Valid until the next allocation.
+    """A prefix hit with the KV of a request's first `num_tokens` tokens. Valid until the next allocation.
 
-    The request shares `blocks`. After them, either `host_blocks` or `source` may be copied into new blocks.
+    The request shares `blocks`. The content of `host_blocks` or `source` is copied into the following blocks.
     """
 
     blocks: list[Block]  # full blocks on the device
     num_tokens: int
     host_blocks: list[int] = field(default_factory=list)
-    source: Block | None = None  # has all known tokens after `blocks`; the last token is computed again
-    is_saved: bool = False  # the host blocks are from a preemption, not from the cache
+    source: Block | None = None  # block with all known tokens after `blocks`; only the last token is computed again
+    is_saved: bool = False  # True if the host blocks were swapped out at a preemption
 
     @property
     def num_blocks(self) -> int:
-        """Blocks on the device and in host memory."""
+        """Number of blocks on the device and in host memory."""
         return len(self.blocks) + len(self.host_blocks)
 
 
@@ -52,7 +52,7 @@ class FullBlocks:
 
     on_device: list[Block]
     in_host: list[HostBlock]
-    num_usable: int  # the request can resume after so many blocks
+    num_usable: int  # the request can continue after this many blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Partial:
 
 
 class PrefixCache:
-    """Finds and shares blocks by their hashes. It neither allocates nor frees blocks."""
+    """Finds and shares blocks by their hashes. Does not allocate or free blocks."""
 
     def __init__(
         self,
@@ -86,17 +86,17 @@ class PrefixCache:
         self._bounded = bounded
         self._block_size = block_size
         self._emit = emit
-        self._computing: dict[BlockHash, str] = {}  # request that will commit the block
+        self._computing: dict[BlockHash, str] = {}  # id of the request that will commit the block
         self._partials: dict[BlockHash, _Partial] = {}
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Requests with records."""
+        """Ids of requests with records."""
         return self.chains.request_ids | set(self._computing.values())
 
     @property
     def num_partial_blocks(self) -> int:
-        """Partly filled blocks that requests can copy."""
+        """Number of partly filled blocks that requests can copy."""
         return len(self._partials)
 
     def reads_cache(self, request: Request) -> bool:
@@ -106,10 +106,10 @@ class PrefixCache:
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def find_full_blocks(self, request: Request) -> FullBlocks:
-        """Find the cached full blocks from a request's start.
+        """Find the cached full blocks at the beginning of a request.
 
-        A device block may have no part in a bounded group. Host memory is then searched from the first such block on,
-        which may give a longer hit.
+        A bounded group may have evicted its part of a device block. If host memory still has the part, blocks in host
+        memory are used from this block on, if the hit becomes longer.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -147,7 +147,7 @@ class PrefixCache:
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
-        """Return the prefix hit of `full`, extended by a partly filled block if possible."""
+        """Return `full` as a prefix hit, extended by another prompt's partly filled last block if possible."""
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
         found, num_found = full.on_device, full.num_usable
         if num_found > len(found):
@@ -204,7 +204,7 @@ class PrefixCache:
         return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
-        """Return the first missing block's hash and the id of another request that will commit the block, if any."""
+        """Return the first missing block's hash and the id of the request that will commit the block, or None."""
         index = len(computed.blocks)
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None
@@ -226,7 +226,7 @@ class PrefixCache:
         chain.num_committed, chain.name = len(blocks), blocks[-1].name
 
     def announce(self, request: Request, num_found: int) -> None:
-        """Record that a request will commit its blocks after the first `num_found`."""
+        """Record that a request will commit its blocks after the first `num_found` blocks."""
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens
@@ -234,7 +234,7 @@ class PrefixCache:
             self._computing.setdefault(block_hash, request.request_id)
 
     def commit(self, request: Request) -> None:
-        """Make full blocks findable. After the prompt, also make its partly filled last block findable."""
+        """Let lookups find a request's full blocks, and the partly filled last block of a computed prompt."""
         num_tokens = request.num_computed_tokens
         chain = self.chains.of(request)
         if not self.cache_decoded_blocks:
@@ -276,7 +276,7 @@ class PrefixCache:
             chain.partial = name
 
     def num_committed_blocks(self, request: Request) -> int:
-        """Count committed leading blocks."""
+        """Count a request's committed leading blocks."""
         chain = self.chains.get(request.request_id)
         return 0 if chain is None else chain.num_committed
 

@@ -1,10 +1,10 @@
-"""All KV groups except the first. A request holds only the blocks that a later row (token) can still read.
+"""All KV groups except the first, for example of sliding-window layers.
 
-A block of a bounded group is called a part of the first group's block with the same positions. A block is FREE, HELD
-(in block tables, or pinned), CACHED (lookups find it, but nothing holds it) or QUARANTINED.
+A request holds only the blocks that later tokens can still read. A block of a bounded group is called a part of the
+first group's block with the same positions. Blocks have the same states as in `octavo.core.kv.block_pool`.
 
-If memory is reserved for a request, its new blocks are private: lookups do not find them before their release. Found
-blocks become private, too, unless other free blocks suffice for the whole reservation.
+If blocks are reserved for a request, its new blocks are private. Lookups do not find a private block before its
+release. The request's found blocks become private, too, if too few other blocks are free for the reservation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class BoundedGroup:
-    """A `KVGroup` with a limit on the positions that a row (token) reads.
+    """A `KVGroup` with a limit on the number of positions that a token attends to.
 
-    on_evict: called with the first group's block before its part is evicted.
+    on_evict: Called with the first group's block before its part is evicted.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class BoundedGroup:
         self._blocks = blocks
         self._on_evict = on_evict or (lambda _block: None)
         self._free = list(range(spec.num_blocks - 1, -1, -1))
-        self._left: OrderedDict[int, None] = OrderedDict()  # cached, released by running requests
-        self._cached: OrderedDict[int, None] = OrderedDict()  # all other cached blocks, least recently used first
-        self._id_of: dict[int, int] = {}  # by id of the first group's block
+        self._left: OrderedDict[int, None] = OrderedDict()  # cached blocks to evict first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # other cached blocks, least recently used first
+        self._id_of: dict[int, int] = {}  # id of a part, by id of the first group's block
         self._block_of: list[int | None] = [None] * spec.num_blocks
         self._num_holders = [0] * spec.num_blocks
         self._private: set[int] = set()
@@ -77,12 +77,12 @@ class BoundedGroup:
         return self.kind.first_position(num_tokens) // self._block_size
 
     def id_of(self, block: Block) -> int | None:
-        """See `KVGroup`. Also returns None if this group's part of the block is private."""
+        """See `KVGroup`. Return None also if the part is private."""
         block_id = self._id_of.get(block.block_id)
         return None if block_id in self._private else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
-        """Return the part of the sequence's block at `index`, or None if the part was evicted."""
+        """Return the id of the part of the sequence's block at `index`, or None if the part was evicted."""
         table = sequence.block_tables[self.index]
         if sequence.first_held[self.index] <= index < len(table):
             return table[index]
@@ -102,7 +102,7 @@ class BoundedGroup:
         return longest_hit(self.kind, is_there, num_tokens, self._block_size, limit=limit)
 
     def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
-        """Return True if a sequence holds all blocks that the row (token) at position `num_tokens` reads."""
+        """Return True if a sequence holds all blocks that the token at position `num_tokens` reads."""
         return self.first_read(num_tokens) >= sequence.first_held[self.index]
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -146,11 +146,11 @@ class BoundedGroup:
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return how many blocks a row (token) reads, plus one for the next row; at most `num_all_blocks`."""
+        """Return the maximum number of blocks that a token reads plus 1, at most `num_all_blocks`."""
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """See `KVGroup`. The blocks for one step stay free. A request that runs alone always fits."""
+        """See `KVGroup`. The blocks for one step stay free. A single reservation always fits."""
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
@@ -212,10 +212,10 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        The released blocks are evicted before other cached blocks, because a later prefix hit usually ends at the end
-        of this request and reads none of them. Two kinds are not evicted early: blocks from a prefix hit, and blocks
-        that are read by the row after the last full block. If the request's table in the first group is longer than
-        its table here, it allocates one block for a later position for each private block that it releases.
+        Released blocks are evicted before other cached blocks, because a later prefix hit usually ends at the end of
+        this request and does not read these blocks. Exceptions are blocks from a prefix hit, and blocks that the token
+        after the last full block reads. For each released private block, the request gets a block for a later position,
+        until its table is as long as in the first group.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -249,7 +249,7 @@ class BoundedGroup:
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Release blocks. Returns how many private blocks are no longer held."""
+        """Release blocks. Return how many private blocks are not held any more."""
         num_private = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
@@ -270,7 +270,7 @@ class BoundedGroup:
     # --- changes in the first group -----------------------------------------------------------------------------------
 
     def block_forgotten(self, block: Block) -> None:
-        """Free a block's part, because lookups no longer find the block."""
+        """Free the part of a block that lookups no longer find, unless the part is held."""
         block_id = self._id_of.get(block.block_id)
         if block_id is None:
             return
@@ -280,7 +280,10 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Move the part of `block` to `canonical`, which lookups find, unless `canonical` has a part."""
+        """Assign the part of `block` to `canonical`, unless `canonical` has a part.
+
+        canonical: The block with the same content that lookups find.
+        """
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)
@@ -316,9 +319,9 @@ class BoundedGroup:
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return the first group's block of which this block is a part."""
+        """Return the id of the first group's block to which this part belongs, or None."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:
-        """Map the first group's blocks to their parts."""
+        """Return the ids of all parts, by id of the first group's block."""
         return dict(self._id_of)

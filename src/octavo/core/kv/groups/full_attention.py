@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class FullAttentionGroup:
-    """A `BlockPool` as a `KVGroup`.
+    """The `KVGroup` of layers with full attention, with the blocks of a `BlockPool`.
 
-    If no layer reads all positions, the blocks have no bytes, but lookups still use them to find prefixes.
+    If a model has no such layers, the blocks have no bytes, but lookups still use the blocks to find prefixes.
     """
 
     index = 0
@@ -72,7 +72,7 @@ class FullAttentionGroup:
         return num_all_blocks
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """See `KVGroup`. `num_saved` does not count, because saves only pin held blocks."""
+        """See `KVGroup`. `num_saved` is ignored, because saves only pin blocks that requests hold."""
         del num_saved, is_only
         return num_blocks <= self._pool.num_usable_blocks
 
@@ -92,7 +92,7 @@ class FullAttentionGroup:
         sequence.block_tables[0] += [block.block_id for block in new_blocks]
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Do nothing, because later rows read all blocks."""
+        """Do nothing, because later tokens read all blocks."""
 
     def clear(self, sequence: TokenSequence) -> None:
         """See `KVGroup`."""

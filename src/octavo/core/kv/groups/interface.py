@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class Claim(NamedTuple):
-    """The blocks of a group that a request needs to continue. Lookups do not find private blocks."""
+    """The blocks of a group that a request needs to continue. A private block is not found by lookups."""
 
     first: int  # table index of the first needed block
     found: list[int]  # ids of found blocks from `first` on
     num_new: int  # blocks to allocate after the found blocks
-    num_unheld: int  # new blocks plus found blocks that nothing holds
+    num_unheld: int  # number of new blocks, plus found blocks that no request holds
     is_private: bool = False  # new blocks are private until their release
-    is_found_private: bool = False  # found blocks that nothing holds become private, too
+    is_found_private: bool = False  # found blocks that no request holds become private, too
 
 
 class KVGroup(Protocol):
-    """One group's blocks. Only the group writes the group's block tables and `Sequence.first_held`."""
+    """The blocks of one KV group. Only this class writes the group's block tables and `Sequence.first_held`."""
 
     @property
     def index(self) -> int:
@@ -33,7 +33,7 @@ class KVGroup(Protocol):
 
     @property
     def kind(self) -> KVGroupKind:
-        """The positions that rows (tokens) read."""
+        """Which positions tokens attend to."""
         ...
 
     @property
@@ -43,22 +43,22 @@ class KVGroup(Protocol):
 
     @property
     def quarantined(self) -> set[int]:
-        """Blocks that are never allocated again."""
+        """Ids of blocks that are never allocated again."""
         ...
 
     @property
     def num_free_blocks(self) -> int:
-        """Free and cached blocks."""
+        """Number of free and cached blocks."""
         ...
 
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def first_read(self, num_tokens: int) -> int:
-        """Return the first block that the row (token) at position `num_tokens` reads."""
+        """Return the index of the first block that the token at position `num_tokens` reads."""
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return this group's part of a block, or None if the part was evicted."""
+        """Return the id of this group's part of a block, or None if the part was evicted."""
         ...
 
     # --- take ---------------------------------------------------------------------------------------------------------
@@ -66,33 +66,33 @@ class KVGroup(Protocol):
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return a request's claim. Changes nothing.
+        """Return the blocks that a request needs, without changing anything.
 
-        found: found blocks of the first group. num_read: tokens before the next row (token). num_step_blocks,
-        num_all_blocks: table length for the next step, and for all reserved tokens.
+        found: The prefix hit's blocks in the first group. num_read: Number of tokens before the next computed token.
+        num_step_blocks, num_all_blocks: Length of the block table for the next step, and for all reserved tokens.
         """
         ...
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
         """Return True if a new request of `num_all_blocks` fits and `num_spare_blocks` stay free.
 
-        found, num_read: as in `claim`.
+        found, num_read: See `claim`.
         """
         ...
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return how many blocks to reserve for a table of `num_all_blocks`."""
+        """Return how many blocks to reserve for a block table of `num_all_blocks`."""
         ...
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
         """Return True if `num_blocks` can be reserved in total.
 
-        num_saved: blocks that saves may pin in addition. is_only: True for a single reservation.
+        num_saved: Number of blocks that saves may pin in addition. is_only: True if no other request has a reservation.
         """
         ...
 
     def hold(self, claim: Claim) -> None:
-        """Hold a claim's found blocks."""
+        """Add a reference to each found block of a claim."""
         ...
 
     def renew(self, block: Block) -> None:
@@ -106,11 +106,11 @@ class KVGroup(Protocol):
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Release the blocks that only rows (tokens) before position `num_tokens` read."""
+        """Release the blocks that no token from position `num_tokens` on reads."""
         ...
 
     def clear(self, sequence: TokenSequence) -> None:
-        """Release all blocks of a request, the last first."""
+        """Release all blocks of a request, the last block first."""
         ...
 
     # --- transfers ----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class KVGroup(Protocol):
         ...
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Release pins, the last first."""
+        """Drop a reference to each block, the last block first."""
         ...
 
     # --- invariants ---------------------------------------------------------------------------------------------------
@@ -134,9 +134,9 @@ class KVGroup(Protocol):
         ...
 
     def free_ids(self) -> list[int]:
-        """Return free blocks."""
+        """Return ids of free blocks."""
         ...
 
     def cached_ids(self) -> list[int]:
-        """Return cached blocks, the next to be evicted first."""
+        """Return ids of cached blocks in the order of eviction."""
         ...
