@@ -72,7 +72,6 @@ class ModelConfig:
     other kernels expand the weights. Integer weights of a checkpoint stay integers. 4-bit weights are unchanged, and
     8-bit weights are rotated and rounded again.
     packed_cache_bytes: Cached weights are valid until the checkpoint's files change.
-    seed: A request without a seed gets one from this seed and its arrival number.
     """
 
     model: str | None = None
@@ -204,19 +203,18 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
-    max_num_seqs, max_num_batched_tokens: `resolved` replaces None by a device's defaults.
-    is_offline: True if no user waits for a step. The default of max_num_batched_tokens is then larger on a CPU.
-    mixed_step_ms: None means 100 for an engine, and 0 for `LLM`.
-    attention_cost_tokens: A prompt token counts as 1 + attention_cost_tokens * position / 1000 tokens of the budget.
-    None means a value from the model's shape, or 0 for a scheduler without an engine.
-    enable_chunked_prefill: If False, only a prompt above the whole budget is divided. Other prompts wait until they fit.
-    ageing_s: None means strict priorities under `priority`, and only deadlines under `deadline`.
-    async_scheduling: A step with drafts or a grammar must end before the next step is scheduled. `resolved` replaces
-    None.
-    max_num_preemptions: A protected request restarts only with all blocks that it may need, and is never preempted
+    max_num_seqs, max_num_batched_tokens, async_scheduling: `resolved` replaces None.
+     is_offline: True if no user waits for a step. The default of max_num_batched_tokens is then larger on a CPU.
+     mixed_step_ms: None means 100 for an engine, and 0 for `LLM`.
+     attention_cost_tokens: None means a value from the model's shape, or 0 for a scheduler without an engine.
+     enable_chunked_prefill: If False, only a prompt above the whole budget is divided. Other prompts wait until they
+    fit.
+     ageing_s: None means strict priorities under `priority`, and only deadlines under `deadline`.
+     async_scheduling: A step with drafts or a grammar must end before the next step is scheduled.
+     max_num_preemptions: A protected request restarts only with all blocks that it may need, and is never preempted
     again.
-    max_batch_prefill_tokens: A longer prompt is divided, even without enable_chunked_prefill.
-    waiting_served_ratio, max_waiting_tokens: Used only while requests run.
+     max_batch_prefill_tokens: A longer prompt is divided, even without enable_chunked_prefill.
+     waiting_served_ratio, max_waiting_tokens: Used only while requests run.
     """
 
     max_num_seqs: int | None = option(
@@ -501,7 +499,7 @@ class ModelInfo:
     """Facts about a loaded model, without tensors.
 
     generation_defaults: Sampling parameters from generation_config.json.
-    pooling: The checkpoint's pooling of embeddings, "last" or "mean". pooling_problem: Why octavo does not support it.
+    pooling: The checkpoint's pooling of embeddings, "last" or "mean". pooling_problem: Why octavo does not support this.
     hidden_size: Length of an embedding. has_head: False if lm_head is missing, so that only embeddings are served.
     weight_bytes: Size in the checkpoint's dtype, or after quantization if requested.
     quantization_level, file_type: Name and number of a GGUF file's mix of types.

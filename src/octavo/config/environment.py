@@ -18,7 +18,7 @@ def cache_directory() -> Path:
 
 
 def explain_undecodable(text: str) -> str | None:
-    """Explain which bytes of a text are invalid in this locale. Return None if all are valid.
+    """Return an error message if a text has bytes that are invalid in this locale, otherwise None.
 
     Python keeps such bytes as lone surrogates, which JSON and libraries refuse.
     """

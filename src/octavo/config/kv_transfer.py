@@ -84,8 +84,8 @@ class KVTransferConfig:
     def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **given_fields: Any) -> KVTransferConfig:
         """Accept an instance, a mapping of its fields, or None for the defaults.
 
-        given_fields: Fields given separately, without those that are None. Raises `ConfigError` for an unknown field,
-        or if fields are given in both ways.
+        given_fields: Fields given separately. None values are ignored. Raises `ConfigError` for an unknown field, or if
+        both are given.
         """
         given_fields = {name: value for name, value in given_fields.items() if value is not None}
         if given is None:

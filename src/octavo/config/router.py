@@ -27,7 +27,7 @@ _NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(AccessConfig):
-    """A router for the engines from the list, the file and DNS.
+    """A router for the engines from `engines`, `engines_file` and `engines_dns`.
 
     max_open_requests: None means that only the engines refuse excess requests.
     balance_tokens, balance_ratio: See `octavo.router.policies.cache_aware`.

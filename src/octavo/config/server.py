@@ -80,7 +80,6 @@ class ServerConfig(AccessConfig):
 
     max_num_waiting_tokens: Maximum number of prompt tokens of requests without output. Further requests are refused
     with status 429. Without streaming, a request has no output until its end.
-    tool_call_parser, reasoning_parser: See `octavo.server.answers`.
     """
 
     served_model_names: tuple[str, ...] = option(

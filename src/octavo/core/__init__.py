@@ -1,1 +1,1 @@
-"""Decides which requests run next, and on which blocks. Standard library only; clock and randomness are injected."""
+"""Decides which requests run next, and on which KV blocks. Imports only the standard library. The clock is injected."""

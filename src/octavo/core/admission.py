@@ -25,15 +25,15 @@ class Admission(Protocol):
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Begin a step. Return the reason if no request may start in this step, otherwise None."""
+        """Begin a step. Return why no request may start in the step, or None."""
         ...
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Return the reason if a request cannot start now, otherwise None. computed: The request's prefix hit."""
+        """Return why a request cannot start now, or None. computed: The request's prefix hit."""
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a starting request gets blocks. 0 means only for the tokens of its first step."""
+        """Return for how many tokens a starting request gets blocks, or 0 for its first step only."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -48,9 +48,8 @@ class Admission(Protocol):
 class OptimisticAdmission:
     """Starts a request if its known tokens fit. If too few blocks are free later, a running request is preempted.
 
-    One block for each running request must stay free, because otherwise a preemption would soon follow. After
-    `max_num_preemptions` preemptions, a request starts only with all blocks that it may need, and is never preempted
-    again.
+    One block for each running request must stay free, to delay the next preemption. After `max_num_preemptions`
+    preemptions, a request starts only with all blocks that it may need, and is never preempted again.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -97,8 +96,8 @@ class ReservationAdmission:
     """Reserves prompt + max_tokens of each running request, so that no request is preempted for lack of blocks.
 
     Only blocks that are pinned for ended requests or for another engine may still cause a preemption. Source: Hugging
-    Face TGI (router/src/infer, `Queue::next_batch` and `batching_task`). most_saved_blocks: Number of blocks of each
-    bounded group that saves may pin in addition.
+    Face TGI (router/src/infer, `Queue::next_batch` and `batching_task`). most_saved_blocks: Blocks of each bounded
+    group that saves may pin in addition.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
@@ -172,7 +171,7 @@ class ReservationAdmission:
 
 
 def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> Admission:
-    """Create the rule for `config.admission`."""
+    """Create `config.admission`'s rule."""
     if config.admission is AdmissionRule.RESERVATION:
         return ReservationAdmission(config, kv_cache_manager, most_saved_blocks)
     return OptimisticAdmission(config, kv_cache_manager)

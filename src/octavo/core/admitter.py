@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class Admitter:
-    """Admits requests from the queue."""
+    """Admits waiting requests."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
-        self.num_busy_steps = 0  # number of steps with tokens, which limits deferrals
+        self.num_busy_steps = 0  # steps with tokens, to limit deferrals
         self._state, self._lifecycle = state, lifecycle
         self._waiting_requests, self._emitter = state.waiting_requests, state.emitter
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
-        """Put deferred requests back into the queue if their wait has ended."""
+        """Put deferred requests back into the queue after their wait."""
         for request, timed_out in self._waiting_requests.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 
@@ -41,7 +41,7 @@ class Admitter:
     def admit(self, plan: StepPlan, before: Request | None) -> None:
         """Admit requests in order, until a request cannot start.
 
-        before: If not None, admit only requests that are more important than this running request.
+        before: Admit only requests that are more important than this running request.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank

@@ -1,4 +1,4 @@
-"""The state that the scheduler's classes share."""
+"""State that the scheduler's classes share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class CoreState:
-    """The open requests, and the objects that schedule these requests.
+    """The open requests, and the objects that schedule them.
 
-    docs/architecture.md says which class may write which state.
+    docs/architecture.md says which class writes which state.
     """
 
     def __init__(
@@ -40,6 +40,6 @@ class CoreState:
         self.draft_policy = DraftPolicy()
         self.builder = OutputBuilder(manager, transfers)
         self.in_flight = StepsInFlight()
-        self.requests: dict[str, Request] = {}  # in the order of arrival
+        self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in the order in which they get tokens
         self.waiting_requests = WaitingRequests(self.policy.waiting)

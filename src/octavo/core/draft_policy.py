@@ -1,4 +1,4 @@
-"""Chooses the number of draft tokens for each request, so that most tokens per second are generated.
+"""Chooses how many draft tokens each request gets, to maximize the tokens per second.
 
 A draft comes from a draft model or from a lookup, for example of n-grams. Costs and acceptance rates are measured. The
 choice never changes a generated token.
@@ -28,7 +28,7 @@ _CREDIT_S = 0.01  # initial value of the seconds gained by lookups
 _OLDER_GUESSES = 0.95  # factor on earlier sums in each step with lookups
 _SMALL_SHARE = 0.005  # share of the steps' time that lookups may lose
 _STEPS_OF_A_TRIAL = 16  # if lookups cost more time than they gain, one step in this many tries them
-_REQUESTS_OF_A_TRIAL = 8  # number of requests with lookups in a trial step
+_REQUESTS_OF_A_TRIAL = 8  # requests with lookups in a trial step
 
 
 class DraftPolicy:
@@ -42,16 +42,16 @@ class DraftPolicy:
         self.pass_cost = StepCost()
         self._overall = AcceptanceRates(decay=0.98)
         self._overall_computed = AcceptanceRates(decay=0.98)
-        self._computed: AbstractSet[str] = frozenset()  # ids of requests with drafts from a draft model
+        self._computed: AbstractSet[str] = frozenset()  # requests with drafts from a draft model
         self._has_drafts = False
         self._has_guesses = False
         self._most_passes = 0
         self._guessing_s = 0.0
         self._num_accepted = 0
-        # In recent steps with lookups: seconds of the lookups, seconds gained by their drafts, seconds of the steps.
+        # In recent steps with lookups: seconds of lookups, seconds gained by lookups, seconds of the steps.
         self._spent_s, self._gained_s, self._steps_s = 0.0, _CREDIT_S, 0.0
         self._num_skipped = 0
-        self._first_tried = 0  # index of the newest trial's first request
+        self._first_tried = 0
 
     def verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn how many of a request's drafts were accepted."""
@@ -68,8 +68,8 @@ class DraftPolicy:
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
         """Learn from a step's duration in seconds, including the drafting at its end. Call `verified` first.
 
-        Steps with prompt tokens are ignored, because prompt tokens have other costs. If the step verified drafts,
-        return its seconds with the drafting before it, and estimated seconds without drafts. Otherwise return None.
+        Steps with prompt tokens are ignored. If the step verified drafts, return its seconds with the drafting before
+        it, and estimated seconds without drafts. Otherwise return None.
         """
         if not (self._has_drafts or result.drafting_s):
             return None
@@ -109,7 +109,7 @@ class DraftPolicy:
             self._gained_s *= _OLDER_GUESSES
             self._steps_s = _OLDER_GUESSES * self._steps_s + step_s
         gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
-        self._gained_s += max(gained_s, 0.0)  # a loss is caused by `allot`, not by lookups
+        self._gained_s += max(gained_s, 0.0)  # `allot` causes losses, not lookups
 
     def _bound_lookups(self, names: Sequence[str]) -> dict[str, int]:
         if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:
@@ -125,8 +125,8 @@ class DraftPolicy:
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
         """Return the maximum number of drafts to propose after a step, by request id. No entry means no maximum.
 
-        num_tokens: Number of scheduled tokens by request id. For lookups, the maximum is 0 or missing, because `allot`
-        later chooses among the proposed drafts.
+        num_tokens: Scheduled tokens by request id. For lookups, the maximum is 0 or missing, because `allot` later
+        chooses among the proposed drafts.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}
@@ -147,7 +147,7 @@ class DraftPolicy:
     def allot(self, wanted: Sequence[tuple[Request, int]], num_decoding: int) -> list[int]:
         """Return how many drafts of each request the next step verifies.
 
-        wanted: Pairs of a request and its number of proposed drafts. num_decoding: Number of decoding requests.
+        wanted: Pairs of a request and its number of proposed drafts.
         """
         if not wanted:
             return []

@@ -1,4 +1,4 @@
-"""Creates the core's events."""
+"""Emits core events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def emit_nothing(_kind: Callable[..., Event], *_args: object) -> None:
 
 
 class EventEmitter:
-    """Creates events with the current step and time, and passes them to a sink. The core sets `step` and `now`."""
+    """Passes events to a sink. The core sets `step` and `now`."""
 
     def __init__(self, sink: EventSink) -> None:
         self.step = 0

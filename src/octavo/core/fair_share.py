@@ -30,7 +30,7 @@ class ServiceCounters:
         self.num_restarts = 0
 
     def served(self, tenant: str) -> float:
-        """Return a tenant's counter."""
+        """Return `tenant`'s counter."""
         return self._served.get(tenant, 0.0)
 
     def charge_input(self, tenant: str, num_tokens: float) -> None:
@@ -62,7 +62,7 @@ class ServiceCounters:
 class FairRequestQueue:
     """Serves the tenant with the smallest counter first.
 
-    rank: Function that orders the requests of one tenant, as in `PriorityRequestQueue`.
+    rank: Order of the requests of one tenant, as in `PriorityRequestQueue`.
     """
 
     def __init__(

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Faults:
-    """Injects faults between two steps."""
+    """Injects faults."""
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
-        self.to_preempt: list[str] = []  # ids of requests
+        self.to_preempt: list[str] = []
         self._manager = kv_cache_manager
 
     def preempt(self, request_ids: Iterable[str]) -> None:

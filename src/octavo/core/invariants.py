@@ -25,12 +25,12 @@ class Breach:
 
     invariant: int
     message: str
-    block_ids: tuple[int, ...] = ()  # blocks of `group` that have wrong bookkeeping
+    block_ids: tuple[int, ...] = ()  # blocks of `group` with wrong bookkeeping
     group: int = 0
 
 
 def check(scheduler: Scheduler) -> list[Breach]:
-    """Return all broken invariants."""
+    """Return broken invariants."""
     manager = scheduler.kv_cache_manager
     return [
         *(breach for group in manager.groups for breach in _check_group(scheduler, group)),
@@ -45,7 +45,7 @@ def check(scheduler: Scheduler) -> list[Breach]:
 
 
 def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
-    """Take a breach's blocks out of use. Return the ids of the first group's blocks that are newly quarantined."""
+    """Take a breach's blocks out of use. Return the first group's newly quarantined ids."""
     group = scheduler.kv_cache_manager.groups[breach.group]
     fresh = tuple(block_id for block_id in breach.block_ids if block_id not in group.quarantined)
     for block_id in fresh:

@@ -1,7 +1,6 @@
 """The scheduler's side of an external KV store, as in vLLM's KVConnector.
 
-The scheduler asks which blocks the store has and which blocks the store wants. The worker transfers the blocks.
-Missing, late or corrupt blocks cost time but never change a token.
+The worker transfers the blocks. Missing, late or corrupt blocks cost time but never change a token.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class KVConnector(Protocol):
-    """An external store of KV blocks, which are identified by their hashes. No method may wait."""
+    """An external store of KV blocks, identified by their hashes. No method may wait."""
 
     name: str
 
     def request_added(self, request: Request) -> None:
-        """Report a new request to the store, possibly long before the request's lookup."""
+        """Report a new request, possibly long before its lookup."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -39,14 +38,14 @@ class KVConnector(Protocol):
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Report that blocks were allocated for a load of `num_external_tokens` tokens.
 
-        block_ids: The request's block table in the first KV group.
+        block_ids: Block table of the first KV group.
         """
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
         """Return the keys whose blocks the store lacks and wants.
 
-        only_first_group: True if the content of all other KV groups was evicted and cannot be saved.
+        only_first_group: True if only the content of the first KV group can be saved.
         """
         ...
 
@@ -59,7 +58,7 @@ class KVConnector(Protocol):
         ...
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Report a request's end. block_ids: The request's block table in the first KV group."""
+        """Report a request's end. block_ids: Block table of the first KV group."""
         ...
 
 

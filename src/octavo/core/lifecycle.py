@@ -1,7 +1,7 @@
 """The lifecycle of a request, from its arrival to its end.
 
-A request's status always says which list has the request. The lists are waiting requests (WAITING, PREEMPTED), running
-requests (RUNNING) and transfers (WAITING_FOR_REMOTE_KVS). Only ended requests remain in the running list until
+A request's status says which list has the request. The lists are waiting requests (WAITING, PREEMPTED), running
+requests (RUNNING) and transfers (WAITING_FOR_REMOTE_KVS). Ended requests remain in the running list until
 `drop_finished` is called.
 """
 
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 class RequestLifecycle:
-    """Starts, preempts and ends requests.
-
-    Only this class writes a request's status, and `requests` and `running` of `CoreState`.
-    """
+    """Starts, preempts and ends requests."""
 
     def __init__(self, state: CoreState) -> None:
         self._state, self._emitter = state, state.emitter
@@ -36,7 +33,7 @@ class RequestLifecycle:
         self._deadlines: list[tuple[float, int, str]] = []
 
     def arrive(self, request: Request) -> None:
-        """Queue a new request."""
+        """Queue a request."""
         request.arrival_index = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
@@ -74,14 +71,14 @@ class RequestLifecycle:
     # --- start --------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
-        """Start the queue's first request. computed: The request's prefix hit."""
+        """Start the queue's first request."""
         self._waiting_requests.take()
         self._run(request, computed.num_tokens)
         self._state.admission.admitted(request)
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Admit the queue's first request, which waits for a KV load until `end_loading` is called."""
+        """Admit the queue's first request, which waits for a KV load until `end_loading`."""
         self._waiting_requests.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
@@ -89,13 +86,13 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Run a request after its KV load, and commit its blocks. num_tokens: Number of computed and loaded tokens."""
+        """Run a request after its KV load. num_tokens: Number of computed and loaded tokens."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
 
     def abandon_loading(self, request: Request) -> None:
-        """Put a request back into the queue after a failed KV load."""
+        """Requeue a request after a failed KV load."""
         self._state.admission.left(request)
         self._state.manager.release(request)
         request.num_computed_tokens = 0
@@ -136,7 +133,7 @@ class RequestLifecycle:
     def preempt(self, victim: Request) -> None:
         """Release a running request's blocks, and put the request back into the queue.
 
-        No step may be in flight, because that step would use the blocks.
+        No step may be in flight, because the step would use the blocks.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)

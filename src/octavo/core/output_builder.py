@@ -1,4 +1,4 @@
-"""Builds messages to the worker."""
+"""Builds worker messages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _NONE: list[int] = []  # never changed
 
 
 class OutputBuilder:
-    """Builds each step's message, with only the requests and blocks that the worker does not know yet."""
+    """Builds each step's message, without data that the worker knows already."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransferScheduler) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        # Lengths of the block tables that the worker knows, by request id and group.
+        # Lengths of the worker's block tables, by request id and group.
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
-        self.are_notices_due = True  # if True, a step without tokens may report ended requests and cancellations
+        self.are_notices_due = True  # a step without tokens may report ended requests and cancellations
 
     @property
     def has_endings(self) -> bool:
-        """Whether ended requests must still be reported to the worker."""
+        """Whether ended requests must still be reported."""
         return bool(self._finished_req_ids)
 
     @property
@@ -45,7 +45,7 @@ class OutputBuilder:
         num_computed: list[int] = []
         drafts: dict[str, list[int]] = {}
         known, grown = self._num_sent, self._manager.grown
-        places: list[int] = []  # indices in req_ids of requests with new blocks
+        places: list[int] = []  # indices of requests with new blocks
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
             if request_id in known:
@@ -92,7 +92,7 @@ class OutputBuilder:
         num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
-        """Record a preemption. When the request resumes, `build` sends the whole request again."""
+        """Record a preemption, so that `build` sends the whole request again."""
         self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
@@ -101,11 +101,8 @@ class OutputBuilder:
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Report all requests of a failed step as ended, so that the worker drops these requests.
-
-        The worker may have received any part of the step.
-        """
+        """Report all requests of a failed step as ended, because the worker may have received any part of the step."""
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
-        # If a step without tokens fails, its reports wait, because repeating them would keep the core busy.
+        # Repeating a failed step without tokens would keep the core busy.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)

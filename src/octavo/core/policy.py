@@ -29,8 +29,8 @@ def num_tokens_to_schedule(
 ) -> int:
     """Return how many of a request's `num_remaining` tokens a step computes. If 0, the request waits.
 
-    threshold: Maximum for one request, or 0 for no limit. may_be_cut: True if a part of the tokens may be computed.
-    A prompt that exceeds an empty step (`initial_budget`) is always divided.
+    threshold: Maximum for one request, or 0 for no limit. may_be_cut: If False, the tokens are divided only if they
+    exceed an empty step (`initial_budget`).
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -78,7 +78,7 @@ class OrderPolicy:
 
 
 def create_policy(config: SchedulerConfig) -> OrderPolicy:
-    """Create the order for `config.policy`."""
+    """Create `config.policy`'s order."""
     counters = ServiceCounters(config.fair_input_weight, config.fair_output_weight)
     ranks: dict[SchedulingPolicy, Callable[[Request], Rank]] = {
         SchedulingPolicy.FCFS: lambda r: (r.arrival_index,),
@@ -139,7 +139,7 @@ def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], m
 
 
 def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
-    """Return True if a preempted request's KV should be swapped out instead of computed again."""
+    """Return True if a preempted request's KV should be swapped out, not computed again."""
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
@@ -171,8 +171,7 @@ class Batching(Protocol):
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
         """Fill a step's plan. `grow` gives tokens to running requests, and `admit` starts waiting requests.
 
-        outranked: Running requests that still compute their prompt and are less important than the first waiting
-        request.
+        outranked: Running prompts that are less important than the first waiting request.
         """
         ...
 
@@ -189,7 +188,7 @@ class MixedBatching:
     (Agrawal et al. 2024) chooses such a limit by profiling.
     """
 
-    _SHRINK, _GROW = 0.5, 1.25  # bounds of one change, because a step may be slow or fast for other reasons
+    _SHRINK, _GROW = 0.5, 1.25  # bounds of one change of the limit
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
@@ -205,7 +204,7 @@ class MixedBatching:
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            if decoded:  # each running prompt takes at least one token, but every decode must still get one
+            if decoded:  # each running prompt takes a token, but every decode must get one
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -213,7 +212,7 @@ class MixedBatching:
         plan.num_mixed_prompt_tokens = plan.initial_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Adjust the limit on prompt tokens. The limit grows only if prompts could have used more budget."""
+        """Adjust the limit, which grows only if prompts could use more budget."""
         if not self._step_s or plan.num_mixed_prompt_tokens <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -241,7 +240,7 @@ def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: A
     """Admit waiting requests, but serve each outranked running prompt before less important waiting requests.
 
     If an outranked prompt gets no tokens, no further request is admitted. Later outranked prompts are still served,
-    because the first prompt may need the blocks that they release at their end.
+    because their end may release the missing blocks.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)
@@ -253,7 +252,7 @@ def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: A
 
 
 def create_batching(config: ResolvedSchedulerConfig) -> Batching:
-    """Create the rule for `config.batching`."""
+    """Create `config.batching`'s rule."""
     if config.batching is BatchingMode.PREFILL_FIRST:
         return PrefillFirstBatching()
     whole, step_s = config.max_num_batched_tokens, (config.mixed_step_ms or 0.0) / 1000

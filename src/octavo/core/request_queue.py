@@ -1,4 +1,4 @@
-"""Queues of waiting requests."""
+"""Request queues."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FCFSRequestQueue:
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front, but after requests there that arrived earlier."""
+        """Put a request back at the front, but after earlier arrivals there."""
         ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
         self._requests[request.request_id] = request
         for each in (request, *reversed(ahead)):
@@ -98,7 +98,7 @@ class PriorityRequestQueue:
         heapq.heappush(self._heap, (self._rank(request), request.arrival_index, request.request_id))
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back."""
+        """See `RequestQueue`."""
         self.add_request(request)
 
     def peek_request(self) -> Request:

@@ -1,4 +1,4 @@
-"""Processes a step's result."""
+"""Processes step results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ResultProcessor:
-    """Applies results of steps to requests."""
+    """Applies step results."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
         self._state, self._lifecycle, self._emitter = state, lifecycle, state.emitter
@@ -30,7 +30,7 @@ class ResultProcessor:
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process a step's result, and learn from its duration.
 
-        If the step was scheduled before the previous result arrived, its duration is measured from that result.
+        If the step was scheduled before the previous result, its duration starts at that result.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -101,7 +101,7 @@ class ResultProcessor:
         """Advance a request by `count` computed tokens, the last `num_drafts` being drafts.
 
         sampled: Accepted drafts, then one more token. If sampling was postponed, the list is empty, and the next step
-        computes the last known token again. Return None if there is no output.
+        computes the last known token again.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count
@@ -133,7 +133,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(  # by position, because keywords would cost a dict for each request of each step
+        return EngineCoreOutput(  # by position, because keywords would cost a dict
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],

@@ -1,9 +1,9 @@
 """Chooses the KV blocks that are saved in an external store.
 
-For each block of the first KV group, each bounded group (such as a sliding window) has a part. The part is the bounded
-group's block with the same positions. A store looks up a sequence from its beginning, so blocks after a missing block
-are useless. If a bounded group has evicted its part of a block, the block is therefore saved with the first group's
-content only. The block is still useful if the next token after a prefix hit does not read the evicted part.
+For each block of the first KV group, a bounded group (such as a sliding window) has a part, which is its block with the
+same positions. A store looks up a sequence from its beginning, so blocks after a missing block are useless. A block
+with an evicted part is therefore saved with the first group's content only. This is enough if the token after a prefix
+hit does not read the part.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
     """Return the maximum number of blocks that pending saves may pin together with their parts in all groups.
 
-    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need. Parts that are not
-    saved immediately may be evicted before a later save.
+    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need, because parts may be
+    evicted before a later save.
     """
     most = most_pinned_blocks(manager)
     num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
@@ -48,11 +48,10 @@ def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) 
 def blocks_to_save(
     manager: KVCacheManager, request: Request, indices: Sequence[int], connector: KVConnector
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the indices of the blocks to save, and for each group a list of these blocks' ids.
+    """Return the indices of the blocks to save, and their block ids for each group.
 
-    indices: Indices of the candidates in the request's block table. If a bounded group has evicted its part of a block,
-    the block has the id `NO_BLOCK` in all bounded groups. Such a block is saved only if the store lacks the first
-    group's content.
+    indices: Candidates in the request's block table. A block with an evicted part has the id `NO_BLOCK` in all bounded
+    groups. Such a block is saved only if the store lacks the first group's content.
     """
     table = request.sequence.block_table
     parts = {index: _parts_of(manager, request, index) for index in indices}

@@ -54,7 +54,7 @@ class Scheduler:
         *,
         num_blocks: int,  # of the first KV group
         max_model_len: int,
-        clock: Callable[[], float],  # returns seconds
+        clock: Callable[[], float],
         sink: EventSink | None = None,
         cache_keys: tuple[str, ...] = (),  # extra keys of all block hashes
         num_host_blocks: int = 0,
@@ -110,7 +110,7 @@ class Scheduler:
         least = request.sampling_params.least_output_tokens
         PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
-        # The newest token has no KV yet, so a request may exceed the capacity by one token.
+        # The newest token has no KV, so a request may exceed the capacity by one.
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
@@ -218,10 +218,7 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Give tokens to running requests in order, and keep one token of the budget for each later request.
-
-        No token is kept for later prompts that exceed the limit on prompt tokens.
-        """
+        """Give tokens to running requests in order, and keep one token of the budget for each later request."""
         num_after, running = len(requests), RequestStatus.RUNNING
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
         num_prompts_after = sum(map(is_prefill, requests)) if are_prompts_limited else 0
@@ -235,7 +232,7 @@ class Scheduler:
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
-                plan.give(request, 1)  # usual case: one token, in a block that the request has
+                plan.give(request, 1)  # usual case, without a new block
             else:
                 num_without = max(num_prompts_after - plan.prompt_budget, 0)
                 self._grow(plan, request, num_remaining, num_after - num_without)
@@ -341,8 +338,8 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return True if another step is needed.
 
-        A step is also needed to report ended requests and cancelled transfers to the worker, unless a step with only
-        such reports has just failed.
+        Ended requests and cancelled transfers must also be reported, unless a step with only such reports has just
+        failed.
         """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Averages over steps of similar size, and the number of the newest step."""
+    """Averages over steps of similar size."""
 
     rows: float
     seconds: float
@@ -17,14 +17,14 @@ class _Measured:
 
 
 class StepCost:
-    """Learns how long steps, draft model passes or KV loads take, by their number of tokens (`rows`).
+    """Learns how long steps, draft model passes or KV loads take, by number of tokens (`rows`).
 
-    Estimates for sizes that were not measured are optimistic, so that the scheduler tries such sizes. A larger size
-    counts as no slower than the largest measured size. A smaller size takes proportionally less time than the smallest.
+    Estimates for other sizes are optimistic, so that the scheduler tries such sizes. A larger size counts as no slower
+    than the largest measured size. A smaller size takes proportionally less time than the smallest.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step in an average
-    _LARGEST = 2.0  # a duration counts as at most this multiple of the average, because it may have other causes
+    _WEIGHT = 0.2  # weight of the newest step
+    _LARGEST = 2.0  # longest duration that counts, as a multiple of the average
     _NUM_STEPS_KEPT = 1000
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class StepCost:
         self._curve: list[tuple[float, float]] = []  # (rows, seconds), rising in both
 
     def learn(self, rows: int, seconds: float) -> None:
-        """Learn the duration of a step with `rows` tokens."""
+        """Learn a step's duration."""
         self._num_steps += 1
         shift = max(rows.bit_length() - 3, 0)  # size classes 1 to 8, then 10, 12, 14, 16, 20, 24, ...
         known = self._measured.get(rows >> shift << shift)
@@ -46,7 +46,7 @@ class StepCost:
         self._forget_old()
 
     def skip(self) -> None:
-        """Count a step without a duration, so that old durations expire."""
+        """Count an unmeasured step, so that old durations expire."""
         self._num_steps += 1
         self._forget_old()
 
@@ -61,7 +61,7 @@ class StepCost:
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:
-        """Return the estimated seconds of a step with `rows` tokens, or 0 if no step was measured."""
+        """Return the estimated duration of a step, or 0 if unknown."""
         curve = self._curve
         if not curve:
             return 0.0

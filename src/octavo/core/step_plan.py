@@ -1,4 +1,4 @@
-"""The plan of the step that the scheduler is deciding."""
+"""A step's plan."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step's remaining token budget, and the number of tokens of each request in the order of scheduling."""
+    """A step's remaining token budget, and the tokens of each request in the order of scheduling."""
 
     initial_budget: int
-    prompt_budget: int  # number of prompt tokens that may still be scheduled
+    prompt_budget: int  # prompt tokens that may still be scheduled
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
-    of_prompts: set[str] = field(default_factory=set)  # ids of requests that used the prompt budget
+    of_prompts: set[str] = field(default_factory=set)  # requests that used the prompt budget
     surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses in addition to one per token
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None  # why no further request may be admitted
-    has_admitted: bool = False  # if True, the step must not preempt a request
+    has_admitted: bool = False  # if True, the step must not preempt
     is_short: bool = False  # True if requests could use more budget
-    num_mixed_prompt_tokens: int = 0  # budget that prompts use, if other requests decode in the step
+    num_mixed_prompt_tokens: int = 0  # budget that prompts use in a step with decodes
 
     def __post_init__(self) -> None:
         self.budget = self.initial_budget
 
     def lower_budget(self, initial_budget: int) -> None:
-        """Lower the budget to at most `initial_budget` tokens. Call this before `give`."""
+        """Lower the budget. Call this before `give`."""
         self.initial_budget = self.budget = min(initial_budget, self.initial_budget)
 
     @property
     def is_balanced(self) -> bool:
-        """Whether the remaining budget and all scheduled tokens and surcharges add up to the initial budget."""
+        """Whether the remaining budget and all uses add up to the initial budget."""
         return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.initial_budget
 
     def within_prompt_budget(self, count: int, *, of_prompt: bool) -> int:
-        """Return how many of `count` tokens fit the prompt budget, which limits only prompt tokens."""
+        """Return how many of `count` tokens fit the prompt budget."""
         return min(count, self.prompt_budget) if of_prompt else count
 
     def give(self, request: Request, count: int, surcharge: int = 0, *, of_prompt: bool = False) -> None:
-        """Schedule `count` tokens of a request, and take them and the surcharge from the budget.
+        """Schedule `count` tokens of a request, and reduce the budget by `count` and the surcharge.
 
-        of_prompt: True if the tokens also count against the prompt budget.
+        of_prompt: True if the tokens also reduce the prompt budget.
         """
         if of_prompt:
             self.prompt_budget -= count

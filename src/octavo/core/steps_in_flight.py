@@ -1,8 +1,8 @@
 """Scheduled steps without a result.
 
-With `async_scheduling`, a step is scheduled before the previous step has a result. A placeholder replaces each token
-that the previous step has not sampled yet. The step preempts no request, and each decoding request gets exactly one
-token. If a request stops in the previous step, for example at a stop token, its token in the next step is discarded.
+With `async_scheduling`, a step is scheduled before the previous step has a result. Placeholders replace unknown tokens,
+no request is preempted, and each decoding request gets exactly one token. If a request stops in the previous step, its
+token in the next step is discarded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class StepsInFlight:
         return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return True if exactly one step is in flight and `StepInFlight.is_foreseeable` is True for it."""
+        """Return True if exactly one step is in flight and its `is_foreseeable` is True."""
         return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:

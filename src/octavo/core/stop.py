@@ -1,4 +1,4 @@
-"""Checks whether a request stops."""
+"""Checks stop conditions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def check_stop(request: Request) -> RequestStatus | None:
     """Return the final status if the newest token ends the request, otherwise None.
 
-    If the token is one of the user's stop tokens, it is written to `request.stop_reason`. EOS and stop tokens count
-    only after `min_tokens` tokens. Stop strings are found by the output processor.
+    A user's stop token is written to `request.stop_reason`. EOS and stop tokens count only after `min_tokens` tokens.
+    The output processor finds stop strings.
     """
     sequence = request.sequence
     last_token = sequence.token_ids[-1]

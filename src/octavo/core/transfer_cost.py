@@ -11,7 +11,7 @@ class TransferCost:
     Loads of unknown duration are always tried, and slower loads occasionally.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step in the average
+    _WEIGHT = 0.2  # weight of the newest step
     _TRIED_AGAIN = 32  # one slower load in this many is tried
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class TransferCost:
         self._seconds_per_token = known + self._WEIGHT * (new - known) if known else new
 
     def learn_load(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a load. seconds: time from the order to the end or expiry."""
+        """Learn from a load. seconds: Time from the order to the end or expiry."""
         self._loads.learn(num_tokens, seconds)
 
     def computing_s(self, num_tokens: int) -> float:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PROMPT_SHARE = 16  # a step with fewer tokens per request is mostly decodes
 _EXPECTED_LOOKUP_S = 5.0  # minimum lookup timeout if another engine computes the KV
-_SAVED_TOGETHER = 8  # generated blocks in one save, because each save has a fixed cost
+_SAVED_TOGETHER = 8  # generated blocks per save, because each save has a fixed cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class PendingTransfer:
 
     order: KVTransfer
     request: Request | None  # the request that waits for the load; None for a save
-    num_present: int  # number of computed blocks before the loaded blocks
+    num_present: int  # blocks before the loaded blocks
     started: float
     deadline: float
 
@@ -53,8 +53,7 @@ class _Lookup:
 class KVTransferScheduler:
     """Orders loads and saves of KV, and tracks pending transfers.
 
-    Only this class uses the connector and pins blocks. Transfer ids are never reused, so a late or repeated report of
-    an ended transfer is recognized.
+    Transfer ids are never reused, so a late or repeated report matches no pending transfer.
     """
 
     def __init__(
@@ -77,18 +76,18 @@ class KVTransferScheduler:
         self._pending: dict[int, PendingTransfer] = {}
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
-        self._num_offered: dict[str, int] = {}  # leading blocks that were offered to the store
+        self._num_offered: dict[str, int] = {}  # leading blocks already offered
         self._saving: set[BlockHash] = set()  # blocks in pending saves with all parts
         self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves of the first group only
         self.reports_dropped_saves = True  # False in replays of old journals
-        # Maximum number of blocks that saves may pin with all parts. KV for another engine is not limited.
+        # Limit on blocks that saves may pin with all parts, except KV for another engine:
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._abandoned: set[str] = set()
-        self._most_loaded: dict[str, int] = {}  # prefix length that a repeated load may reach, in tokens
+        self._most_loaded: dict[str, int] = {}  # prefix length for a repeated load, in tokens
 
     def __len__(self) -> int:
         """Count pending loads."""
@@ -106,7 +105,7 @@ class KVTransferScheduler:
 
     @property
     def num_records(self) -> int:
-        """Number of records about open requests."""
+        """Number of records."""
         kept = self._load_of, self._abandoned, self._lookups, self._num_offered, self._most_loaded
         return sum(map(len, kept))
 
@@ -262,8 +261,8 @@ class KVTransferScheduler:
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
         """Return a prefix hit, which is shortened only if the KV is for another engine.
 
-        The other engine needs every block from the store. The hit therefore ends before the first block that the store
-        lacks and that cannot be saved with all parts. Earlier blocks that the store lacks are saved immediately.
+        The hit then ends before the first block that the store lacks and that cannot be saved with all parts. Earlier
+        blocks that the store lacks are saved immediately.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -283,8 +282,8 @@ class KVTransferScheduler:
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
         """Process the end of a transfer. Return the transfer if it is a pending load, otherwise None.
 
-        After an incomplete load, the request normally does not ask the store again. If the loaded blocks are not
-        enough to continue, the request asks once more, for fewer blocks. KV from another engine is never loaded twice.
+        After an incomplete load, a request does not ask the store again. One exception is a request that cannot
+        continue and gets no KV from another engine. This request asks once more, for fewer blocks.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -325,7 +324,7 @@ class KVTransferScheduler:
             self._cost.learn_step(num_tokens, seconds)
 
     def expired(self, now: float) -> list[Request]:
-        """Cancel the saves that have timed out. Return the requests with loads that have timed out."""
+        """Cancel overdue saves. Return the requests of overdue loads."""
         waiting: list[Request] = []  # deadlines increase with transfer ids
         for pending in list(takewhile(lambda each: each.deadline <= now, self._pending.values())):
             if pending.request is None:
@@ -336,10 +335,7 @@ class KVTransferScheduler:
         return waiting
 
     def cancel(self, request: Request, outcome: str) -> None:
-        """Cancel a request's load. The request does not ask the store again.
-
-        outcome: Reported in the event `KVLoadEnded`.
-        """
+        """Cancel a request's load. The request does not ask the store again."""
         self._abandoned.add(request.request_id)
         self._cancel(self._pending[self._load_of[request.request_id]], outcome)
 
@@ -373,7 +369,7 @@ class KVTransferScheduler:
     # --- with the worker ----------------------------------------------------------------------------------------------
 
     def take_orders(self) -> list[KVTransfer]:
-        """Take the new orders."""
+        """Take new orders."""
         orders, self._orders = self._orders, []
         return orders
 
@@ -390,7 +386,7 @@ class KVTransferScheduler:
     def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
         """Cancel the transfers of a failed step. Return the requests of cancelled loads.
 
-        orders: The step's new transfers. cancels: Ids of the step's cancellations, which the next step repeats.
+        cancels: Ids of the step's cancellations, which the next step repeats.
         """
         self._cancels += cancels
         failed = []

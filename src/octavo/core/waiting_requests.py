@@ -41,12 +41,12 @@ class WaitingRequests:
 
     @property
     def num_deferred(self) -> int:
-        """Number of deferred requests."""
+        """Deferred requests."""
         return len(self._deferred)
 
     @property
     def num_records(self) -> int:
-        """Number of records about open requests."""
+        """Number of records."""
         return len(self) + len(self._never_deferred)
 
     def check_limits(self, request: Request, max_num_waiting: int | None, max_num_tokens: int | None) -> None:
@@ -78,7 +78,7 @@ class WaitingRequests:
         return request
 
     def remove(self, request: Request) -> None:
-        """Remove a waiting request."""
+        """Remove a request."""
         if self._deferred.pop(request.request_id, None) is None:
             self.queue.remove_request(request)
         self.num_tokens -= request.num_tokens

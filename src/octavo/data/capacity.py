@@ -25,7 +25,7 @@ class KVGroupCapacity:
 class EngineCapacity:
     """The limits in effect, which may be lower than the configured limits.
 
-    The fields' names are from vLLM and TGI.
+    Names are from vLLM and TGI.
     """
 
     max_num_seqs: int
@@ -44,7 +44,7 @@ class EngineCapacity:
     bounded_groups: tuple[KVGroupCapacity, ...] = ()
     role: str = "both"
     kv_transfer_port: int | None = None  # of a prefill engine
-    kv_format: dict[str, str] | None = None  # everything except tokens that a prefill or decode engine's KV depends on
+    kv_format: dict[str, str] | None = None  # everything that transferred KV depends on, except tokens
     fingerprint: EngineFingerprint | None = None
 
     @classmethod
@@ -91,12 +91,12 @@ class EngineCapacity:
 
     @property
     def num_window_blocks(self) -> int:
-        """Blocks of sliding windows."""
+        """Sliding-window blocks."""
         return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
 
     @property
     def summary(self) -> str:
-        """One line for the log."""
+        """A log line."""
         names = ("kv_cache_tokens", "max_batch_total_tokens", "max_batch_prefill_tokens", "max_num_batched_tokens")
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 

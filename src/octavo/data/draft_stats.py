@@ -1,4 +1,4 @@
-"""Statistics of draft tokens."""
+"""Draft statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from octavo.data.events import DraftsVerified
 
-_PRIOR_WEIGHT = 2.0  # weight of a prior, in verified drafts
+_PRIOR_WEIGHT = 2.0  # in verified drafts
 _FADING = 0.98  # factor on the weight of observations in `fade`
 
 
@@ -20,7 +20,7 @@ _FADING = 0.98  # factor on the weight of observations in `fade`
 class DraftStats:
     """Counts of verified drafts. One draft is all draft tokens of one request in one step.
 
-    Durations count only steps for which an estimate without drafts exists.
+    Durations count only steps with an estimate without drafts.
     """
 
     num_drafts: int = 0

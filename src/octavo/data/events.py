@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping  # noqa: TC003 - msgspec reads these types where events cross to another process
+from collections.abc import Mapping  # noqa: TC003 - msgspec reads this type
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -26,7 +26,7 @@ class WaitReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of the core."""
+    """A core event."""
 
     step: int
     time: float  # seconds on the engine's clock
@@ -34,7 +34,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent(Event):
-    """An event of one request."""
+    """A request's event."""
 
     request_id: str
 
@@ -47,7 +47,7 @@ class RequestQueued(RequestEvent):
     priority: int
     tenant: str
     num_ahead: int
-    arrival_time: float  # earlier than `time`, when the core accepted the request
+    arrival_time: float  # before the core accepted the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RequestBlocked(RequestEvent):
 class RequestParked(RequestEvent):
     """A request was deferred until awaited KV is available."""
 
-    owner: str | None  # id of the request that computes the awaited block; None if a store is awaited
+    owner: str | None  # request that computes the awaited block; None if a store is awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class RequestOutranked(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVLoadStarted(RequestEvent):
-    """A load was ordered."""
+    """A load started."""
 
     transfer_id: int
     num_tokens: int
@@ -105,7 +105,7 @@ class KVLoadEnded(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveStarted(Event):
-    """A save was ordered."""
+    """A save started."""
 
     transfer_id: int
     num_blocks: int
@@ -197,7 +197,7 @@ class PrefixCacheQueried(RequestEvent):
     num_query_tokens: int
     num_hit_tokens: int
     num_host_tokens: int  # hits in host memory
-    miss: str | None  # why the next full block was not found; None if no further block was useful
+    miss: str | None  # reason why the next full block was not found, if useful
     position: int | None  # of the first differing token
 
 
@@ -257,7 +257,7 @@ class StepScheduled(Event):
     num_tokens: int
     num_running: int
     num_waiting: int
-    kv_cache_usage: float  # share of the first KV group's blocks that are held, 0 to 1
+    kv_cache_usage: float  # share of held blocks in the first KV group, 0 to 1
     prefill_limit: int = 0  # see `octavo.core.policy.Batching`
     bounded_usage: float = 0.0  # share of held blocks in the fullest bounded group
 

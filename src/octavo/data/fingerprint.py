@@ -25,7 +25,7 @@ class EngineFingerprint:
 
     @property
     def summary(self) -> str:
-        """A line for the log."""
+        """A log line."""
         sums = ", ".join(f"{name} {value}" for name in _COMPARED if (value := getattr(self, name)))
         return f"kernels {self.kernels} on {self.num_threads} threads; {sums}"
 

@@ -1,8 +1,8 @@
 """KV groups. A KV group consists of layers that keep KV of the same positions, in the group's own blocks.
 
-The first group keeps all positions, and lookups find prefixes by its blocks. A bounded group, for example of
-sliding-window layers, keeps only positions that later tokens can still read. A new kind of group needs a class with the
-decorator `register`, and an attention kernel.
+The first group keeps all positions, and lookups find prefixes by its blocks. Bounded groups, for example of
+sliding-window layers, keep only positions that later tokens can still read. A new kind needs a class with the decorator
+`register`, and an attention kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
-NO_BLOCK = -1  # entry of a block table for a block that is not held
+NO_BLOCK = -1  # in a block table, for a block that is not held
 
 
 class KVGroupKind(Protocol):
@@ -122,7 +122,7 @@ def longest_hit(
     """Return the largest number of blocks from `first_block` on after which a request can continue.
 
     A request can continue if all blocks that its next token reads are present. is_there: True for each present block
-    from `first_block` on. Earlier blocks are present. num_tokens: Length of the sequence, whose last token is always
+    from `first_block` on. Earlier blocks are present. num_tokens: Length of the sequence. The last token is always
     computed.
     """
     run = longest = 0

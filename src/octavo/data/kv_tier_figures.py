@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class KVTierFigures:
     """Totals of one tier. The totals of host memory include KV of preempted requests."""
 
-    num_hit_tokens: int = 0  # found at first admissions of requests
+    num_hit_tokens: int = 0  # found at first admissions
     num_loaded_blocks: int = 0
     loaded_bytes: int = 0
-    load_seconds: float = 0.0  # time that the tier took
+    load_seconds: float = 0.0
     num_saved_blocks: int = 0
     saved_bytes: int = 0
-    save_seconds: float = 0.0  # time that the tier took
+    save_seconds: float = 0.0
     num_evicted: int = 0
     wait_seconds: float = 0.0  # waiting time of loads with an estimate in `computing_seconds`
     computing_seconds: float = 0.0  # estimated time of computing instead of loading
@@ -54,7 +54,7 @@ def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
 
 
 class KVTierCounter:
-    """Counts the figures of tiers."""
+    """Counts tier figures."""
 
     def __init__(self, figures: dict[str, KVTierFigures]) -> None:
         self.figures = figures

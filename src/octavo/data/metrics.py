@@ -17,7 +17,7 @@ from octavo.data.request import RequestStatus
 if TYPE_CHECKING:
     from octavo.data.events import Event
 
-# Every label value has a counter of 0 from the start, so that rates include the first event.
+# Every label value has a counter from the start, so that rates include the first event.
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
 _SAVE_OUTCOMES = ("done", "failed", "expired")
@@ -76,7 +76,7 @@ class Histogram:
 class EngineStats:
     """Figures of one engine. Times are in seconds. A request is one output stream.
 
-    The first five figures are as of the last event; all other figures are totals since the start.
+    The first five figures are as of the last event. All other figures are totals since the start.
     """
 
     num_requests_running: int = 0

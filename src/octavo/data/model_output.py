@@ -39,5 +39,5 @@ class ModelOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     drafting_s: float = 0.0  # included in the step's duration
     num_drafting_passes: int = 0  # of a draft model; 0 if all drafts were looked up
-    computed_drafts: AbstractSet[str] = frozenset()  # ids of requests with drafts from a draft model
+    computed_drafts: AbstractSet[str] = frozenset()  # requests with drafts from a draft model
     num_compilations: int = 0

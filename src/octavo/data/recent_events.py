@@ -1,4 +1,4 @@
-"""An engine's newest events."""
+"""Recent events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RecentEvents:
-    """Keeps the newest events, up to a total weight (see `weight_of`), for clients that begin to watch.
+    """Keeps the newest events, up to a total weight, for clients that begin to watch.
 
     Events are numbered from 0.
     """

@@ -1,4 +1,4 @@
-"""A request of the core."""
+"""Requests and sequences."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Sequence:
 
     @property
     def block_table(self) -> list[int]:
-        """The first group's table."""
+        """First group's table."""
         return self.block_tables[0]
 
     @property
@@ -93,10 +93,10 @@ class Sequence:
 class Request:
     """One output stream of a user's request. Only the core changes a request (see docs/architecture.md).
 
-    Times are seconds on the engine's clock. fields: Values that replace fields of `options`. max_total_tokens: Maximum
-    length of prompt and output together, or the length of a pooled prompt. reads_prefix_cache: False for prompt
-    logprobs and mean pooling, because these need every prompt position computed. awaits_results: True if a grammar
-    restricts the output, because the next step can then be scheduled only after the previous result.
+    Times are seconds on the engine's clock. fields: Fields of `options`. max_total_tokens: Maximum length of prompt and
+    output together, or the length of a pooled prompt. reads_prefix_cache: False for prompt logprobs and mean pooling,
+    which need every prompt position computed. awaits_results: True if the next step depends on the previous result,
+    because a grammar may postpone a token.
     """
 
     __slots__ = (
@@ -187,7 +187,7 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Prompt tokens."""
         return self.sequence.num_prompt_tokens
 
     @property

@@ -27,7 +27,7 @@ class OptionFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options for scheduling a request and for sharing its KV. The options never change a generated token.
+    """Options for scheduling and for sharing KV. The options never change a generated token.
 
     Numbers may be numpy numbers. Raises `RequestError` with the name of an invalid field.
 

@@ -32,7 +32,7 @@ class NewRequestData:
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
-        """Copy what the worker needs."""
+        """Copy a request."""
         sequence = request.sequence
         return cls(
             request_id=request.request_id,
@@ -64,7 +64,7 @@ class CachedRequestData:
 
     @classmethod
     def make_empty(cls) -> CachedRequestData:
-        """Return data without requests."""
+        """Return empty data."""
         return cls([], [], [])
 
 
@@ -84,7 +84,7 @@ class BlockCopies:
         return bool(self.swap_out or self.block_copies or self.swap_in)
 
     def of_group(self, group: int) -> BlockCopies:
-        """Return one group's copies."""
+        """Return `group`'s copies."""
         lists = self.swap_out, self.block_copies, self.swap_in
         return BlockCopies(*([each for each in copies if each[0] == group] for copies in lists))
 
@@ -100,10 +100,10 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    keys: For each block, a hash of everything that its KV depends on. A load gives a block exactly the content saved
-    under its key, or fails for this block. A store keeps the content of all groups under one key.
-    block_ids: For each KV group, a list parallel to `keys`. `NO_BLOCK` means for a load that no token reads the group's
-    part of the block, and for a save that this part was evicted. The first group has every block.
+    keys: For each block, a hash of everything that its KV depends on. A load gives a block the content saved under its
+    key, or fails for this block. A store keeps the content of all groups under one key.
+     block_ids: For each KV group, a list parallel to `keys`. `NO_BLOCK` means that no token reads the group's part of a
+    loaded block, or that the part of a saved block was evicted. The first group has every block.
     """
 
     transfer_id: int
@@ -135,11 +135,11 @@ class SchedulerOutput:
     step: int
     scheduled_new_reqs: list[NewRequestData]
     scheduled_cached_reqs: CachedRequestData
-    num_scheduled_tokens: dict[str, int]  # in the order of scheduling, not of rows
+    num_scheduled_tokens: dict[str, int]  # in the order of scheduling
     total_num_scheduled_tokens: int
     finished_req_ids: set[str] = field(default_factory=set)
     preempted_req_ids: set[str] = field(default_factory=set)
-    # Drafts to verify, which are the last of a request's scheduled tokens:
+    # Drafts to verify, which are a request's last scheduled tokens:
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     max_drafts: dict[str, int] = field(default_factory=dict)
     copies: BlockCopies = field(default_factory=BlockCopies)

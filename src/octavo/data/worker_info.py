@@ -23,7 +23,7 @@ class WorkerInfo:
     """A worker's formats and sizes."""
 
     device: str  # "cpu" or "cuda"
-    machine: str  # name of the GPU, or the processor's instruction sets as torch names them
+    machine: str  # GPU's name, or the CPU's instruction sets as torch names them
     kernels: str
     kernel_layout: str | None  # of packed weights
     dtype: str  # of activations
@@ -65,6 +65,6 @@ class WorkerInfo:
 
     @property
     def kv_cache_summary(self) -> str:
-        """Numbers of blocks, for the log."""
+        """A log line."""
         others = (f", {spec.num_blocks} of {spec.kind}" for spec in self.bounded_groups)
         return f"{self.num_blocks} blocks{''.join(others)}"

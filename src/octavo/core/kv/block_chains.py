@@ -1,4 +1,4 @@
-"""Block hashes of requests."""
+"""Requests' block hashes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockChain:
-    """A request's block hashes, each of which covers all earlier tokens, and the number of committed blocks."""
+    """A request's block hashes, and the number of its committed blocks."""
 
     extra_keys: tuple[str, ...]
     spans: tuple[ContentSpan, ...]
@@ -27,7 +27,7 @@ class BlockChain:
     hashes: list[BlockHash]
     num_committed: int = 0
     name: BlockLink | None = None  # name of the last committed block
-    partial: BlockHash | None = None  # key by which other requests find the prompt's partly filled last block
+    partial: BlockHash | None = None  # hash of the prompt's partly filled last block
 
     def keys(self, index: int) -> tuple[str, ...]:
         """Return everything that the KV of the block at `index` depends on, except tokens."""
@@ -42,7 +42,7 @@ class BlockChain:
 
 
 class BlockChains:
-    """The chains by request id. Only this class writes `Request.block_hashes`.
+    """The chains by request id.
 
     extra_keys: Keys in the hashes of all blocks (see `hash_block_tokens`).
     """

@@ -1,7 +1,7 @@
 """The blocks of the paged KV cache and their reference counts.
 
-A FREE block has no content. A CACHED block is found by lookups, but held by no request. An OWNED block is in block
-tables, or pinned by transfers. A QUARANTINED block is out of use, because its bookkeeping was wrong.
+A block is FREE, CACHED (found by lookups, but not held by a request), OWNED (in block tables, or pinned) or QUARANTINED
+(out of use after wrong bookkeeping).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ BlockLink = tuple[int, int]  # (block id, generation)
 class Block:
     """A KV block in device memory.
 
-    name: The `link` of the first block that was registered with this content. It identifies the content until neither
-    device nor host memory has the content.
+    name: The `link` of the first block that was registered with this content, while device or host memory has the
+    content.
     """
 
     block_id: int
@@ -36,11 +36,11 @@ class Block:
     extra_keys: tuple[str, ...] = ()
     parent: BlockLink | None = None  # name of the previous block
     name: BlockLink | None = None
-    canonical: BlockLink | None = None  # link of another block that was registered with this content earlier
+    canonical: BlockLink | None = None  # link of an earlier block with this content
 
     @property
     def link(self) -> BlockLink:
-        """The block id and generation, which identify the present content."""
+        """Identifies the block and its present content."""
         return (self.block_id, self.generation)
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class BlockPool(ContentPool[Block, Block]):
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        super().__init__(self.blocks[::-1])  # a stack, because the last released block may still be in the CPU's cache
+        super().__init__(self.blocks[::-1])  # a stack, so that recently released blocks are reused first
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
@@ -72,7 +72,7 @@ class BlockPool(ContentPool[Block, Block]):
 
     @property
     def num_usable_blocks(self) -> int:
-        """Number of blocks that are not quarantined."""
+        """Blocks outside quarantine."""
         return len(self.blocks) - len(self.quarantined)
 
     @property
@@ -92,11 +92,11 @@ class BlockPool(ContentPool[Block, Block]):
         return bytes(states)
 
     def free_list(self) -> list[int]:
-        """Return ids of free blocks."""
+        """Return free blocks."""
         return [block.block_id for block in self._free]
 
     def free_block_ids(self) -> set[int]:
-        """Return ids of free and cached blocks."""
+        """Return free and cached blocks."""
         return {block.block_id for block in self._free} | set(self._cached)
 
     def _take_one(self) -> Block:
@@ -121,8 +121,8 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. Pass the last block first, because the block released first is evicted first.
 
-        If another block is indexed with the same content, that block becomes the last to be evicted. Raises
-        AssertionError if a block is not held.
+        If another block is indexed with the same content, that block is evicted last. Raises AssertionError if a block
+        is not held.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -153,8 +153,8 @@ class BlockPool(ContentPool[Block, Block]):
     ) -> Block:
         """Add a full, computed block to the index. Return the block that lookups find for this content.
 
-        If another block with this content is indexed already, lookups find only that block. name: The content's name in
-        host memory, or None.
+        If the content is indexed already, lookups find only the earlier block. name: The content's name in host memory,
+        or None.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):
@@ -171,7 +171,7 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Return True if no lookup can reach the block, because the previous block's content is missing."""
+        """Return True if the content of the previous block is missing."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MissReason(StrEnum):
-    """Why a lookup found no block."""
+    """Reasons for misses."""
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
@@ -25,7 +25,7 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A lookup that found no block."""
+    """A cache miss."""
 
     reason: MissReason
     position: int | None = None  # position of the first differing token, if known
@@ -35,7 +35,7 @@ MOST_REMEMBERED = 1 << 16  # blocks of about 1.2 kB each
 
 
 class CacheHistory:
-    """Remembers the last `capacity` blocks of the prefix cache, to explain misses."""
+    """Remembers the last `capacity` cached blocks."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -64,7 +64,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> Miss:
-        """Return why a lookup found no block."""
+        """Explain a miss."""
         if block_hash in self._hashes:
             return Miss(MissReason.EVICTED)
         if self._keys.get((index, tuple(token_ids)), extra_keys) != extra_keys:

@@ -30,7 +30,7 @@ class ContentPool(Generic[Taken, Found]):
 
     @property
     def num_cached_blocks(self) -> int:
-        """Number of blocks that lookups can find, whether held or not."""
+        """Number of blocks that lookups can find, held or not."""
         return len(self._index)
 
     def find(

@@ -1,7 +1,7 @@
 """Blocks of host memory.
 
-A host block is free or has one of three states. A SAVED block has KV of a preempted request. A CACHED block has content
-that was evicted from the device, and lookups find it. A LENT block is the source of a copy in the next step.
+A host block is free, SAVED (with KV of a preempted request), CACHED (with evicted content of the device, which lookups
+find) or LENT (source of a copy in the next step).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONLY_FIRST_GROUP = frozenset({0})
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A cached host block's content (see `Block`). groups: Indices of the KV groups that the content is from."""
+    """A cached host block's content (see `Block`). groups: KV groups that the content is from."""
 
     block_id: int
     hash: BlockHash
@@ -70,8 +70,8 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
         """Return the host block to which a device block must be copied, or None if no copy is needed or possible.
 
-        If host memory has the content already, the content becomes the most recently used. groups: Indices of the KV
-        groups of which the device has the content.
+        If host memory has the content already, the content becomes the most recently used. groups: KV groups of which
+        the device has the content.
         """
         assert block.hash is not None
         assert block.name is not None
@@ -120,7 +120,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
                 self.lent[block_id] = self._cached.pop(block_id, None)
 
     def end_lending(self) -> None:
-        """Take back the lent blocks. Call this when the step that copies from them has been scheduled.
+        """Take back the lent blocks after the step with the copies has been scheduled.
 
         Blocks with cached content become CACHED again. All other blocks become free.
         """
@@ -131,8 +131,6 @@ class HostBlockPool(ContentPool[int, HostBlock]):
                 self._cached[block_id] = content
         self.lent.clear()
 
-    # --- for tests and invariants -------------------------------------------------------------------------------------
-
     def free_block_ids(self) -> list[int]:
-        """Return ids of free blocks."""
+        """Return free blocks."""
         return list(self._free)

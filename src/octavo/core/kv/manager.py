@@ -34,7 +34,7 @@ class _Saved:
 class KVCacheManager:
     """Allocates blocks of `block_size` tokens. An allocation succeeds in all KV groups or in none.
 
-    Block tables change only through this class. num_blocks: Number of blocks of the first KV group.
+    num_blocks: Number of blocks of the first KV group.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class KVCacheManager:
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
         self._pins: dict[int, list[list[int]]] = {}  # by transfer id and group
-        self.grown: set[str] = set()  # requests with blocks that the worker does not know yet
+        self.grown: set[str] = set()  # requests with blocks that the worker does not know
         self._copies = BlockCopies()
 
     @property
@@ -94,7 +94,7 @@ class KVCacheManager:
 
     @property
     def num_tracked_requests(self) -> int:
-        """Number of requests with records, plus number of partly filled blocks that can be copied."""
+        """Number of requests with records, plus number of partly filled blocks."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -149,10 +149,9 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Allocate blocks for `num_new_tokens` tokens after the computed tokens.
 
-        Return the ids added to the first group's table, including blocks of the prefix hit. If too few blocks are free,
-        change nothing and return None. computed: The prefix hit of a starting request. num_reserved_tokens: Minimum
-        total number of tokens. is_loaded: True if the KV of the new tokens comes from a store. A group then needs only
-        the blocks that the next token reads.
+        Return the ids added to the first group's table, including found blocks. If too few blocks are free, change
+        nothing and return None. num_reserved_tokens: Minimum total number of tokens. is_loaded: True if a store
+        provides the new tokens' KV. A group then needs only the blocks that the next token reads.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -188,7 +187,6 @@ class KVCacheManager:
         return sequence.block_table[num_held:]
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
-        """Hold found blocks, so that the allocation of new blocks does not evict them."""
         for group, claim in claims:
             group.hold(claim)
         self.host.lend(computed.host_blocks)  # before evictions, which may take host blocks
@@ -247,7 +245,7 @@ class KVCacheManager:
     # --- share --------------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> None:
-        """Add a request's full blocks to the prefix cache. Call this after a step has computed the blocks."""
+        """Add a request's full blocks to the prefix cache after a step has computed the blocks."""
         num_tokens = request.num_computed_tokens
         if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
@@ -255,17 +253,17 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no later token reads. Call this after the saves of the step have been scheduled."""
+        """Release blocks that no later token reads. Schedule the step's saves first."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
             self._count_slots(request.sequence)
-            self.grown.add(request.request_id)  # a group may take a block for a later position
+            self.grown.add(request.request_id)  # a group may have allocated a block
 
     # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Release a request's blocks, but keep its hashes, because the request may resume."""
+        """Release a request's blocks, but keep its hashes."""
         for group in self.groups:
             group.clear(request.sequence)
         self.grown.discard(request.request_id)
@@ -290,7 +288,7 @@ class KVCacheManager:
         return True
 
     def drop_saved(self, request_id: str) -> None:
-        """Discard a preempted request's KV in host memory."""
+        """Discard a request's swapped-out KV."""
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)

@@ -62,7 +62,7 @@ class _Partial:
 
 
 class PrefixCache:
-    """Finds and shares blocks by their hashes. Does not allocate or free blocks."""
+    """Finds and shares blocks by their hashes."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks at the beginning of a request.
 
-        A bounded group may have evicted its part of a device block. If host memory still has the part, blocks in host
-        memory are used from this block on, if the hit becomes longer.
+        If a bounded group has evicted its part of a device block, host memory is searched from this block on, which may
+        give a longer hit.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -234,7 +234,7 @@ class PrefixCache:
             self._computing.setdefault(block_hash, request.request_id)
 
     def commit(self, request: Request) -> None:
-        """Let lookups find a request's full blocks, and the partly filled last block of a computed prompt."""
+        """Commit a request's full blocks, and the partly filled last block of a computed prompt."""
         num_tokens = request.num_computed_tokens
         chain = self.chains.of(request)
         if not self.cache_decoded_blocks:

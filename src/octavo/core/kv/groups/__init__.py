@@ -22,7 +22,7 @@ def longest_hit(
 ) -> int:
     """Return the largest number of leading blocks after which a request can continue in every group.
 
-    If one group shortens the hit, another group may lack a block for the shorter hit, so all groups are asked again.
+    Whenever one group shortens the hit, all groups are asked again.
     """
     count, is_shortened = len(blocks) + len(host_blocks), True
     while is_shortened:
@@ -34,8 +34,5 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Return the index of the first block without a part that the token at position `num_tokens` reads.
-
-    If all these parts are present, return the number of blocks.
-    """
+    """Return how many leading blocks precede the first missing part that the token at position `num_tokens` reads."""
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

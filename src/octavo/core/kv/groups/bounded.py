@@ -1,7 +1,7 @@
 """All KV groups except the first, for example of sliding-window layers.
 
 A request holds only the blocks that later tokens can still read. A block of a bounded group is called a part of the
-first group's block with the same positions. Blocks have the same states as in `octavo.core.kv.block_pool`.
+first group's block with the same positions.
 
 If blocks are reserved for a request, its new blocks are private. Lookups do not find a private block before its
 release. The request's found blocks become private, too, if too few other blocks are free for the reservation.
@@ -82,7 +82,7 @@ class BoundedGroup:
         return None if block_id in self._private else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
-        """Return the id of the part of the sequence's block at `index`, or None if the part was evicted."""
+        """Return the part of the sequence's block at `index`, or None if the part was evicted."""
         table = sequence.block_tables[self.index]
         if sequence.first_held[self.index] <= index < len(table):
             return table[index]
@@ -212,10 +212,10 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        Released blocks are evicted before other cached blocks, because a later prefix hit usually ends at the end of
-        this request and does not read these blocks. Exceptions are blocks from a prefix hit, and blocks that the token
-        after the last full block reads. For each released private block, the request gets a block for a later position,
-        until its table is as long as in the first group.
+        Released blocks are evicted before other cached blocks, because later prefix hits usually do not need them.
+        Exceptions are blocks from a prefix hit, and blocks that the token after the last full block reads. For each
+        released private block, the request gets a block for a later position, until its table is as long as in the
+        first group.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -280,10 +280,7 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Assign the part of `block` to `canonical`, unless `canonical` has a part.
-
-        canonical: The block with the same content that lookups find.
-        """
+        """Move the part of `block` to `canonical`, the indexed block with this content, unless `canonical` has one."""
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)
@@ -319,9 +316,9 @@ class BoundedGroup:
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return the id of the first group's block to which this part belongs, or None."""
+        """Return the first group's block to which this part belongs."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:
-        """Return the ids of all parts, by id of the first group's block."""
+        """Map the first group's blocks to their parts."""
         return dict(self._id_of)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class FullAttentionGroup:
     """The `KVGroup` of layers with full attention, with the blocks of a `BlockPool`.
 
-    If a model has no such layers, the blocks have no bytes, but lookups still use the blocks to find prefixes.
+    In a model without such layers, the blocks have no bytes, but lookups still use the blocks.
     """
 
     index = 0
@@ -47,7 +47,7 @@ class FullAttentionGroup:
         return 0
 
     def id_of(self, block: Block) -> int:
-        """Return the block's id."""
+        """Return `block.block_id`."""
         return block.block_id
 
     def claim(

@@ -24,7 +24,7 @@ class Claim(NamedTuple):
 
 
 class KVGroup(Protocol):
-    """The blocks of one KV group. Only this class writes the group's block tables and `Sequence.first_held`."""
+    """The blocks of one KV group."""
 
     @property
     def index(self) -> int:
@@ -43,7 +43,7 @@ class KVGroup(Protocol):
 
     @property
     def quarantined(self) -> set[int]:
-        """Ids of blocks that are never allocated again."""
+        """Blocks that are never allocated again."""
         ...
 
     @property
@@ -87,12 +87,12 @@ class KVGroup(Protocol):
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
         """Return True if `num_blocks` can be reserved in total.
 
-        num_saved: Number of blocks that saves may pin in addition. is_only: True if no other request has a reservation.
+        num_saved: Blocks that saves may pin in addition. is_only: True if no other request has a reservation.
         """
         ...
 
     def hold(self, claim: Claim) -> None:
-        """Add a reference to each found block of a claim."""
+        """Hold a claim's found blocks."""
         ...
 
     def renew(self, block: Block) -> None:
@@ -120,7 +120,7 @@ class KVGroup(Protocol):
         ...
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Drop a reference to each block, the last block first."""
+        """Unpin blocks, the last block first."""
         ...
 
     # --- invariants ---------------------------------------------------------------------------------------------------
@@ -134,9 +134,9 @@ class KVGroup(Protocol):
         ...
 
     def free_ids(self) -> list[int]:
-        """Return ids of free blocks."""
+        """Return free blocks."""
         ...
 
     def cached_ids(self) -> list[int]:
-        """Return ids of cached blocks in the order of eviction."""
+        """Return cached blocks in eviction order."""
         ...
