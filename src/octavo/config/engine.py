@@ -499,7 +499,7 @@ class ModelInfo:
     """Facts about a loaded model, without tensors.
 
     generation_defaults: Sampling parameters from generation_config.json.
-    pooling: The checkpoint's pooling of embeddings, "last" or "mean". pooling_problem: Why octavo does not support this.
+    pooling: The checkpoint's pooling of embeddings, "last" or "mean". pooling_problem: Why octavo does not support it.
     hidden_size: Length of an embedding. has_head: False if lm_head is missing, so that only embeddings are served.
     weight_bytes: Size in the checkpoint's dtype, or after quantization if requested.
     quantization_level, file_type: Name and number of a GGUF file's mix of types.

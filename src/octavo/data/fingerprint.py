@@ -10,9 +10,10 @@ _COMPARED = ("weights", "tables", "logits", "draft")
 
 @dataclass(frozen=True, slots=True)
 class EngineFingerprint:
-    """Checksums of 16 hexadecimal digits that an engine computes at its start.
+    """Checksums of weights, tables and results, which an engine computes at its start.
 
-    A checksum is equal at every start. It is "" if results depend on threads or memory addresses.
+    Each checksum has 16 hexadecimal digits and is equal at every start. It is "" if results depend on threads or memory
+    addresses.
     """
 
     kernels: str  # backend and instruction set

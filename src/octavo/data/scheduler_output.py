@@ -90,7 +90,7 @@ class BlockCopies:
 
 
 class TransferDirection(Enum):
-    """LOAD: from a store into this engine's blocks. SAVE: the reverse."""
+    """LOAD moves KV from a store into this engine's blocks. SAVE is the reverse."""
 
     LOAD = "load"
     SAVE = "save"
@@ -125,11 +125,11 @@ def need_parts(block_ids: list[list[int]]) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step.
+    """The message to the worker for one step.
 
-    kv_cancels: Ids of cancelled transfers. After this step, the worker does not access these transfers' blocks.
-    max_drafts: Maximum number of new drafts by request id. Without an entry, only the proposer's limit applies. If a
-    model drafts, looked-up drafts are not limited.
+    After this step, the worker does not access blocks of transfers in `kv_cancels`. max_drafts: Maximum number of new
+    drafts by request id. Without an entry, only the proposer's limit applies. If a model drafts, looked-up drafts are
+    not limited.
     """
 
     step: int

@@ -25,7 +25,7 @@ class ContentPool(Generic[Taken, Found]):
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of free and cached blocks."""
+        """Free and cached blocks."""
         return len(self._free) + len(self._cached)
 
     @property

@@ -350,7 +350,7 @@ class KVCacheManager:
 
     @property
     def num_transfers(self) -> int:
-        """Number of transfers that pin blocks."""
+        """Transfers that pin blocks."""
         return len(self._pins)
 
     def pinned_ids(self, group: int) -> list[int]:

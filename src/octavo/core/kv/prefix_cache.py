@@ -91,12 +91,12 @@ class PrefixCache:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Ids of requests with records."""
+        """Requests with records."""
         return self.chains.request_ids | set(self._computing.values())
 
     @property
     def num_partial_blocks(self) -> int:
-        """Number of partly filled blocks that requests can copy."""
+        """Partly filled blocks that requests can copy."""
         return len(self._partials)
 
     def reads_cache(self, request: Request) -> bool:

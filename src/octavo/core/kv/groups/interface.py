@@ -48,7 +48,7 @@ class KVGroup(Protocol):
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of free and cached blocks."""
+        """Free and cached blocks."""
         ...
 
     # --- look up ------------------------------------------------------------------------------------------------------
