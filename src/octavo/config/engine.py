@@ -54,7 +54,7 @@ class BatchingMode(StrEnum):
 
 
 class PreemptionMode(StrEnum):
-    """Whether a preempted request's KV is computed again or swapped to host memory. `AUTO` means the cheaper one."""
+    """Whether a preempted request's KV is computed again or swapped to host memory. `AUTO` chooses the cheaper way."""
 
     AUTO = "auto"
     RECOMPUTE = "recompute"
@@ -204,17 +204,16 @@ class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
     max_num_seqs, max_num_batched_tokens, async_scheduling: `resolved` replaces None.
-     is_offline: True if no user waits for a step. The default of max_num_batched_tokens is then larger on a CPU.
-     mixed_step_ms: None means 100 for an engine, and 0 for `LLM`.
-     attention_cost_tokens: None means a value from the model's shape, or 0 for a scheduler without an engine.
-     enable_chunked_prefill: If False, only a prompt above the whole budget is divided. Other prompts wait until they
-    fit.
-     ageing_s: None means strict priorities under `priority`, and only deadlines under `deadline`.
-     async_scheduling: A step with drafts or a grammar must end before the next step is scheduled.
-     max_num_preemptions: A protected request restarts only with all blocks that it may need, and is never preempted
+    is_offline: True if no user waits for a step. The default of max_num_batched_tokens is then larger on a CPU.
+    mixed_step_ms: None means 100 for an engine, and 0 for `LLM`.
+    attention_cost_tokens: None means a value from the model's shape, or 0 for a scheduler without an engine.
+    enable_chunked_prefill: If False, only a prompt above the budget is divided. Other prompts wait until they fit.
+    ageing_s: None means strict priorities under `priority`, and only deadlines under `deadline`.
+    async_scheduling: A step with drafts or a grammar must end before the next step is scheduled.
+    max_num_preemptions: A protected request restarts only with all blocks that it may need, and is never preempted
     again.
-     max_batch_prefill_tokens: A longer prompt is divided, even without enable_chunked_prefill.
-     waiting_served_ratio, max_waiting_tokens: Used only while requests run.
+    max_batch_prefill_tokens: A longer prompt is divided, even without enable_chunked_prefill.
+    waiting_served_ratio, max_waiting_tokens: Used only while requests run.
     """
 
     max_num_seqs: int | None = option(
@@ -522,7 +521,7 @@ class ModelInfo:
     file_type: int | None = None
 
     def choose_pooling(self, requested: str | None = None) -> str:
-        """Return the requested or the checkpoint's pooling. Raises `RequestError` if the latter is not supported."""
+        """Return the requested or the checkpoint's pooling. Raises `RequestError` if octavo does not support it."""
         if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if requested is None else requested

@@ -30,7 +30,7 @@ class ResultProcessor:
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process a step's result, and learn from its duration.
 
-        If the step was scheduled before the previous result, its duration starts at that result.
+        If the step was scheduled before the previous result arrived, its duration starts at that result.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)

@@ -74,7 +74,7 @@ class DraftStats:
 class AcceptanceRates:
     """Acceptance rate of each draft position if all earlier positions were accepted.
 
-    decay: Factor on the weight of all earlier observations at each new one, 0 to 1.
+    decay: Factor on the weight of all earlier observations at each new observation, 0 to 1.
     """
 
     __slots__ = ("_decay", "_right", "_tried")

@@ -197,7 +197,7 @@ class PrefixCacheQueried(RequestEvent):
     num_query_tokens: int
     num_hit_tokens: int
     num_host_tokens: int  # hits in host memory
-    miss: str | None  # reason why the next full block was not found, if useful
+    miss: str | None  # why the next full block was not found, or None
     position: int | None  # of the first differing token
 
 

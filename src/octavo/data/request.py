@@ -93,10 +93,10 @@ class Sequence:
 class Request:
     """One output stream of a user's request. Only the core changes a request (see docs/architecture.md).
 
-    Times are seconds on the engine's clock. fields: Fields of `options`. max_total_tokens: Maximum length of prompt and
-    output together, or the length of a pooled prompt. reads_prefix_cache: False for prompt logprobs and mean pooling,
-    which need every prompt position computed. awaits_results: True if the next step depends on the previous result,
-    because a grammar may postpone a token.
+    Times are seconds on the engine's clock. fields: Values that replace fields of `options`. max_total_tokens: Maximum
+    length of prompt and output together, or the length of a pooled prompt. reads_prefix_cache: False for prompt
+    logprobs and mean pooling, which need every prompt position computed. awaits_results: True if the next step depends
+    on the previous result, because a grammar may postpone a token.
     """
 
     __slots__ = (

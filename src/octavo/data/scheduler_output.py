@@ -102,7 +102,7 @@ class KVTransfer:
 
     keys: For each block, a hash of everything that its KV depends on. A load gives a block the content saved under its
     key, or fails for this block. A store keeps the content of all groups under one key.
-     block_ids: For each KV group, a list parallel to `keys`. `NO_BLOCK` means that no token reads the group's part of a
+    block_ids: For each KV group, a list parallel to `keys`. `NO_BLOCK` means that no token reads the group's part of a
     loaded block, or that the part of a saved block was evicted. The first group has every block.
     """
 
