@@ -1,4 +1,4 @@
-"""Read the arguments of a model's call."""
+"""Parse the arguments of a model's tool call."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from octavo.engine.json_recovery import recover_object
 
 _NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # cut off before its first value
 UNREADABLE_KEY = "arguments"
-"""The key of arguments that are no object."""
+"""The key for text that is no object."""
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return a complete call's arguments, perhaps repaired, or None."""
+    """Return a complete call's arguments, after repairs if needed, or None if the text is no JSON object."""
     if not text.strip():
         return {}
     try:
@@ -28,10 +28,10 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return any call's arguments as an object, which chat templates need.
+    """Return the arguments of a complete or cut-off call as an object, because chat templates need an object.
 
-    A cut-off call has the arguments that arrived, with the beginning of the last string. Other text becomes the value
-    of `UNREADABLE_KEY`, so that the model sees it.
+    The object has the arguments that arrived, and an incomplete last string. Text that is no object becomes the value
+    of `UNREADABLE_KEY`, so that the model sees the text.
     """
     whole = parse_arguments(text)
     if whole is not None:

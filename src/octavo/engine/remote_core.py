@@ -1,4 +1,4 @@
-"""A core in its own process, which handles only token ids."""
+"""A client of a core in another process, which handles only token ids."""
 
 from __future__ import annotations
 
@@ -41,16 +41,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _PAUSE_POLL_MS = 20
-_LAST_WORDS_MS = 100  # the last messages may still arrive
+_LAST_WORDS_MS = 100  # wait for an ended process's last messages
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
 _KILL_S = 5.0  # longest wait for a killed process at shutdown
-_GIVE_BACK_S = 60.0  # longest wait for its memory before a restart
+_GIVE_BACK_S = 60.0  # longest wait before a restart for a killed process to end and free its memory
 _MAX_PENDING = 4096
 
 
 class RemoteCore:
-    """A `CoreClient` that watches and restarts the core's process. command: runs `run_core_process`."""
+    """A `CoreClient` that watches and restarts the core's process.
+
+    command: Command line of a program that calls `run_core_process`.
+    """
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
@@ -71,7 +74,7 @@ class RemoteCore:
         self._listener: Callable[[Snapshot], None] | None = None
         self._progress: Callable[[int, int], None] = lambda _done, _total: None
         self._life: CoreLife | None = None
-        self._killed_process: subprocess.Popen[bytes] | None = None  # may still run
+        self._killed_process: subprocess.Popen[bytes] | None = None
         self._abandon_at = self._starts_at = self._expected_at = 0.0
         self._load_s = 0.0
         self._num_lives = self._num_failures = 0
@@ -82,8 +85,8 @@ class RemoteCore:
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process, and return the result of `meanwhile`, which is called while the process loads.
 
-        progress(done, total): called after `meanwhile`, with bytes of packed weights. Raises errors of `meanwhile` and
-        of the process, and `EngineDeadError` if the process ends.
+        progress(done, total): Called after `meanwhile` with numbers of bytes of packed weights. Raises errors of
+        `meanwhile` and of the process, and `EngineDeadError` if the process ends.
         """
         self._progress = progress or self._progress
         try:
@@ -91,7 +94,7 @@ class RemoteCore:
             result = meanwhile()
             while not self._was_ready:
                 self.wait()
-        except BaseException:  # the process must not outlive this call
+        except BaseException:
             self.shutdown()
             raise
         return result
@@ -107,7 +110,7 @@ class RemoteCore:
             self._poller.register(self._life.news, zmq.POLLIN)
         except ConfigError as error:
             self._die(f"cannot be started: {error}")
-        except Exception as error:  # the system may lack resources only for now
+        except Exception as error:  # perhaps the system lacks resources temporarily
             logger.exception("the engine process cannot be started")
             self._die(f"cannot be started: {error}")
 
@@ -191,7 +194,7 @@ class RemoteCore:
             case ipc.Ready():
                 self._core_ready(life, message.capacity)
             case ipc.Alive():
-                pass  # `health` has recorded it
+                pass
 
     def _core_ready(self, life: CoreLife, capacity: EngineCapacity) -> None:
         life.requests.poll(1000, zmq.POLLOUT)  # the socket may not be connected yet
@@ -229,7 +232,7 @@ class RemoteCore:
         self._lose = lose
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Send a request. A later `wait` receives the answer."""
+        """Send a request to the process. A later `wait` receives the answer."""
         if len(self._pending) >= _MAX_PENDING:
             answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
             return
@@ -256,12 +259,12 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """Ask the process to end streams. The message fits, because the socket's queue is unlimited."""
+        """Ask the process to end streams. The message is never dropped, because the socket's queue is unlimited."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """See `CoreClient`. Later processes report, too."""
+        """See `CoreClient`. After a restart, the new process reports, too."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
@@ -289,14 +292,14 @@ class RemoteCore:
 
     def wake(self) -> None:
         """See `CoreClient.wake`."""
-        with contextlib.suppress(OSError):  # closed, or full, which also ends the wait
+        with contextlib.suppress(OSError):  # the socket is closed, or full, which also ends `wait`
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:
         """Do nothing, because the process saves KV when idle."""
 
     def shutdown(self) -> None:
-        """End the process, and kill it after some seconds."""
+        """Ask the process to end, and kill it after some seconds."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

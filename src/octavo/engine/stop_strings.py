@@ -39,7 +39,7 @@ class StopStrings:
         self._string_at = {first + len(text): text for first, text in zip(self._first_nodes, strings, strict=True)}
         self._branch_off(strings)
         num_nodes = len(self._characters)
-        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the failure link (longest proper suffix that is a node)
+        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the longest proper suffix that is a node
         self._stops = array("i", [0]) * num_nodes  # by node: last node of the longest stop string that ends here
         # by node: the length of the longest suffix that begins a longer stop string
         self.num_held_back_chars = array("h", [0]) * num_nodes
