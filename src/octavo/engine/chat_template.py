@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_ROLES = {"developer": "system"}  # OpenAI's newer name first
+_ROLES = {"developer": "system"}  # OpenAI's newer name of the role
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Each template reads reasoning from one of these keys.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")

@@ -28,7 +28,7 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time span in one phase."""
+    """A time span in one phase, in seconds."""
 
     phase: str
     start: float
@@ -59,7 +59,7 @@ class Explanation:
         return {phase: total[phase] for phase in PHASES if phase in total}
 
     def text(self) -> str:
-        """Return lines of text."""
+        """Return several lines."""
         lines = [f"request {self.request_id}: {self.wall_s:.3f} s, {self.ending}"]
         for phase, seconds in self.seconds.items():
             share = 100 * seconds / self.wall_s if self.wall_s else 0.0
@@ -68,9 +68,9 @@ class Explanation:
 
 
 def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
-    """Explain the first request with this id. Raises `ConfigError` if there is none.
+    """Explain how the first request with this id spent its time. Raises `ConfigError` if there is none.
 
-    end_time: end of the log if the request has not ended; by default the time of the last event.
+    end_time: Time at which an unfinished request's last phase ends. By default, the time of the last event.
     """
     stream = list(log)
     start = next((i for i, e in enumerate(stream) if _is(e, events.RequestQueued, request_id)), None)
@@ -129,7 +129,7 @@ class _Explainer:
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
-        self.found_in_host: events.HostBlocksFound | None = None  # until its step's `HostBlocksCopied`
+        self.found_in_host: events.HostBlocksFound | None = None  # until the same step's `HostBlocksCopied`
         self.tokens_while_queued: Counter[str] = Counter()
         for event in before:
             self._note_blocked(event)
@@ -181,7 +181,7 @@ class _Explainer:
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
-        """End the present phase, and enter another. details: of the ended phase."""
+        """End the current phase, and enter `phase`. details: Details of the ended phase."""
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
@@ -236,7 +236,7 @@ class _Explainer:
                 self.enter(GENERATING, event.time)
 
     def note_event(self, event: events.RequestEvent) -> None:
-        """Process the request's event."""
+        """Process an event of this request."""
         reasons = self.result.reasons
         if isinstance(event, events.RequestQueued):
             self.enter(ARRIVING, event.arrival_time)

@@ -38,7 +38,7 @@ class Mismatch:
     """A step that the replay decided differently."""
 
     step: int
-    decided: dict[str, int]  # token counts in the replay
+    decided: dict[str, int]  # by request id, numbers of tokens in the replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Player:
         self.scheduler.transfers.reports_dropped_saves = has_dropped_saves
 
     def play(self, line: list[Any]) -> None:
-        """Repeat the call of a line. Play all lines in order."""
+        """Repeat the call that a line records. Play all lines in order."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]
@@ -200,7 +200,7 @@ def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
 
 
 def replay(path: Path) -> Replay:
-    """Replay a journal. Raises `ConfigError`."""
+    """Replay a journal file. Raises `ConfigError`."""
     header, lines = read_journal(path)
     player = Player(header, lines)
     for line in lines:

@@ -13,7 +13,7 @@ IndexT = TypeVar("IndexT")
 
 
 class RequestIndices(Generic[IndexT]):
-    """One index per running request. Together they hold at most `max_tokens`."""
+    """One token index per running request. All indices together hold at most `max_tokens` tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -43,7 +43,7 @@ class RequestIndices(Generic[IndexT]):
 
 
 class LookupProposer(Generic[IndexT]):
-    """Looks up drafts in an index of each request's own tokens. max_tokens: of all indices."""
+    """Looks up drafts in an index of each request's own tokens. max_tokens: Limit on tokens of all indices together."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 

@@ -1,8 +1,8 @@
-"""Translates llama.cpp's GBNF into llguidance's Lark.
+"""Translate llama.cpp's GBNF into llguidance's Lark.
 
-Each character becomes a lexeme, except in parts that `gbnf_lexemes` finds. Other long lexemes would forbid allowed
-texts, such as "ba" for `root ::= word "a"` and `word ::= [a-z]+`. The notation:
-https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
+Each character becomes a lexeme, except in parts that `gbnf_lexemes` finds. Longer lexemes elsewhere would forbid
+allowed texts, such as "ba" for `root ::= word "a"` and `word ::= [a-z]+`, because the lexeme `word` would take both
+letters. Notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def is_gbnf(grammar: str) -> bool:
 
 @functools.lru_cache(maxsize=128)
 def to_lark(grammar: str) -> str:
-    """Translate a grammar. Raises `ValueError`."""
+    """Translate a GBNF grammar. Raises `ValueError`."""
     rules = with_lexemes(read_rules(grammar))
     names = {"root": "start"}
     for name in rules:
@@ -66,7 +66,7 @@ def to_lark(grammar: str) -> str:
 
 
 def read_rules(grammar: str) -> Rules:
-    """Parse a grammar. Raises `ValueError`."""
+    """Parse a GBNF grammar. Raises `ValueError`."""
     reader = _Reader()
     place = 0
     while place < len(grammar):
@@ -167,7 +167,7 @@ def _joined(alternatives: list[list[Node]]) -> Node:
 
 
 def _written(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
-    """Avoid recursion, because nodes may be deep."""
+    """Return a node as Lark, without recursion, because nodes may be nested deep."""
     written: list[str] = []
     left: list[Node | str] = [root]
     while left:
