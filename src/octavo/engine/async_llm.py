@@ -33,8 +33,8 @@ _CHARS_PER_ID = 4
 class AsyncEngine:
     """Steps an engine in a thread, and serves asyncio code.
 
-    Other threads reach the engine only by commands, which this thread runs between steps. max_unread_outputs: Number of
-    unread outputs above which a request is ended, or None for no limit.
+    Other threads reach the engine only through a command queue. max_unread_outputs: Number of unread outputs above
+    which a request is ended, or None.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -48,7 +48,7 @@ class AsyncEngine:
         self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like `_submitted`
         self._submitted: set[OutputStream] = set()  # without an answer of the core
         self._dead: OctavoError | None = None
-        self._door = threading.Lock()  # ensures that no command follows after `_dead` is set
+        self._door = threading.Lock()  # no command is added after `_dead` is set
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         engine.on_lost(self._lose)
         self._thread.start()
@@ -76,10 +76,10 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request. Closing the iterator early aborts the request.
 
-        The arguments are those of `Engine.add_request`. fields: Values that replace fields of `options`. on_processed:
-        Awaited with the tokenized request before the core gets the request. An exception ends the request. on_unread:
-        Called with each output that a disconnected or slow reader does not receive. Raises `RequestError`,
-        `EngineDeadError`, and `SlowReaderError` if too many outputs are unread.
+        The arguments are those of `Engine.add_request`. fields: Replace fields of `options`. on_processed: Awaited with
+        the tokenized request before it is sent. An exception ends the request. on_unread: Called with each output that
+        a disconnected or slow reader does not receive. Raises `RequestError`, `EngineDeadError`, and `SlowReaderError`
+        if too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead
@@ -124,7 +124,7 @@ class AsyncEngine:
             _call_soon(stream.loop, stream.fail, error)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests. Each gets a last output with finish_reason "abort". Raises `EngineDeadError`."""
+        """See `Engine.abort_request`. Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.abort_request(request_ids))
 
     async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:

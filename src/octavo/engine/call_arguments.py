@@ -16,7 +16,7 @@ UNREADABLE_KEY = "arguments"
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return a complete call's arguments, after repairs if needed, or None if the text is no JSON object."""
+    """Return a complete call's arguments, perhaps repaired, or None if the text is no object."""
     if not text.strip():
         return {}
     try:
@@ -28,10 +28,10 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a complete or cut-off call as an object, because chat templates need an object.
+    """Return the arguments of a complete or cut-off call as an object, which chat templates need.
 
-    The object has the arguments that arrived, and an incomplete last string. Text that is no object becomes the value
-    of `UNREADABLE_KEY`, so that the model sees the text.
+    A cut-off call has the arguments that arrived, with an incomplete last string. Text that is no object becomes the
+    value of `UNREADABLE_KEY`.
     """
     whole = parse_arguments(text)
     if whole is not None:

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_ROLES = {"developer": "system"}  # OpenAI's newer name of the role
+_ROLES = {"developer": "system"}  # OpenAI's newer name
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Each template reads reasoning from one of these keys.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# A template may raise these for unexpected data.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -44,8 +43,8 @@ _TEMPLATE_ERRORS = (
 class ChatTemplate:
     """The chat templates of a checkpoint.
 
-    templates: Text of the only template, or texts by name. "tool_use" is for requests with tools, "default" for all
-    other requests. special_tokens: Texts by name, such as "bos_token", which templates may use as variables.
+    templates: Text of the default template, or texts by name. "tool_use" is for requests with tools. special_tokens:
+    Variables of the templates, such as "bos_token".
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
-        """Read a checkpoint's templates. Return None if there are none. Raises `ModelError`.
+        """Read a checkpoint's templates, if any. Raises `ModelError`.
 
         chat_template.jinja replaces the templates of tokenizer_config.json. additional_chat_templates/*.jinja adds
         more.
@@ -88,8 +87,8 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as a prompt, like transformers' `apply_chat_template`. Raises `RequestError`.
 
-        continue_final_message: True if the prompt ends within the last message, and the model continues this message.
-        chat_template: Name or text of a template. Other keyword arguments become variables of the template.
+        continue_final_message: The prompt ends within the last message, which the model continues. chat_template: Name
+        or text of a template. Other keyword arguments become variables of the template.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -134,10 +133,7 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """A compiled template with its traits.
-
-    no_tools: Value of `tools` for a request without tools. It is [] if the template refuses None.
-    """
+    """A compiled template. no_tools: Value of `tools` in requests without tools. [] if the template refuses None."""
 
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
         self.template = environment.from_string(source)
@@ -147,10 +143,7 @@ class _Compiled:
         self.no_tools: list[Any] | None = None if takes_null or self._try(question, special, []) is None else []
 
     def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Render the first form of `chat` that the template accepts.
-
-        If the template refuses all forms, raise `RequestError` with the first refusal.
-        """
+        """Render the first form of `chat` that the template accepts."""
         refusal: Exception | None = None
         if variables["tools"] is None:
             variables = {**variables, "tools": self.no_tools}
@@ -176,7 +169,7 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the block by its body."""
+        """Unwrap the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -298,7 +291,7 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Return the text before the tag. If the template strips messages, the tag's space is missing: strip the text."""
+    """Return the text before the tag, stripped if the template has stripped the tag."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 
 class CoreClient(Protocol):
-    """Gives access to a core in this process or in another one. Only `wake` and the properties are thread-safe.
+    """A client of a core in this process or another one. Only `wake` and the properties are thread-safe.
 
-    A stream is one of a request's n outputs. Each added request is answered once. An accepted request ends once, with
-    the last outputs of its streams or with `on_lost`.
+    Each added request is answered once. An accepted request ends once, by outputs of its n streams or by `on_lost`.
     """
 
     @property
@@ -54,7 +53,7 @@ class CoreClient(Protocol):
 
     @property
     def num_failed_starts(self) -> int:
-        """Number of consecutive core processes that ended before they were ready."""
+        """Consecutive core processes that ended before they were ready."""
         ...
 
     @property
@@ -63,7 +62,7 @@ class CoreClient(Protocol):
         ...
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Register `lose`, which is called each time the core has died and unanswered requests were refused."""
+        """Register `lose`, which is called each time the core dies, after unanswered requests were refused."""
         ...
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
@@ -71,10 +70,7 @@ class CoreClient(Protocol):
         ...
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams. Ignores unknown ids. Only aborted streams get a last output.
-
-        For any other status, the engine has already made the last output.
-        """
+        """End known streams. Only aborted streams get a last output, because the engine makes any other last output."""
         ...
 
     def has_work(self) -> bool:

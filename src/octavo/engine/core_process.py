@@ -159,7 +159,7 @@ class CoreServer:
                 message = ipc.decode_to_engine(data)
             except (ipc.DecodeError, OctavoError) as error:
                 logger.warning("dropped %d bytes that are not a valid message: %s", len(data), error)
-                if (request_id := ipc.request_id_of(data)) is not None:  # the sender waits for an answer
+                if (request_id := ipc.request_id_of(data)) is not None:
                     self._answer(request_id, RequestError("the request cannot be read"))
                 continue
             match message:

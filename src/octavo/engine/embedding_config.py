@@ -21,8 +21,8 @@ _COMPUTED = ("Transformer", "Pooling", "Normalize")
 class EmbeddingConfig:
     """How hidden states become an embedding.
 
-    pooling: "last" or "mean". problem: Why octavo cannot compute the embedding, or None. Clients see this text, so it
-    must not contain absolute paths.
+    pooling: "last" or "mean". problem: Why octavo cannot compute the embedding. Clients see this text, so it has no
+    absolute paths.
     """
 
     pooling: str = "last"
@@ -69,7 +69,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_modes(path: Path, values: dict[str, Any]) -> list[str]:
-    """Return the poolings that a config enables. The mean is enabled by default."""
+    """Return enabled poolings. The mean is enabled by default."""
     named = values.get("pooling_mode")
     if named is None:
         flags = {"pooling_mode_mean_tokens": True, **values}

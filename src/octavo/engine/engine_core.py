@@ -38,7 +38,7 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Submit the next step, wait for the oldest step's result, and return new outputs.
 
-        If a step fails, its requests end with an error, and the scheduler continues.
+        If a step fails, only its requests end with an error.
         """
         scheduler = self.scheduler
         try:
@@ -52,7 +52,7 @@ class EngineCore:
             result = self.executor.collect()
         except ExecutionError as error:
             return self._take_undelivered() + self._fail(str(error))
-        except BaseException:  # such as an interrupt; the worker's state is unknown
+        except BaseException:  # the worker's state is unknown
             self._undelivered += self._fail("the step was interrupted")
             raise
         return self._take_undelivered() + scheduler.update_from_output(scheduled, result)
@@ -74,8 +74,8 @@ class EngineCore:
     def finish_transfers(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Run steps until the KV of ended requests is saved.
 
-        Returns early if a step fails, a request is unfinished, or `may_go_on` returns False before a step. A save that
-        hangs ends after `kv_transfer_timeout_s`.
+        Returns early if a step fails, a request is unfinished, or `may_go_on` returns False. A save that hangs ends
+        after `kv_transfer_timeout_s`.
         """
         scheduler, stats = self.scheduler, self.metrics.stats
         news: list[EngineCoreOutput] = []

@@ -16,7 +16,7 @@ class Executor(Protocol):
     """Computes steps in the order of submission.
 
     `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
-    before the next step. A step with `only_waits_for_transfers` ends as soon as a KV transfer has ended, or after a few
+    before the next step. A step with `only_waits_for_transfers` ends when a KV transfer has ended, or after a few
     milliseconds, so that new requests do not wait.
     """
 
@@ -35,8 +35,8 @@ class Executor(Protocol):
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
         """Start the preparation of a request, such as compiling its grammar. Return None if none is needed.
 
-        Tenants take turns, and the future is `running()` from the tenant's turn on. The future raises `RequestError` if
-        the request cannot be served. This method raises `RequestError` if the preparation cannot start.
+        Tenants take turns. The future is `running()` from its turn on, and raises `RequestError` if the request cannot
+        be served. This method raises `RequestError` if the preparation cannot start.
         """
         ...
 

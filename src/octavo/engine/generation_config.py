@@ -19,10 +19,9 @@ _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """A checkpoint's defaults.
+    """A checkpoint's sampling parameters by public name, and its EOS ids.
 
-    sampling: Values by name of the sampling parameter. eos_token_ids: Ids from generation_config.json, or from
-    config.json if it has none. path: Path for error messages.
+    The EOS ids are those of generation_config.json, or else of config.json. path: Path for error messages.
     """
 
     sampling: dict[str, float | int]
@@ -71,7 +70,7 @@ def _number(path: Path, key: str, value: Any) -> float | int:
 
 
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
-    """Return the ids, without negative ones, which mean that the model has no EOS token."""
+    """Return the ids except negative ones, which mean no EOS."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
         raise ModelError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")

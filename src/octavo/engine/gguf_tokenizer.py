@@ -1,7 +1,7 @@
 """Rebuild a GGUF file's tokenizer with the `tokenizers` library.
 
-Of the file's kinds, "gpt2" is byte-level BPE. "llama" is SentencePiece BPE with merges that are computed from scores,
-as in transformers. "gemma4" is SentencePiece BPE with a list of merges.
+The kind "gpt2" is byte-level BPE. "llama" is SentencePiece BPE with merges by score, as in transformers. "gemma4" is
+SentencePiece BPE with a list of merges.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IDS = {
     "mask_token": "mask",
 }
 _ENDS = ("eos", "eot", "eom")
-# Texts of EOS tokens. Many files name only one EOS token, but the model's turns end with another one.
+# EOS tokens, because many files name only one although the model's turns end with another one.
 _END_MARKS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
@@ -49,15 +49,12 @@ _END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # ordina
 
 
 class GGUFVocabulary:
-    """The tokenizer in a GGUF file's metadata, if any. Methods raise `ModelError`.
-
-    size: Number of tokens, or 0 without a tokenizer.
-    """
+    """The tokenizer in a GGUF file's metadata, if any. Methods raise `ModelError`."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path
         self._metadata = metadata
-        # Tokens without text get the same names as in llama.cpp.
+        # Tokens without text get llama.cpp's names.
         tokens = self._list("tokens", str) if f"{_PREFIX}tokens" in metadata else []
         self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(tokens)]
         self.size = len(self._tokens)
@@ -67,7 +64,7 @@ class GGUFVocabulary:
         self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 
     def check(self) -> None:
-        """Raise `ModelError` if the tokenizer cannot be built."""
+        """Raise `ModelError` if `build` would fail."""
         kind = self._get("model", str, None)
         if kind not in {_BYTES, _SCORES, _SPACED}:
             raise self._error("model", "octavo builds the kinds gpt2, llama and gemma4; give another tokenizer")
@@ -102,7 +99,7 @@ class GGUFVocabulary:
         return Tokenizer(backend, special)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return all EOS ids."""
+        """Return EOS ids."""
         named = {id_ for each in _ENDS if (id_ := self._id(each)) is not None}
         by_text = {
             id_
@@ -191,9 +188,9 @@ class GGUFVocabulary:
             (backend.add_special_tokens if is_special else backend.add_tokens)(added)
 
     def _strips_after(self) -> frozenset[str]:
-        """Return tokens that strip the spaces after them.
+        """Return tokens that strip the spaces after them, which only Phi-3 has.
 
-        Only Phi-3 has such tokens. The model is detected by name, as in llama.cpp, because the file does not mark them.
+        As in llama.cpp, Phi-3 is detected by name, because its files do not list these tokens.
         """
         name = str(self._metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:

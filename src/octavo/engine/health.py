@@ -10,17 +10,16 @@ from octavo.engine import ipc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AWAY_S = 1.0  # a longer gap between calls of `look` means that the watching thread was stopped
+_AWAY_S = 1.0  # a longer gap between two calls of `look` is no silence of the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    frozen: Time without a message after which the process counts as not ready. dead: Time without a message after which
-    the process is killed. stuck, endless: The same limits on time without progress. loading: Value of `dead` until the
-    process is ready. restarts: Pauses before consecutive restarts. The last pause repeats. healthy: Time of service
-    after which the next restart uses the first pause again.
+    frozen, dead: Time without a message after which the process is not ready, or is killed. stuck, endless: The same
+    limits on time without progress. loading: Replaces `dead` until the process is ready. restarts: Pauses before
+    consecutive restarts. The last pause repeats. healthy: Time of service after which the first pause applies again.
     """
 
     frozen: float = 3.0
@@ -42,9 +41,9 @@ class Health:
         self._looked_at = self._reported_at = self._moved_at = now
 
     def look(self, now: float) -> None:
-        """Record the time before messages are read. A long gap since the last call does not count as silence.
+        """Record the time before messages are read.
 
-        After a long gap, this thread was stopped, and not the process.
+        A long gap since the last call does not count as silence, because this thread was stopped.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

@@ -20,10 +20,10 @@ _DIGITS = string.ascii_letters + string.digits
 
 
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
-    """Replace the ids of tool calls and their results by ids of nine letters and digits.
+    """Give tool calls and their results ids of nine letters and digits.
 
-    An id that already has this form is kept. A new id depends only on the old id, or on the call's position if it has
-    no id. Therefore the next turn of a conversation has the same ids, and its prefix stays cached.
+    An id of this form is kept. A new id depends only on the old id or, without one, on the call's position. Therefore a
+    conversation's next turn has the same ids, and its prefix stays cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []
@@ -47,7 +47,7 @@ class _ShortIds:
         self._taken = {*self._new}
 
     def of(self, old: Any, place: str) -> str:
-        """Return the new id. `place` identifies a call without an id."""
+        """Return the new id."""
         key = str(old) if old not in (None, "") else f"\0{place}"
         if key not in self._new:
             attempt = 0
@@ -58,7 +58,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Return a result with its call's new id, or with a new id of its own."""
+        """Rename a result."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -72,9 +72,9 @@ def _hashed(text: str) -> str:
 
 
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
-    """Split each message with several tool calls into messages with one call, followed by the call's results.
+    """Split messages with several tool calls into messages with one call, each before the call's results.
 
-    The first message keeps text and reasoning. Results without a matching call come last.
+    The first message keeps text and reasoning. Results without a call come last.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):

@@ -19,37 +19,33 @@ if TYPE_CHECKING:
     from octavo.data.request_options import RequestOptions
 
 _PREDICTED = "predicted_token_ids"
-_ORDINARY_CHARS = 16  # per token; shorter texts certainly fit, so the longest token is not searched
+_ORDINARY_CHARS = 16  # per token; for shorter texts the longest token is not searched
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 
-A dictionary may also have "predicted_token_ids", the tokens of the expected answer, which may only make decoding
-faster.
+A dictionary may also have "predicted_token_ids", the expected answer, which serves for drafts.
 """
 
 
 class TextCodec(Protocol):
-    """A tokenizer for prompts."""
+    """Tokenizes prompts."""
 
     @property
     def longest_token_chars(self) -> int:
-        """Number of characters in the longest token."""
+        """Characters of the longest token."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return a text's token ids. A text that begins with BOS gets no second one.
-
-        most: Number of ids after which encoding may stop.
-        """
+        """Return token ids without a second BOS. Encoding may stop after more than `most` ids."""
         ...
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the text's last `num_tokens` ids."""
+        """Return the last ids."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the tokens' text."""
+        """Return the text. Unknown ids are skipped."""
         ...
 
     def is_special(self, token_id: int) -> bool:
@@ -61,7 +57,7 @@ class TextCodec(Protocol):
         ...
 
     def token(self, token_id: int) -> str:
-        """Return a token's spelling."""
+        """Return a token's spelling, or "" for an unknown id."""
         ...
 
 
@@ -70,17 +66,17 @@ class ChatRenderer(Protocol):
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """Template texts by name."""
+        """Templates by name."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return a conversation's prompt."""
+        """Render a prompt."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A checked request. prompt: The prompt's text, or None if only token ids were given."""
+    """A checked request. prompt: The text, if given."""
 
     request_id: str
     prompt: str | None
@@ -108,7 +104,7 @@ class InputProcessor:
 
     @property
     def chat_templates(self) -> list[str]:
-        """The texts of the checkpoint's templates."""
+        """The templates' texts."""
         return [] if self._chat_template is None else list(self._chat_template.templates.values())
 
     @property
@@ -119,7 +115,7 @@ class InputProcessor:
         return self._tokenizer
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return sampling parameters with the checkpoint's defaults, or else vLLM's defaults."""
+        """Return the checkpoint's default sampling parameters, or vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
     def encode(
@@ -127,7 +123,7 @@ class InputProcessor:
     ) -> list[int]:
         """Return a text's token ids. Raises `RequestError`, and `PromptTooLongError` above `max_model_len`.
 
-        is_prompt: True if `least_output_tokens` must fit in addition to the text.
+        is_prompt: `least_output_tokens` must also fit.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:
@@ -150,12 +146,12 @@ class InputProcessor:
         return token_ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's last `num_tokens` ids, at most `max_model_len`."""
+        """Return the last `num_tokens` ids of a text, at most `max_model_len`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
 
     def encode_start(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's first `num_tokens` ids, at most `max_model_len`."""
+        """Return the first ids. See `encode_end`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
@@ -165,7 +161,7 @@ class InputProcessor:
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render a conversation as text."""
+        """Render a conversation."""
         if self._tokenizer is None or self._chat_template is None:
             raise RequestError("chat needs a tokenizer and a chat template; this model has none", parameter="messages")
         if "chat_template" in options:  # a template is a program, so only the operator may provide one
@@ -190,7 +186,7 @@ class InputProcessor:
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
-        # The scheduler checks the length, too, but only after the prompt is copied or sent.
+        # The scheduler would check this only after the prompt is copied or sent.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)

@@ -51,7 +51,7 @@ _ERRORS: dict[str, type[OctavoError]] = {
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The settings of an engine process, which are the first line on its standard input, as JSON."""
+    """The first line on the engine process's standard input, as JSON."""
 
     config: EngineConfig
     requests_endpoint: str
@@ -74,7 +74,7 @@ class StreamFields(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Add a request. The answer is `Accepted` or `Refused`. Times are seconds of CLOCK_MONOTONIC."""
+    """Adds a request, which is answered by `Accepted` or `Refused`. Times are of CLOCK_MONOTONIC."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -83,7 +83,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
-        """Encode a request's streams."""
+        """Encode streams."""
         streams = [StreamFields(*(getattr(each, name) for name in StreamFields.__struct_fields__)) for each in requests]
         first = requests[0]
         return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
@@ -100,14 +100,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """End streams. Ignores unknown ids."""
+    """Ends known streams."""
 
     stream_ids: list[str]
     status: RequestStatus
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Start or stop sending `Seen` messages, beginning with recent events."""
+    """Start or stop sending `Seen`, first with recent events."""
 
     is_on: bool
 
@@ -124,26 +124,26 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is ready."""
+    """Reports readiness."""
 
     capacity: EngineCapacity
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The core was not built. kind: Name of the error's class."""
+    """The core cannot be built."""
 
     kind: str
     message: str
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """A request is queued."""
+    """Accepts a request."""
 
     request_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request is refused."""
+    """Refuses a request."""
 
     request_id: str
     kind: str
@@ -152,7 +152,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """New outputs of streams."""
+    """New outputs."""
 
     outputs: list[EngineCoreOutput]
 
@@ -164,7 +164,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """A `Snapshot`. events: Pairs of an event type's name and an encoded event."""
+    """A `Snapshot`. events: Pairs of a type's name and an encoded event."""
 
     events: list[tuple[str, msgspec.Raw]]
     is_first: bool
@@ -183,7 +183,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """The process is alive. progress: A counter that grows while steps make progress or the core is idle."""
+    """A sign of life. progress: A counter of useful steps and idle time."""
 
     progress: int
 

@@ -1,6 +1,6 @@
 """Parse JSON objects that a model wrote, and repair syntax errors if only one repair is plausible.
 
-The objects are arguments of tool calls, and a wrong repair would call a tool with wrong arguments.
+A wrong repair would call a tool with wrong arguments.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class StrictObject:
             self._expects, self.is_over = "comma", not self._stack
         elif char == "," and self._expects == "comma":
             self._expects = "key" if self._stack[-1] == "{" else "value"
-            return position + 1  # not safe, because a repair removes the comma if a closing bracket follows
+            return position + 1  # not safe, because a repair may remove the comma
         elif char == ":" and self._expects == "colon":
             self._expects = "value"
         elif char == '"' and self._expects in {"key", "first key", "value", "first value"}:
@@ -126,7 +126,7 @@ class StrictObject:
 
 
 class SearchBudget:
-    """The search steps that remain for one answer of a model."""
+    """Remaining search steps."""
 
     def __init__(self, num_steps: int = _MAX_STEPS) -> None:
         self.num_steps = num_steps
@@ -142,11 +142,10 @@ def recover_object(
 ) -> tuple[str, int] | None:
     """Return the repaired JSON of the object at a text's beginning, and the object's length in the text.
 
-    The function repairs unescaped quotes and control characters in strings, invalid escapes, trailing commas, and
-    Python literals. It returns None if no repair or several repairs are plausible.
-
-    ends: Pattern of the text that must follow the object. known: Keys that are expected in the object, or None for any.
-    opener: Pattern of the start of another tool call. A string with such a start and unescaped quotes is ambiguous.
+    Repairs unescaped quotes and control characters in strings, invalid escapes, trailing commas, and Python literals.
+    Returns None if no repair or several repairs are plausible. ends: Pattern of the text that must follow. known: Keys
+    that are expected, or None for any. opener: Pattern of another tool call's start. A string with such a start and
+    unescaped quotes is ambiguous.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
@@ -192,9 +191,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One interpretation of a text up to a position.
 
-    num_strays: Number of unescaped quotes within strings. written: Pieces of the repaired JSON as a linked list, last
-    piece first. keys: Keys of the outermost object. is_clear: True if no other repair explains the text. is_paired:
-    True if each string with unescaped quotes contains an even number of quotes.
+    num_strays: Number of unescaped quotes within strings. is_clear: No other repair explains the text. is_paired: Each
+    string with unescaped quotes contains an even number of quotes.
     """
 
     position: int = 0
@@ -207,7 +205,7 @@ class _Reading:
     is_paired: bool = True
 
     def text(self) -> str:
-        """Return the repaired JSON."""
+        """Join the pieces."""
         pieces, left = list[str](), self.written
         while left is not None:
             left, piece = left
@@ -215,15 +213,15 @@ class _Reading:
         return "".join(reversed(pieces))
 
     def advanced(self, end: int, piece: str, expects: str, **changes: Any) -> _Reading:
-        """Return a copy with one more piece of JSON."""
+        """Append a piece."""
         return replace(self, position=end, expects=expects, written=(self.written, piece), **changes)
 
 
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    Only one string may have unescaped quotes, because two such strings could also be one long string. Quotes usually
-    come in pairs. Therefore an interpretation with an odd number of quotes must be the only one.
+    Only one string may have unescaped quotes, because two such strings could also be one long string. An interpretation
+    with an odd number of quotes must be the only one.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
@@ -232,7 +230,7 @@ class _Search:
         self._heap: list[tuple[int, int, _Reading, Iterator[_Reading] | None]] = []
 
     def run(self, budget: SearchBudget) -> _Reading | None:
-        """Return the best interpretation, or None if several are equally good."""
+        """Return the best interpretation if it is unique."""
         best: _Reading | None = None
         self._push(0, _Reading())
         while budget.num_steps > 0:
@@ -322,9 +320,9 @@ class _Search:
                 may_end = self._may_end_string(position + 1, before)
                 if may_end:
                     is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
-                    if strays:  # the text may be several values if the object could end within
+                    if strays:  # the text may be several values
                         is_clear = is_clear and not may_have_ended and not self._has_break(start, position)
-                    if len(strays) == 1:  # perhaps the model wrote the string's first or last quote twice
+                    if len(strays) == 1:  # perhaps the string's own quote was written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
                     if strays and before.num_strays:
                         is_clear = False
@@ -379,10 +377,10 @@ class _Search:
 
 @dataclass(slots=True)
 class _Escapes:
-    """Classifies the backslashes in one string.
+    """The backslashes in one string.
 
-    has_invalid: True if a backslash begins no valid escape. Then the model did not escape its text, and the valid
-    escapes that has_other reports are ambiguous. has_end: True if an escaped quote may end the string.
+    has_invalid: A backslash begins no valid escape, so the model did not escape its text. Then a valid escape
+    (has_other) is ambiguous. has_end: An escaped quote may end the string.
     """
 
     has_invalid: bool = False

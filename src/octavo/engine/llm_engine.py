@@ -41,9 +41,9 @@ class Engine:
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.clock = clock
-        self._submitted: dict[str, ProcessedInput] = {}  # without an answer of the core
+        self._submitted: dict[str, ProcessedInput] = {}
         self._put_by: list[RequestOutput] = []  # outputs that the next `step` returns
-        self._given_up: set[str] = set()  # requests of failed batches; their outputs are dropped
+        self._given_up: set[str] = set()  # of failed batches; outputs are dropped
         self._new_ids = map(str, itertools.count())
         self._is_shut_down = False
 
@@ -63,7 +63,7 @@ class Engine:
         return self.client.stats
 
     def on_lost(self, lose: Callable[[str, OctavoError], None]) -> None:
-        """Register `lose`. It is called with id and error of each unfinished request when the core dies."""
+        """Register `lose`, which is called for each unfinished request when the core dies."""
 
         def lose_all(error: EngineDeadError) -> None:
             for request_id in self.output_processor.forget_all():
@@ -183,10 +183,9 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together. Return the last outputs by request id, in the prompts' order.
 
-        sampling_params (or params): Parameters for all prompts, or a list with an entry per prompt. on_output: Called
-        with every output of the batch. Earlier requests continue, and the next `step` returns their outputs. Without
-        earlier requests, the call also waits until KV stores have saved the KV. A `RequestError` aborts the whole
-        batch.
+        sampling_params (or params): One for all prompts, or a list of one for each. on_output: Called with each output.
+        Earlier requests continue, and the next `step` returns their outputs. Without earlier requests, the call waits
+        until stores have saved the KV. A `RequestError` aborts the whole batch.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -226,7 +225,7 @@ class Engine:
                     num_open -= 1
 
     def finish_transfers(self) -> None:
-        """Run steps until the KV of ended requests is saved. Do nothing if a request is unfinished.
+        """Run steps until the KV of ended requests is saved, if no request is unfinished.
 
         Logs a warning and returns if no transfer ends for some seconds.
         """

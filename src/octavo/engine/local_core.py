@@ -81,7 +81,7 @@ class LocalCore:
         """Do nothing, because this core dies with this process."""
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Add a request, or hold it until it is prepared."""
+        """See `CoreClient`."""
         try:
             prepared = self.core.executor.prepare(streams[0].sampling_params, streams[0].tenant)
         except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
@@ -131,7 +131,7 @@ class LocalCore:
         return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams. A request that is still being prepared is accepted first, because it must get an answer."""
+        """End streams. A request that still waits for its preparation is accepted first, because it needs an answer."""
         ended = set(stream_ids)
         for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
             self._held.remove(each)

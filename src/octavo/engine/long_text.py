@@ -1,8 +1,8 @@
 """Tokenize a long text in pieces, or only its end, with the same ids as for the whole text.
 
 A text is cut before a blank between two letters, or after a single line break between two visible characters. No token
-of the vocabulary may span a cut, so the text on one side does not change the tokens on the other side. Pre-tokenizers
-also split at cuts. `LongTextEncoder` checks these conditions with the vocabulary and a sample text.
+may span a cut, so the text before a cut does not change the tokens after it. Pre-tokenizers also split there. The
+vocabulary and a sample text are checked for these conditions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# A text with cuts in many contexts. Its pieces must yield the ids of the whole text.
+# A text with many cuts. Its pieces must yield the ids of the whole text.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -42,10 +42,7 @@ class WholeEncoder(Protocol):
 
 
 class LongTextEncoder:
-    """Tokenizes texts of any length.
-
-    bos_token_id: Id of the BOS token that `encode` adds to texts without one, or None.
-    """
+    """Tokenizes texts of any length. bos_token_id: Added to texts that do not begin with it, or None."""
 
     def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
         self._encode, self._bos = encode, bos_token_id
@@ -100,7 +97,7 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Return a piece's ids. The word before is tokenized, too, because normalizers may change a text's start."""
+        """Tokenize a piece with the word before it, because normalizers may change a text's start."""
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)
@@ -110,7 +107,7 @@ class LongTextEncoder:
     def _next_cut(self, text: str, start: int) -> int | None:
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
             return None
-        for begin in range(start, len(text), PIECE_CHARS):  # so that `progress` can cancel the search
+        for begin in range(start, len(text), PIECE_CHARS):
             progress()
             found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # the pattern reads two more characters
             if found is not None and 0 < found.start() < len(text):

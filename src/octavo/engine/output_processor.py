@@ -26,11 +26,7 @@ _NUM_TEXTS = 1 << 14
 
 @dataclass(slots=True)
 class _OutputState:
-    """The state of one stream, which is one of a request's n outputs.
-
-    num_shown_chars, num_shown_tokens: Delivered characters and tokens. logprobs: In DELTA mode, those that were not
-    delivered yet.
-    """
+    """The state of one stream. In DELTA mode, `logprobs` has only undelivered ones."""
 
     index: int
     detokenizer: Detokenizer | None = None
@@ -65,7 +61,7 @@ class _RequestState:
 
     @property
     def finished(self) -> bool:
-        for stream in self.streams.values():  # noqa: SIM110 - faster than a generator
+        for stream in self.streams.values():  # noqa: SIM110
             if stream.finish_reason is None:
                 return False
         return True
@@ -73,10 +69,7 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """A step's outputs, and the ids of streams that the core must end.
-
-    A stream must stop after a stop string, and fail after an exception while its output was made.
-    """
+    """A step's outputs, and ids of streams that the core must end after a stop string or an exception."""
 
     request_outputs: list[RequestOutput]
     streams_to_stop: list[str]
@@ -177,7 +170,7 @@ class OutputProcessor:
         return request_ids
 
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
-        """Turn a step's core outputs into request outputs. An exception ends only the request that causes it."""
+        """Turn a step's core outputs into request outputs. An exception ends only one request."""
         changed: dict[str, _RequestState] = {}
         to_stop: list[str] = []
         to_fail: list[str] = []
@@ -227,7 +220,7 @@ class OutputProcessor:
         )
 
     def _advance(self, state: _RequestState, stream: _OutputState, news: EngineCoreOutput, now: float) -> bool:
-        """Apply a core output to a stream. Return True if the core must end the stream after a stop string."""
+        """Apply a core output. Return True if the core must end the stream after a stop string."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)

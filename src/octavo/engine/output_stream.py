@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # the stream fails this long after the deadline if the engine is still in a long step
+DEADLINE_GRACE_S = 1.0  # the stream fails this long after the deadline if the engine does not end it
 
 
 class OutputStream:
     """A queue of one request's outputs, on the event loop of its only reader.
 
-    on_unread: Called with each output that the reader does not receive. accepted: Done once the core has accepted the
-    request, or failed with the core's refusal. is_detached: True if the reader is gone. Only the engine's thread uses
-    is_detached and num_delivered.
+    on_unread: Called with each output that the reader does not receive. accepted: Done when the core has accepted the
+    request, or failed when it was refused. Only the engine's thread uses is_detached and num_delivered.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
@@ -58,13 +57,13 @@ class OutputStream:
         return self._outputs.popleft()
 
     def end(self, error: OctavoError) -> None:
-        """End the stream with an error that replaces the unread outputs."""
+        """End the stream with an error instead of the unread outputs."""
         self._drop_unread()
         self.put(error)
         self._has_reader = False
 
     def detach(self) -> None:
-        """Drop unread and later outputs. Call this when the reader is gone."""
+        """Drop unread and later outputs, because the reader is gone."""
         self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()

@@ -29,7 +29,7 @@ class ValueScanner:
     """Finds the end of a literal in a text that arrives in pieces.
 
     The literal ends before the first character of `ends` outside of brackets. If `ends` is empty, it ends after its
-    last bracket. is_begun: True if the text ended within the literal. line_ends: Positions of unescaped line ends in
+    last bracket. is_begun: The text ended within the literal. line_ends: Positions of unescaped line ends in
     strings without triple quotes.
     """
 
@@ -40,12 +40,12 @@ class ValueScanner:
         self._position, self._ends = start, ends
         self._stack: list[str] = []
         self._quote = ""
-        self._whole: tuple[int, str] | None = None  # end of the last complete member, and missing closing brackets
+        self._whole: tuple[int, str] | None = None  # end of the last complete member, and closing brackets
 
     def end(self, text: str, *, is_over: bool) -> int | None:
-        """Return the literal's end, or None if more text is needed. is_over: True if no text follows.
+        """Return the literal's end, or None if more text is needed.
 
-        Raises `NotALiteralError` if brackets do not match, or if no text follows and the literal is incomplete.
+        Raises `NotALiteralError` if brackets do not match, or if the text `is_over` and the literal is incomplete.
         """
         while self._position < len(text):
             before = self._position

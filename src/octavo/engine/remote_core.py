@@ -41,19 +41,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _PAUSE_POLL_MS = 20
-_LAST_WORDS_MS = 100  # wait for an ended process's last messages
+_LAST_WORDS_MS = 100  # for an ended process's last messages
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
 _KILL_S = 5.0  # longest wait for a killed process at shutdown
-_GIVE_BACK_S = 60.0  # longest wait before a restart for a killed process to end and free its memory
+_GIVE_BACK_S = 60.0  # longest wait for the end of a killed process before a restart
 _MAX_PENDING = 4096
 
 
 class RemoteCore:
-    """A `CoreClient` that watches and restarts the core's process.
-
-    command: Command line of a program that calls `run_core_process`.
-    """
+    """A `CoreClient` that watches and restarts the core's process. command: Runs `run_core_process`."""
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
@@ -110,7 +107,7 @@ class RemoteCore:
             self._poller.register(self._life.news, zmq.POLLIN)
         except ConfigError as error:
             self._die(f"cannot be started: {error}")
-        except Exception as error:  # perhaps the system lacks resources temporarily
+        except Exception as error:  # such as a temporary lack of resources
             logger.exception("the engine process cannot be started")
             self._die(f"cannot be started: {error}")
 
@@ -129,7 +126,7 @@ class RemoteCore:
             for data in life.received(_LAST_WORDS_MS):
                 self._receive(life, data)
         if self._news:
-            return  # first deliver the last outputs; the next call detects the end again
+            return  # deliver the last outputs first
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:
@@ -213,13 +210,13 @@ class RemoteCore:
 
     @property
     def is_ready(self) -> bool:
-        """True if the process accepts requests and is healthy. Thread-safe."""
+        """See `CoreClient`."""
         life = self._life
         return life is not None and life.ready_at is not None and life.health.is_well
 
     @property
     def retry_after_s(self) -> float:
-        """Estimated seconds until the process is ready again."""
+        """See `CoreClient`."""
         return max(self._expected_at - time.monotonic(), 1.0)
 
     @property
@@ -232,7 +229,7 @@ class RemoteCore:
         self._lose = lose
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Send a request to the process. A later `wait` receives the answer."""
+        """See `CoreClient`. A later `wait` receives the answer."""
         if len(self._pending) >= _MAX_PENDING:
             answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
             return
@@ -259,12 +256,12 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """Ask the process to end streams. The message is never dropped, because the socket's queue is unlimited."""
+        """See `CoreClient`. The socket's queue is unlimited, so no message is lost."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """See `CoreClient`. After a restart, the new process reports, too."""
+        """See `CoreClient`. Restarted processes report, too."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
@@ -274,11 +271,11 @@ class RemoteCore:
     # --- outputs -------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Return True if outputs have arrived."""
+        """See `CoreClient`."""
         return bool(self._news)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return the outputs that have arrived."""
+        """See `CoreClient`."""
         news, self._news = self._news, []
         return news
 

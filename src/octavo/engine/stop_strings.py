@@ -17,18 +17,17 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that was found, and the number of characters that follow in the searched piece."""
+    """A found stop string, and the number of characters after it in the piece."""
 
     stop_string: str
     num_chars_after: int
 
 
 class StopStrings:
-    """An automaton that finds all stop strings in one pass (Aho and Corasick, 1975).
+    """All stop strings as one automaton (Aho and Corasick, 1975).
 
-    Each node is the number of a prefix of a stop string. Node 0 is the empty prefix. The prefixes of one string have
-    consecutive numbers, except the prefixes that an alphabetically earlier string has, too. A node's failure link is
-    computed when a search first reaches the node.
+    Each node is the number of a prefix. The prefixes of one string have consecutive numbers, except prefixes that an
+    alphabetically earlier string also has. A node's failure link is computed when a search first reaches the node.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
@@ -98,15 +97,14 @@ class StopSearch:
 
     @property
     def num_held_back_chars(self) -> int:
-        """Number of characters at the text's end that may begin a stop string."""
+        """Number of last characters that may begin a stop string."""
         return self._stops.num_held_back_chars[self._node]
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
-        """Search the text's next piece. Return the first stop string that ends there, or None.
+        """Search the next piece up to the first stop string that ends there, and return it.
 
-        The search stops at a match. If two stop strings end at the same character, the longer one is returned.
-        counts: False to ignore stop strings that end in this piece. A stop string may still begin here and end in a
-        later piece.
+        If two end together, the longer one is returned. counts: False to ignore stop strings that end in this piece. A
+        stop string that begins here may still end in a later piece.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):
@@ -123,7 +121,7 @@ def _shared_length(first: str, second: str) -> int:
 
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
-    """Return the number of characters at the text's end that may begin the stop string."""
+    """Return the number of last characters that may begin the stop string."""
     for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

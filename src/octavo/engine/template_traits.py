@@ -46,13 +46,12 @@ TOOL = {
 class TemplateTraits:
     """The form of messages that one chat template needs.
 
-    part_roles: Roles of messages with content that may be a list of parts. For other roles, parts are joined by line
-    feeds. only_part_roles: Roles of messages with content that must be a list of parts. null_content, empty_content:
-    Replacements of null and of "" as content of a message with calls. takes_text_arguments: True if arguments must be
-    JSON text. joins_turns: True if consecutive messages of a role must be joined. joins_results: True if a user message
-    after a tool result must be joined with the result. wants_short_ids: True if call ids must be nine letters and
-    digits. wants_single_calls: True if the template refuses or loses several calls in a message. system: System
-    messages that the template shows. "first" means one message at the beginning.
+    part_roles: Roles with content that may be a list of parts. For other roles, parts are joined by line feeds.
+    only_part_roles: Roles with content that must be a list of parts. null_content, empty_content: Replace null and ""
+    in a message with calls. takes_text_arguments: Arguments must be JSON text. joins_turns: Consecutive messages of a
+    role must be joined. joins_results: A user message must be joined with a preceding result. wants_short_ids: Call ids
+    must be nine letters and digits. wants_single_calls: The template refuses or loses several calls in a message.
+    system: System messages that the template shows. "first" means one at the beginning.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -68,9 +67,9 @@ class TemplateTraits:
 
     @classmethod
     def find(cls, render: Render) -> TemplateTraits:
-        """Detect a template's traits. render: Renders messages, and returns None if the template refuses them.
+        """Detect a template's traits. render: Returns None if the template refuses the messages.
 
-        The detection has no time limit, because prompts must not depend on the machine's load.
+        There is no time limit, because prompts must not depend on the machine's load.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
@@ -111,9 +110,9 @@ class TemplateTraits:
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
         """Yield messages in the form that the traits demand, then in stricter forms.
 
-        chat: Messages with content that is text, text parts, null or absent. Arguments of calls are objects.
+        In `chat`, content is text, text parts, null or absent. Arguments are objects.
         """
-        for variant, _ in groupby(self._variants(self._without_losses(chat))):  # equal forms only once
+        for variant, _ in groupby(self._variants(self._without_losses(chat))):
             yield [self._adapted(message) for message in variant]
 
     def _variants(self, chat: list[Message]) -> Iterator[list[Message]]:

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
-_SHORT_CHARS = 1024  # for shorter texts the interpreter lock is not released
+_SHORT_CHARS = 1024
 
 
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    special_tokens: Texts of special tokens by key of tokenizer_config.json, such as "bos_token". eos_token_id: Id of
-    "eos_token". Other files may name more EOS tokens.
+    special_tokens: Texts by key of tokenizer_config.json, such as "bos_token". eos_token_id: Id of "eos_token". Other
+    files may name more EOS tokens.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
-        """Use and modify `backend`. config: Content of tokenizer_config.json."""
+        """Modify `backend`. config: Content of tokenizer_config.json."""
         config = config or {}
-        backend.no_padding()  # some checkpoints contain padding settings of their training
+        backend.no_padding()  # which some checkpoints enable
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = _read_special_tokens(config)
@@ -89,7 +89,6 @@ class Tokenizer:
 
     @cached_property
     def _long_texts(self) -> LongTextEncoder:
-        """Return the encoder of long texts, which reads the whole vocabulary when created."""
         bos = self.bos_token_id if self._adds_bos else None
         return LongTextEncoder(self.backend, self._encode_at_once, bos)
 
@@ -102,7 +101,7 @@ class Tokenizer:
         return ids[1:] if doubled else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens. Unknown ids are skipped."""
+        """See `TextCodec`."""
         ids = list(token_ids)
         if len(ids) <= _SHORT_CHARS:
             return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -128,7 +127,7 @@ class Tokenizer:
         return frozenset(self.backend.get_added_tokens_decoder())
 
     def token(self, token_id: int) -> str:
-        """See `TextCodec`. Returns "" for an unknown id."""
+        """See `TextCodec`."""
         return self.backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> str | bytes:

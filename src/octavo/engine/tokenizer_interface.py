@@ -39,7 +39,7 @@ class DetokenizerFactory(Protocol):
         ...
 
     def incremental_detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """Return a detokenizer for a stream with this prompt."""
+        """Return a stream's detokenizer."""
         ...
 
     def decode_token(self, token_id: int) -> str | None:
@@ -56,7 +56,7 @@ class DetokenizerFactory(Protocol):
 
 
 class NoDetokenizer:
-    """A detokenizer for requests that need no text."""
+    """Returns no text."""
 
     held = b""
     num_prompt_bytes = 0
@@ -71,7 +71,7 @@ class NoDetokenizer:
 
 
 class NoTokenizer:
-    """Replaces the tokenizer in engines without one."""
+    """For engines without a tokenizer."""
 
     has_byte_runs = False
 
@@ -97,7 +97,7 @@ class NoTokenizer:
 
 
 class SomeSpecialTokens:
-    """A tokenizer that shows the special tokens `shown` even if special tokens are skipped."""
+    """A tokenizer that hides special tokens except those in `shown`."""
 
     def __init__(self, tokenizer: DetokenizerFactory, shown: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -115,16 +115,16 @@ class SomeSpecialTokens:
         return _SomeHidden(self._tokenizer, prompt_token_ids, self.is_special)
 
     def decode_token(self, token_id: int) -> str | None:
-        """Return any token's text, hidden or not."""
+        """See `DetokenizerFactory`."""
         return self._tokenizer.decode_token(token_id)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """See `DetokenizerFactory`. Returns "" for a hidden token."""
+        """See `DetokenizerFactory`."""
         is_hidden = skip_special_tokens and self.is_special(token_id)
         return "" if is_hidden else self._tokenizer.piece(token_id, skip_special_tokens=False)
 
     def is_special(self, token_id: int) -> bool:
-        """Return True for a special token that is not in `shown`."""
+        """Return True for hidden tokens."""
         return token_id not in self._shown and self._tokenizer.is_special(token_id)
 
 

@@ -28,7 +28,7 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time span in one phase, in seconds."""
+    """A time span in one phase."""
 
     phase: str
     start: float
@@ -156,7 +156,7 @@ class _Explainer:
             self.note_event(event)
 
     def finish(self, end: float) -> Explanation:
-        """Close the last phase and add the remaining reasons."""
+        """Complete the explanation."""
         self.enter(None, end)
         result = self.result
         result.reasons[:0] = list(self._why_queued())
@@ -181,7 +181,7 @@ class _Explainer:
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
-        """End the current phase, and enter `phase`. details: Details of the ended phase."""
+        """Enter a phase. details: Details of the phase that ends."""
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
@@ -227,7 +227,7 @@ class _Explainer:
         self.shared.update({name: n for name, n in event.num_scheduled_tokens.items() if name != self.request_id})
 
     def note_tokens(self, event: events.StepCompleted) -> None:
-        """Count new tokens. The first token ends the prompt phase."""
+        """Count new tokens."""
         count = event.num_new_tokens.get(self.request_id, 0)
         self.num_tokens += count
         if count and not self.has_output:
@@ -236,7 +236,7 @@ class _Explainer:
                 self.enter(GENERATING, event.time)
 
     def note_event(self, event: events.RequestEvent) -> None:
-        """Process an event of this request."""
+        """Process an event."""
         reasons = self.result.reasons
         if isinstance(event, events.RequestQueued):
             self.enter(ARRIVING, event.arrival_time)

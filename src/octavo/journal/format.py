@@ -15,10 +15,10 @@ keys of spans. "spans" is a list of [first, end, key].
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
     ["g", number, output]                                           an ended request's generated tokens
 
-A result has no row for a request that got the one token that was due and continues. If a request's token is postponed,
-its row has sampled 0 and no error. The last six fields are the seconds and forward passes of drafting, requests with
-drafts from a model, copies to and from host memory, numbers of proposed drafts, and the number of compiled kernels,
-which older journals lack. If all six are empty, they are omitted.
+A result omits requests that got the one token that was due and continue. A request with a postponed token has sampled 0
+and no error. The last six fields are omitted if all are empty. They are the seconds and passes of drafting, requests
+with drafts from a model, copies to and from host memory, numbers of proposed drafts, and the number of compiled
+kernels, which older journals lack.
 
 In the header, "journal" is the version, and "kv_groups" has `KVGroupSpec.to_json` of each KV group, full attention
 first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null,
@@ -126,13 +126,13 @@ def checksum(scheduled: SchedulerOutput) -> int:
         [(each.transfer_id, each.direction.value, each.block_ids) for each in scheduled.kv_transfers],
         scheduled.kv_cancels,
     )
-    numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])  # 3 times as fast as repr
+    numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])
     names = zlib.crc32("\0".join(counts).encode())
     return zlib.crc32(repr(seldom).encode(), zlib.crc32(numbers.tobytes(), names))
 
 
 def open_journal(path: Path, mode: str) -> IO[str]:
-    """Open a text file, compressed if its name ends in .gz. mode: "r" or "w"."""
+    """Open a text file, compressed if its name ends in .gz."""
     if path.suffix == ".gz":
         return gzip.open(path, mode + "t", compresslevel=1, encoding="ascii")  # type: ignore[return-value]
     return path.open(mode, encoding="ascii")
@@ -150,7 +150,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
 
 
 def read_any_version(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and complete lines of a journal of any version."""
+    """Like `read_journal`, for any version."""
     try:
         with open_journal(path, "r") as file:
             lines = list(_complete_lines(file))

@@ -99,13 +99,13 @@ class RecordingScheduler:
         return getattr(self._scheduler, name)
 
     def add_request(self, request: Request) -> None:
-        """Add a request. Record it if accepted."""
+        """See `Scheduler`."""
         total = request.max_total_tokens
         self._scheduler.add_request(request)
         start = time.thread_time()
         pseudonyms = Pseudonyms(self._key)
         prompt = pseudonyms.extend(request.sequence.token_ids)
-        if request.request_id in self._unfinished:  # an ended request had this id, and the next result reports its end
+        if request.request_id in self._unfinished:  # the next result reports the ended request with this id
             self._replaced[request.request_id] = self._unfinished[request.request_id]
         self._unfinished[request.request_id] = _Unfinished(self._num_arrivals, request, pseudonyms)
         options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
@@ -123,7 +123,7 @@ class RecordingScheduler:
         self.seconds += time.thread_time() - start
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """End requests, and record the known ones."""
+        """See `Scheduler`."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
         self._note_answers()
@@ -139,7 +139,7 @@ class RecordingScheduler:
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
-        """Record preemptions that were requested from outside, then schedule and record a step."""
+        """See `Scheduler`. Injected preemptions are recorded, too."""
         to_preempt, known = self._scheduler.faults.to_preempt, self._unfinished
         if to_preempt and self._scheduler.in_flight is None:
             self._write(["p", [known[name].number for name in to_preempt if name in known]])
@@ -151,7 +151,7 @@ class RecordingScheduler:
         return scheduled
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Process a result. Record it if it belongs to the step in flight."""
+        """See `Scheduler`. A stale result is not recorded."""
         is_taken = result.step == scheduled.step and scheduled is self._scheduler.in_flight
         outputs = self._scheduler.update_from_output(scheduled, result)
         if not is_taken:
@@ -185,7 +185,7 @@ class RecordingScheduler:
         return outputs
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """Fail and record a step."""
+        """See `Scheduler`."""
         is_taken = scheduled is self._scheduler.in_flight
         outputs = self._scheduler.fail_step(scheduled, message)
         if not is_taken:

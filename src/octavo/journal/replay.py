@@ -38,14 +38,14 @@ class Mismatch:
     """A step that the replay decided differently."""
 
     step: int
-    decided: dict[str, int]  # by request id, numbers of tokens in the replay
+    decided: dict[str, int]  # token counts in the replay
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
     """A replay's outcome."""
 
-    log: EventLog  # with times on the recorded clock
+    log: EventLog
     num_steps: int
     num_requests: int
     mismatches: list[Mismatch]

@@ -11,7 +11,7 @@ from octavo.speculative.suffix_index import BYTES_PER_TOKEN, SuffixIndex
 if TYPE_CHECKING:
     from array import array
 
-BYTES_PER_ANSWER = 400  # measured: end position, salt digest and owner number
+BYTES_PER_ANSWER = 400  # measured
 
 
 class Answers:

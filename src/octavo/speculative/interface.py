@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 class DraftTask:
     """A request that needs draft tokens.
 
-    token_ids: int32 [num_tokens]. Prompt and output with this step's sampled tokens, valid until the next step. Tokens
-    are only appended. max_drafts: Limit on drafts. max_computed: Limit on drafts from a model, or None for max_drafts.
-    cache_salt: Only requests with equal salts may share drafts. predicted_token_ids: int32. Answer that the client
-    expects.
+    token_ids: int32 [num_tokens]. Prompt and output with this step's sampled tokens, valid until the next step. Later
+    steps append tokens. max_computed: Limit on drafts from a model, or None for max_drafts. cache_salt: Only requests
+    with equal salts may share drafts. predicted_token_ids: int32. Answer that the client expects.
     """
 
     request_id: str
@@ -56,7 +55,7 @@ class Proposer(Protocol):
 
     @property
     def computed(self) -> AbstractSet[str]:
-        """Ids of requests for which the latest call ran a model."""
+        """Requests for which the latest call ran a model."""
         ...
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:

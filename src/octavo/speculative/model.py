@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Protocol):
-    """A model that continues requests. max_model_len: Length of the longest sequence that it can continue, in tokens."""
+    """Continues requests of the latest step. max_model_len: Length of the longest such sequence, in tokens."""
 
     max_model_len: int
 
@@ -41,10 +41,7 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Drafts with a model for requests for which the lookup proposer `first` finds nothing.
-
-    Each forward pass appends a draft token to all these requests.
-    """
+    """Drafts with a model if the lookup proposer `first` finds nothing, one token of all requests per forward pass."""
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -90,7 +87,7 @@ class ModelProposer:
         return [row[:count] for row, count in zip(chosen.tolist(), counts, strict=True)]
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """See `Proposer`. The model's KV is released with the request's blocks."""
+        """See `Proposer`."""
         self._first.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:

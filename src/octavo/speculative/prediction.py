@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from octavo.speculative.interface import DraftTask, EndedRequest, Proposer
 
-NGRAM = 3  # shortest match, in tokens
-MAX_MATCH = 32  # longest match, in tokens
+NGRAM = 3  # shortest match
+MAX_MATCH = 32  # longest match
 DRAFTS_PER_TOKEN = 2
 
 

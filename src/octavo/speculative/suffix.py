@@ -48,7 +48,7 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
             self.num_bytes += Answers.bytes_of(self._max_bytes, self._max_answers)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Keep the requests' answers and drop their indices."""
+        """See `Proposer`."""
         super().finish(ended)
         if not self._max_answers:
             return

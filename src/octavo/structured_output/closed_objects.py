@@ -1,7 +1,7 @@
-"""Close objects that have `properties`, so that further properties are forbidden if the schema does not mention them.
+"""Forbid further properties in objects that have `properties`, if the schema does not decide about further ones.
 
-JSON Schema allows further properties, and a small model would invent properties without end. llama.cpp and xgrammar
-also close these objects.
+JSON Schema would allow them, and a small model would invent properties without end. llama.cpp and xgrammar also forbid
+them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MAX_MERGED = 50_000  # about 20 ms
 
 
 class MergeBudget:
-    """Limits the work of merging schemas, which grows with the product of options and properties."""
+    """Limits merging, because the product of options and properties grows fast."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED
 
     def take(self, amount: int) -> None:
-        """Count properties or schemas. Raises `RequestError` above the limit."""
+        """Raise `RequestError` above the limit."""
         self._left -= amount
         if self._left < 0:
             raise RequestError(
@@ -62,14 +62,14 @@ class Merged:
         self._referred: set[str] = set()
 
     def copy(self) -> Merged:
-        """Return an independent copy."""
+        """Return a copy."""
         self._budget.take(len(self.names) + 1)
         other = copy(self)
         other.names, other._referred = dict(self.names), set(self._referred)  # noqa: SLF001
         return other
 
     def add(self, schema: Any, root: dict[str, Any]) -> None:
-        """Add a schema, and all schemas in its `$ref`, `allOf`, `anyOf` and `oneOf`."""
+        """Add a schema with its references and options."""
         left = [schema]
         while left:
             part = left.pop()
@@ -103,7 +103,7 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """True if further properties may be forbidden, and the named properties reach the minimum number."""
+        """True if further properties may be forbidden, and named ones reach the minimum number."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:

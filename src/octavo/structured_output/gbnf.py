@@ -1,8 +1,8 @@
 """Translate llama.cpp's GBNF into llguidance's Lark.
 
-Each character becomes a lexeme, except in parts that `gbnf_lexemes` finds. Longer lexemes elsewhere would forbid
-allowed texts, such as "ba" for `root ::= word "a"` and `word ::= [a-z]+`, because the lexeme `word` would take both
-letters. Notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
+Each character becomes a lexeme, except in parts that `gbnf_lexemes` finds. Other long lexemes would forbid allowed
+texts. With `root ::= word "a"` and `word ::= [a-z]+`, the lexeme `word` would take all of "ba". Notation:
+https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
 from __future__ import annotations
@@ -167,7 +167,6 @@ def _joined(alternatives: list[list[Node]]) -> Node:
 
 
 def _written(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
-    """Return a node as Lark, without recursion, because nodes may be nested deep."""
     written: list[str] = []
     left: list[Node | str] = [root]
     while left:

@@ -1,8 +1,8 @@
 """Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
-llguidance's lexer takes the longest lexeme and never backtracks. Therefore lexemes are exact only if no text of a
-lexeme is a prefix of another text of a lexeme. A grammar without recursion becomes one lexeme. In a recursive grammar,
-parts become lexemes if all lexemes and single characters together meet the prefix condition.
+llguidance's lexer takes the longest lexeme and never backtracks. That is exact if no text of a lexeme is a prefix of
+another text. A grammar without recursion becomes one lexeme. In a recursive grammar, parts become lexemes if the prefix
+condition holds for all lexemes and single characters together.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MAX_WORK = 100_000  # of about 5 us each, in which other threads wait
 
 
 class TooLargeError(Exception):
-    """An automaton has too many states."""
+    """Too many states."""
 
 
 class TooMuchWorkError(Exception):
-    """The search takes too long."""
+    """Too much work."""
 
 
 class _Work:
@@ -75,7 +75,7 @@ def _fits(rules: Rules, node: Node, work: _Work) -> bool:
 
 
 class _Sizes:
-    """The numbers of characters and levels of nodes with expanded rules. None if recursive or too large."""
+    """Sizes of nodes with expanded rules. None if recursive or too large."""
 
     def __init__(self, rules: Rules) -> None:
         self._of_rules: dict[str, tuple[int, int]] = {}

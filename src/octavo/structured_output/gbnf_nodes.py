@@ -12,21 +12,21 @@ _FIRST_SURROGATE, _LAST_SURROGATE = 0xD800, 0xDFFF
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a set."""
+    """A character set."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """All items, in order."""
+    """Consecutive nodes."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several options."""
+    """Alternative nodes."""
 
     options: tuple[Node, ...]
 
@@ -59,7 +59,7 @@ Rules: TypeAlias = dict[str, Node]
 
 
 def negated(ranges: Ranges) -> Ranges:
-    """Return all characters outside of `ranges`, without surrogates."""
+    """Return the other characters, without surrogates."""
     rest, begin = [], 0
     for first, last in sorted(ranges):
         if begin < first:
@@ -78,7 +78,7 @@ def negated(ranges: Ranges) -> Ranges:
 
 
 def chars_regex(ranges: Ranges) -> str:
-    """Return a regular expression for a set of characters."""
+    """Return a regular expression for `ranges`."""
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return f"\\u{{{ranges[0][0]:X}}}"
     return "[" + "".join(f"\\u{{{first:X}}}-\\u{{{last:X}}}" for first, last in ranges) + "]"

@@ -48,7 +48,7 @@ _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_items_in_row": 10_000,  # an object of MAX_OPTIONAL_PROPERTIES takes 8,000
+    "max_items_in_row": 10_000,
     "max_lexer_states": 30_000,
     "max_grammar_size": 200_000,
 }
@@ -64,7 +64,7 @@ class GrammarError(RequestError):
 class Matcher:
     """The position of one output in its grammar. Methods raise `GrammarError` if the grammar exceeds its limits.
 
-    Other threads can run during `allowed`. With `large`, they can also run during `advance`.
+    Other threads can run during `allowed`, and with `large` also during `advance`.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -107,7 +107,7 @@ class Matcher:
             return int(self._matcher.validate_tokens(list(token_ids)))
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return a mask, bool [vocab], of the tokens that may come next. EOS is one if the text may end."""
+        """Return a bool [vocab] mask of the tokens that may come next, with EOS if the text may end."""
         with _named_faults():
             mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -118,11 +118,11 @@ class Matcher:
 
 
 class _LargeSteps:
-    """Lets other threads run, by adding a matcher, because llguidance releases the interpreter lock only for several."""
+    """Adds a second matcher, because llguidance releases the interpreter lock only for two or more matchers."""
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
-        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # it refuses any token immediately
+        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)
 
     def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
         other = self._other.deep_copy()  # one per thread
@@ -133,8 +133,8 @@ class _LargeSteps:
 class Vocabulary:
     """A tokenizer's properties that grammars need.
 
-    text: Content of tokenizer.json. num_ids: Number of ids, which may differ from the model's number of rows. token_id:
-    Returns the id of a token, or None. added_ids: Ids outside of the trained vocabulary.
+    text: Content of tokenizer.json. num_ids: Number of ids. The model may have more or fewer rows. added_ids: Ids
+    outside the trained vocabulary.
     """
 
     text: str
@@ -155,9 +155,8 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Caches recently used grammars and the grammars of unfinished requests.
 
-    read_vocabulary: Called by `read_ahead` or for the first grammar. A vocabulary of 150,000 tokens takes 110 MB and
-    one or two seconds, in which other threads are blocked. vocab_size: Number of the model's rows. Tokens without a row
-    are never allowed.
+    read_vocabulary: Called by `read_ahead` or for the first grammar. For 150,000 tokens, the call takes 110 MB and one
+    or two seconds, and blocks other threads. vocab_size: Rows of the model. Tokens without a row are never allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -173,7 +172,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def read_ahead(self) -> Future[None]:
-        """Start reading the vocabulary in the background. If this fails, later requests raise the error."""
+        """Read the vocabulary in the background. Later requests raise an error of reading."""
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
@@ -187,7 +186,7 @@ class GrammarCompiler:
             return _turns().submit(tenant, lambda: self._prepare(wanted))
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
-        """Return a new matcher. If needed, compile the grammar first. Raises `GrammarError`."""
+        """Compile a grammar and return a new matcher. Raises `GrammarError`."""
         with _named_faults():
             compiled = self._waited_for.get(id(wanted))
             if compiled is None:
@@ -300,11 +299,11 @@ def _turns() -> Turns:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the only compiling thread. Its stack is large enough for llguidance's recursion over the longest text."""
+    """Return the only compiling thread, with a stack for llguidance's recursion over the longest text."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:
-        executor.submit(int).result()  # creates the thread with that stack
+        executor.submit(int).result()
     finally:
         threading.stack_size(before)
     return executor

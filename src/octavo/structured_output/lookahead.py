@@ -55,7 +55,7 @@ def without_lookahead(pattern: str) -> list[str] | None:
 def _decimal(found: re.Match[str]) -> str:
     r"""Return pydantic's pattern without the assertion that counts digits.
 
-    Pydantic's first alternative allows text after the number, but the result does not.
+    Pydantic's first alternative allows text after the number. The result does not.
     """
     whole, most, places = int(found["whole"]), int(found["most"]), found["places"]
     if places is not None and whole + int(places) < most:

@@ -1,7 +1,7 @@
 """Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema put on one value.
 
-Tool call formats that are not JSON need this, because they write properties one by one. `root` is the whole schema, to
-which references refer.
+Call formats other than JSON need this, because they write properties one by one. References point into `root`, the
+whole schema.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOTES = frozenset(("$comment", "$schema", "default", "deprecated", "description
 
 
 def is_merged(schema: dict[str, Any]) -> bool:
-    """Return True if the schema has none of these four keywords."""
+    """Return True if the schema has none of these keywords."""
     return not any(key in schema for key in _MERGED)
 
 
@@ -78,7 +78,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_small(schema: Any, root: dict[str, Any]) -> bool:
-    """Return True if a schema with expanded references has at most MAX_EXPANDED nested schemas."""
+    """Return True if a fully expanded schema has at most MAX_EXPANDED nested schemas."""
     left, num_seen = [schema], 0
     while left and num_seen <= MAX_EXPANDED:
         part = left.pop()

@@ -1,4 +1,4 @@
-"""Find the part of a JSON schema that llguidance refuses, because its error does not name the part."""
+"""Find the part of a JSON schema that llguidance refuses, which llguidance's error does not name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from octavo.structured_output.references import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Keyword with the name of the request's field that contains the schema. llguidance ignores it.
+# Keyword with the name of the request's field, which llguidance ignores.
 FIELD = "x-octavo-field"
-# Keyword of schemas in which unsupported keywords are ignored instead of refused.
+# Keyword of schemas in which unsupported keywords are ignored.
 LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
@@ -29,7 +29,7 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """A part that cannot be compiled. place: JSON pointer. field: The request's field that has the schema."""
+    """A part that cannot be compiled. place: JSON pointer. field: The request's field."""
 
     place: str
     message: str
@@ -40,7 +40,7 @@ class SchemaFault:
 
 
 def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the smallest part that fails alone, or None. check: Compiles, and returns an error or None."""
+    """Return the fault of the smallest part that fails alone, or None. check: Returns a schema's error, or None."""
     message = check(schema)
     if message is None:
         return None

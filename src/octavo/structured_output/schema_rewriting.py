@@ -30,9 +30,9 @@ _KNOWN_DIALECTS = "json-schema.org/"
 def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema to compile. The argument is not changed.
 
-    * Further properties are forbidden in an object with `properties` and without `additionalProperties`. The keywords
-      may be in a `$ref`, `allOf` or `anyOf`. Further properties stay allowed if the object has `patternProperties` or
-      needs more properties than the schema names.
+    * An object with `properties` and without `additionalProperties` is closed, which forbids further properties. It
+      stays open if it has `patternProperties` or needs more properties than are named. `$ref`, `allOf` and `anyOf` are
+      taken into account.
     * An unknown `format` is dropped.
     * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
       or `properties`.
@@ -45,8 +45,8 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 class _Rewriter:
     """Rewrites one schema.
 
-    Schemas of whole values are closed, which means that they forbid further properties. Members of a merge (`allOf`, or
-    `$ref` with other keywords) stay open, and the merge is closed.
+    Whole values are closed, which forbids further properties. Members of a merge (`allOf`, or `$ref` with other
+    keywords) stay open, and the merge is closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
