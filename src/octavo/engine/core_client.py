@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.outputs import EngineCoreOutput
 
     Answer: TypeAlias = Callable[[OctavoError | None], None]
-    """Called once for each added request, with None if the request was queued, or with the error that refused it."""
+    """Called once per added request: with None once it is queued, or with the error that refuses it."""
 
 
 class CoreClient(Protocol):

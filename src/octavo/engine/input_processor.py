@@ -24,7 +24,7 @@ _ORDINARY_CHARS = 16  # per token; for shorter texts the longest token is not se
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 
-A dictionary may also have "predicted_token_ids", the expected answer, which serves for drafts.
+A dictionary may have "predicted_token_ids", the expected answer; no token depends on it.
 """
 
 

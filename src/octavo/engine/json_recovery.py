@@ -38,7 +38,7 @@ _KEY = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})){0,256
 _LAST_COMMA = re.compile(r",[ \t\r\n]*[}\]]")
 _PYTHON_OBJECT = re.compile(r"\{[ \t\r\n]*'")
 END = re.compile(r"\s*\Z")
-"""Matches if only white space follows."""
+"""Nothing but white space follows."""
 
 
 class StrictObject:
