@@ -46,7 +46,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._read: dict[str, OutputStream] = {}
         self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like `_submitted`
-        self._submitted: set[OutputStream] = set()  # without an answer of the core
+        self._submitted: set[OutputStream] = set()  # not answered by the core
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # no command is added after `_dead` is set
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
@@ -204,7 +204,7 @@ class AsyncEngine:
 
     def _abort(self, request_id: str, stream: OutputStream) -> None:
         stream.is_detached = True
-        is_new = stream in self._submitted and request_id not in self._streams  # to cancel its preparation
+        is_new = stream in self._submitted and request_id not in self._streams
         if is_new or self._streams.get(request_id) is stream:
             self.engine.abort_request(request_id)
 

@@ -127,7 +127,7 @@ class ChatTemplate:
                 compiled = _Compiled(self._environment, source, self._special_tokens)
             except _TEMPLATE_ERRORS as error:
                 raise RequestError(f"the chat template is broken: {error}", parameter="chat_template") from error
-            if source in self.templates.values():  # not for texts of callers
+            if source in self.templates.values():  # a caller's own text is not cached
                 self._compiled[source] = compiled
         return compiled
 

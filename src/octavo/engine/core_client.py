@@ -53,7 +53,7 @@ class CoreClient(Protocol):
 
     @property
     def num_failed_starts(self) -> int:
-        """Consecutive core processes that ended before they were ready."""
+        """Number of consecutive starts that failed."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class CoreClient(Protocol):
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report the core's events to a listener a few times a second. None ends the reports."""
+        """Report recent and new events to a listener a few times a second. None ends the reports."""
         ...
 
     def finish_transfers(self) -> None:

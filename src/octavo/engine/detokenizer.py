@@ -151,7 +151,7 @@ class IncrementalDetokenizer:
         if num_bytes and self.num_prompt_bytes:
             self.num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]  # which belongs to the prompt
+                text = text[1:]  # the first character belongs to the prompt
         del self._held[:num_bytes]
         return text
 

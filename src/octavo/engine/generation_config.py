@@ -19,9 +19,10 @@ _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """A checkpoint's sampling parameters by public name, and its EOS ids.
+    """A checkpoint's default sampling parameters and EOS ids.
 
-    The EOS ids are those of generation_config.json, or else of config.json. path: Path for error messages.
+    sampling: Values by parameter name. eos_token_ids: From generation_config.json, or else from config.json. path: For
+    error messages.
     """
 
     sampling: dict[str, float | int]

@@ -10,7 +10,7 @@ from octavo.engine import ipc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AWAY_S = 1.0  # a longer gap between two calls of `look` is no silence of the process
+_AWAY_S = 1.0  # after a longer gap between calls of `look`, the watching thread was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

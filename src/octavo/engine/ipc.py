@@ -130,7 +130,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The core cannot be built."""
+    """The core cannot be built. kind: The error's class."""
 
     kind: str
     message: str

@@ -320,7 +320,7 @@ class _Search:
                 may_end = self._may_end_string(position + 1, before)
                 if may_end:
                     is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
-                    if strays:  # the text may be several values
+                    if strays:
                         is_clear = is_clear and not may_have_ended and not self._has_break(start, position)
                     if len(strays) == 1:  # perhaps the string's own quote was written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
@@ -379,8 +379,8 @@ class _Search:
 class _Escapes:
     """The backslashes in one string.
 
-    has_invalid: A backslash begins no valid escape, so the model did not escape its text. Then a valid escape
-    (has_other) is ambiguous. has_end: An escaped quote may end the string.
+    If has_invalid, the model did not escape its text, and a valid escape (has_other) is ambiguous. has_end: An escaped
+    quote may end the string.
     """
 
     has_invalid: bool = False

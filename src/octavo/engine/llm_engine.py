@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A synchronous engine. It is not thread-safe."""
+    """A synchronous engine. Not thread-safe."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Engine:
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}
         self._put_by: list[RequestOutput] = []  # outputs that the next `step` returns
-        self._given_up: set[str] = set()  # of failed batches; outputs are dropped
+        self._given_up: set[str] = set()  # requests of failed batches, to drop outputs
         self._new_ids = map(str, itertools.count())
         self._is_shut_down = False
 
@@ -129,7 +129,7 @@ class Engine:
         """Abort requests now. A later `step` returns the last output of each, with finish_reason "abort"."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
-            if request_id in self._submitted:  # the core answers the request, then ends it
+            if request_id in self._submitted:
                 stream_ids = [stream.request_id for stream in self._submitted[request_id].streams]
             self.client.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
 
@@ -169,7 +169,7 @@ class Engine:
         *,
         params: SamplingParams | None = None,
     ) -> RequestOutput:
-        """Answer one prompt, and return the last output. `params` is another name of sampling_params."""
+        """Answer one prompt, and return the last output. params: Same as sampling_params. Raises `RequestError`."""
         return next(iter(self.generate_batch([prompt], sampling_params, params=params).values()))
 
     def generate_batch(

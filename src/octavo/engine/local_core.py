@@ -78,7 +78,7 @@ class LocalCore:
         return bool(self._held)
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Do nothing, because this core dies with this process."""
+        """Do nothing."""
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
         """See `CoreClient`."""
@@ -175,7 +175,7 @@ class LocalCore:
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """See `CoreClient`. Recent events come first."""
+        """See `CoreClient`."""
         self._feed = None if listener is None else SnapshotFeed(self.core)
         self._listener = listener or self._listener
         self._show()

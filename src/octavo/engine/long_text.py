@@ -34,7 +34,7 @@ _SAMPLE = (
 
 
 class WholeEncoder(Protocol):
-    """Tokenizes a text without cuts."""
+    """Tokenizes uncut texts."""
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return token ids."""
@@ -109,7 +109,7 @@ class LongTextEncoder:
             return None
         for begin in range(start, len(text), PIECE_CHARS):
             progress()
-            found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # the pattern reads two more characters
+            found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)
             if found is not None and 0 < found.start() < len(text):
                 return found.start()
         return None

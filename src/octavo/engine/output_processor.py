@@ -26,7 +26,7 @@ _NUM_TEXTS = 1 << 14
 
 @dataclass(slots=True)
 class _OutputState:
-    """The state of one stream. In DELTA mode, `logprobs` has only undelivered ones."""
+    """The state of one stream. In DELTA mode, `logprobs` has only undelivered entries."""
 
     index: int
     detokenizer: Detokenizer | None = None

@@ -28,8 +28,8 @@ class NotALiteralError(ValueError):
 class ValueScanner:
     """Finds the end of a literal in a text that arrives in pieces.
 
-    The literal ends before the first character of `ends` outside of brackets. If `ends` is empty, it ends after its
-    last bracket. is_begun: The text ended within the literal. line_ends: Positions of unescaped line ends in
+    The literal ends before the first character of `ends` outside of brackets. If `ends` is empty, the literal ends
+    after its last bracket. is_begun: The text ended within the literal. line_ends: Positions of unescaped line ends in
     strings without triple quotes.
     """
 

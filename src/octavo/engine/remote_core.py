@@ -50,7 +50,7 @@ _MAX_PENDING = 4096
 
 
 class RemoteCore:
-    """A `CoreClient` that watches and restarts the core's process. command: Runs `run_core_process`."""
+    """A `CoreClient` that watches and restarts the core's process. command: Starts a program that calls `run_core_process`."""
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
@@ -293,7 +293,7 @@ class RemoteCore:
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:
-        """Do nothing, because the process saves KV when idle."""
+        """Do nothing."""
 
     def shutdown(self) -> None:
         """Ask the process to end, and kill it after some seconds."""

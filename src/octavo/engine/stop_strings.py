@@ -38,7 +38,7 @@ class StopStrings:
         self._string_at = {first + len(text): text for first, text in zip(self._first_nodes, strings, strict=True)}
         self._branch_off(strings)
         num_nodes = len(self._characters)
-        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the longest proper suffix that is a node
+        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the failure link
         self._stops = array("i", [0]) * num_nodes  # by node: last node of the longest stop string that ends here
         # by node: the length of the longest suffix that begins a longer stop string
         self.num_held_back_chars = array("h", [0]) * num_nodes
@@ -103,7 +103,7 @@ class StopSearch:
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
         """Search the next piece up to the first stop string that ends there, and return it.
 
-        If two end together, the longer one is returned. counts: False to ignore stop strings that end in this piece. A
+        If two strings end together, the longer one is returned. counts: False to ignore stop strings that end in this piece. A
         stop string that begins here may still end in a later piece.
         """
         stops = self._stops

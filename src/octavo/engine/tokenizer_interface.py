@@ -13,7 +13,7 @@ class Detokenizer(Protocol):
 
     @property
     def held(self) -> bytes:
-        """Bytes that later tokens may change. Bytes of the prompt come first."""
+        """Bytes of incomplete characters and byte runs. Bytes of the prompt come first."""
         ...
 
     @property

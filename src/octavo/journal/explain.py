@@ -129,7 +129,7 @@ class _Explainer:
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
-        self.found_in_host: events.HostBlocksFound | None = None  # until the same step's `HostBlocksCopied`
+        self.found_in_host: events.HostBlocksFound | None = None  # reset by `HostBlocksCopied` of the same step
         self.tokens_while_queued: Counter[str] = Counter()
         for event in before:
             self._note_blocked(event)
@@ -256,7 +256,7 @@ class _Explainer:
         elif isinstance(event, events.KVLoadStarted):
             self.enter(LOADING, event.time)
         elif isinstance(event, events.KVLoadEnded):
-            continues = event.num_tokens > 0  # a part of the KV is enough
+            continues = event.num_tokens > 0
             self.enter(
                 (GENERATING if self.has_output else PROMPT) if continues else QUEUED, event.time, _by_tier(event)
             )

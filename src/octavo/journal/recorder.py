@@ -46,7 +46,7 @@ class RecordedClock:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.microseconds = round(1e6 * clock())  # the last reading
+        self.microseconds = round(1e6 * clock())
 
     def __call__(self) -> float:
         """Return seconds."""
@@ -139,7 +139,7 @@ class RecordingScheduler:
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
-        """See `Scheduler`. Injected preemptions are recorded, too."""
+        """See `Scheduler`. Preemptions by `faults` are recorded, too."""
         to_preempt, known = self._scheduler.faults.to_preempt, self._unfinished
         if to_preempt and self._scheduler.in_flight is None:
             self._write(["p", [known[name].number for name in to_preempt if name in known]])
@@ -164,7 +164,7 @@ class RecordingScheduler:
         for output in outputs:
             num_accepted, reason = len(output.new_token_ids), output.finish_reason
             if reason is None and num_accepted == 1 and not has_drafts:
-                continue  # one token was sampled: no row
+                continue  # got the one token that was due
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
             if reason is not None or num_sampled != 1 or num_accepted != 1:
                 name = output.request_id

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Protocol):
-    """Continues requests of the latest step. max_model_len: Length of the longest such sequence, in tokens."""
+    """Continues requests of the latest step. max_model_len: Limit on their tokens."""
 
     max_model_len: int
 
@@ -41,7 +41,10 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Drafts with a model if the lookup proposer `first` finds nothing, one token of all requests per forward pass."""
+    """Drafts with a model for requests for which the lookup proposer `first` finds nothing.
+
+    Each forward pass drafts one token per request.
+    """
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _TOKEN_BITS = 32
 _MOST_TOKENS = 1 << 17  # limit for all requests together
-_ENTRY_BYTES = 120  # of a dict that has just grown, without the key's tokens
+_ENTRY_BYTES = 120  # measured in a dict that has just grown, without tokens of keys
 
 
 @dataclass(slots=True)

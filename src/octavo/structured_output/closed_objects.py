@@ -1,7 +1,7 @@
 """Forbid further properties in objects that have `properties`, if the schema does not decide about further ones.
 
-JSON Schema would allow them, and a small model would invent properties without end. llama.cpp and xgrammar also forbid
-them.
+JSON Schema allows further properties, and a small model would invent properties without end. llama.cpp and xgrammar
+also forbid further properties.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MergeBudget:
         self._left = MAX_MERGED
 
     def take(self, amount: int) -> None:
-        """Raise `RequestError` above the limit."""
+        """Count merged parts. Raises `RequestError` above the limit."""
         self._left -= amount
         if self._left < 0:
             raise RequestError(

@@ -1,6 +1,6 @@
 """Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
-llguidance's lexer takes the longest lexeme and never backtracks. That is exact if no text of a lexeme is a prefix of
+llguidance's lexer takes the longest lexeme and never backtracks. This is exact if no text of a lexeme is a prefix of
 another text. A grammar without recursion becomes one lexeme. In a recursive grammar, parts become lexemes if the prefix
 condition holds for all lexemes and single characters together.
 """
@@ -151,7 +151,7 @@ class _Automaton:
             self._owners += [index] * (len(self._edges) - len(self._owners))
 
     def continuing(self, *, until_found: bool = False) -> set[int]:
-        """Return the parts that match an empty text, or a text of which a text of any part is a prefix.
+        """Return the parts that match an empty text, or a text that begins with a text of any part.
 
         Raises `TooLargeError`.
         """

@@ -59,7 +59,7 @@ Rules: TypeAlias = dict[str, Node]
 
 
 def negated(ranges: Ranges) -> Ranges:
-    """Return the other characters, without surrogates."""
+    """Return the complement of `ranges`, without surrogates."""
     rest, begin = [], 0
     for first, last in sorted(ranges):
         if begin < first:

@@ -118,7 +118,7 @@ class Matcher:
 
 
 class _LargeSteps:
-    """Adds a second matcher, because llguidance releases the interpreter lock only for two or more matchers."""
+    """Advances two matchers, because llguidance releases the interpreter lock only for two or more."""
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
@@ -172,7 +172,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def read_ahead(self) -> Future[None]:
-        """Read the vocabulary in the background. Later requests raise an error of reading."""
+        """Read the vocabulary in the background. If this fails, later requests raise the error."""
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:

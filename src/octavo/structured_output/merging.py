@@ -21,7 +21,7 @@ _NOTES = frozenset(("$comment", "$schema", "default", "deprecated", "description
 
 
 def is_merged(schema: dict[str, Any]) -> bool:
-    """Return True if the schema has none of these keywords."""
+    """Return True if the schema has no `$ref`, `allOf`, `anyOf` or `oneOf`."""
     return not any(key in schema for key in _MERGED)
 
 
@@ -45,7 +45,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
         if not left and not found and is_merged(part):
             return part
         reference = part.get("$ref")
-        if isinstance(reference, str) and reference not in referred:  # references may be cyclic
+        if isinstance(reference, str) and reference not in referred:
             referred.add(reference)
             left.insert(0, resolve(reference, root))
         left += _list(part, "allOf")

@@ -13,7 +13,7 @@ from octavo.structured_output.references import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Keyword with the name of the request's field, which llguidance ignores.
+# Keyword that llguidance ignores. Its value names the request's field.
 FIELD = "x-octavo-field"
 # Keyword of schemas in which unsupported keywords are ignored.
 LENIENT = "x-octavo-lenient"
@@ -29,7 +29,7 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """A part that cannot be compiled. place: JSON pointer. field: The request's field."""
+    """A part that cannot be compiled. place: JSON pointer. field: The request's field with the schema."""
 
     place: str
     message: str
