@@ -27,8 +27,8 @@ _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 class TokenPieces:
     """Computes the text or bytes that each token appends to a nonempty text.
 
-    has_byte_runs: Consecutive byte tokens are decoded together (sentencepiece's byte fallback). Each byte of invalid
-    UTF-8 becomes a replacement character. strips_start: The decoder may change a text's beginning.
+    has_byte_runs: Consecutive byte tokens are decoded together as a run (sentencepiece's byte fallback). Each byte of
+    an invalid run becomes a replacement character. strips_start: The decoder may change a text's beginning.
     """
 
     __slots__ = ("_decoder", "_decodes_bytes", "_id_to_token", "_special_ids", "has_byte_runs", "kept", "strips_start")
@@ -78,9 +78,9 @@ class TokenPieces:
 class IncrementalDetokenizer:
     """Turns token ids into text. The joined results of `add` and `finish` equal `Tokenizer.decode`.
 
-    Incomplete characters are held back until later tokens complete them. The text continues the prompt, so the first
-    word keeps its space, which sentencepiece's decoders strip from a text's start. A character that begins in the
-    prompt is part of the text.
+    Incomplete characters and byte runs are held back until later tokens complete them. The text continues the prompt,
+    so the first word keeps its space, which sentencepiece's decoders strip from a text's start. A character that begins
+    in the prompt is part of the text.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")

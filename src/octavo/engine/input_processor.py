@@ -33,7 +33,7 @@ class TextCodec(Protocol):
 
     @property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token."""
+        """Number of characters in the longest token."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
@@ -76,7 +76,7 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A checked request. prompt: The text, if given."""
+    """A checked request. prompt: Text of the prompt, or None."""
 
     request_id: str
     prompt: str | None

@@ -119,7 +119,7 @@ class LocalCore:
             except TimeoutError:
                 each.prepared.cancel()
                 each.answer(self._lateness(each))
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+            except BaseException as error:  # noqa: BLE001
                 each.answer(error_for(each.request_id, "it was prepared", error))
             else:
                 self._add(each.streams, each.answer)
@@ -139,7 +139,7 @@ class LocalCore:
             each.answer(None)
             self._undelivered += [EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.streams]
         outputs = self.core.scheduler.finish_requests(stream_ids, status)
-        if status is RequestStatus.FINISHED_ABORTED:  # see `CoreClient`
+        if status is RequestStatus.FINISHED_ABORTED:
             self._undelivered += outputs
 
     def has_work(self) -> bool:

@@ -137,7 +137,7 @@ class OutputProcessor:
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def piece(self, token_id: int) -> str | bytes:
-        """Return the text of any token, or its bytes if they are not valid UTF-8."""
+        """Return the text of any token, or bytes that may be part of a character."""
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
@@ -189,7 +189,7 @@ class OutputProcessor:
         for state in changed.values():
             try:
                 outputs += self._emit(state, now)
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+            except BaseException as error:  # noqa: BLE001
                 to_fail += self._give_up(state, error)
                 outputs.append(self._failed_output(state))
         return ProcessedOutputs(outputs, to_stop, to_fail)

@@ -50,7 +50,10 @@ _MAX_PENDING = 4096
 
 
 class RemoteCore:
-    """A `CoreClient` that watches and restarts the core's process. command: Starts a program that calls `run_core_process`."""
+    """A `CoreClient` that watches and restarts the core's process.
+
+    command: Command of a process that calls `run_core_process`.
+    """
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
@@ -229,7 +232,7 @@ class RemoteCore:
         self._lose = lose
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """See `CoreClient`. A later `wait` receives the answer."""
+        """See `CoreClient`."""
         if len(self._pending) >= _MAX_PENDING:
             answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
             return

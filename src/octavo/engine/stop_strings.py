@@ -103,8 +103,8 @@ class StopSearch:
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
         """Search the next piece up to the first stop string that ends there, and return it.
 
-        If two strings end together, the longer one is returned. counts: False to ignore stop strings that end in this piece. A
-        stop string that begins here may still end in a later piece.
+        If two strings end together, the longer one is returned. counts: False to ignore stop strings that end in this
+        piece. A stop string that begins here may still end in a later piece.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):

@@ -47,7 +47,7 @@ class DetokenizerFactory(Protocol):
         ...
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return the text that a token appends, or the token's bytes if they are not valid UTF-8."""
+        """Return the text that a token appends, or bytes that may be part of a character."""
         ...
 
     def is_special(self, token_id: int) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Protocol):
-    """Continues requests of the latest step. max_model_len: Limit on their tokens."""
+    """Continues requests of the latest step. max_model_len: Limit on a sequence, in tokens."""
 
     max_model_len: int
 

@@ -20,7 +20,7 @@ MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
-_MAX_HITS = 6  # newest hits that are counted
+_MAX_HITS = 6
 _MAX_STEPS = 64  # limit on visited entries of a hash chain
 _MAX_LENGTHS = 2
 

@@ -155,8 +155,8 @@ class _Compiled:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Caches recently used grammars and the grammars of unfinished requests.
 
-    read_vocabulary: Called by `read_ahead` or for the first grammar. For 150,000 tokens, the call takes 110 MB and one
-    or two seconds, and blocks other threads. vocab_size: Rows of the model. Tokens without a row are never allowed.
+    read_vocabulary: Called by `read_ahead` or for the first grammar. Reading 150,000 tokens takes 110 MB and one or two
+    seconds, and blocks other threads. vocab_size: Rows of the model. Tokens without a row are never allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:

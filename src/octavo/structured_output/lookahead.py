@@ -1,8 +1,8 @@
 """Replace a regular expression with lookahead by several expressions without lookahead, which must all match.
 
 llguidance has no lookahead, but pydantic uses it for `Decimal`, zod for `email()`, and users for passwords. A positive
-assertion at the beginning becomes a separate pattern. A negative assertion becomes a pattern for all other texts. Functions
-return None for unknown forms.
+assertion at the beginning becomes a separate pattern. A negative assertion becomes a pattern for all other texts.
+Functions return None for unknown forms.
 """
 
 from __future__ import annotations
