@@ -1,8 +1,8 @@
 """Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
-llguidance's lexer takes the longest lexeme and never backtracks. The result is exact if no text of a lexeme is a prefix of
-another text. A grammar without recursion becomes one lexeme. In a recursive grammar, parts become lexemes if the prefix
-condition holds for all lexemes and single characters together.
+llguidance's lexer takes the longest lexeme and never backtracks. The result is exact if no text of a lexeme is a prefix
+of another text. A grammar without recursion becomes one lexeme. In a recursive grammar, parts become lexemes if the
+prefix condition holds for all lexemes and single characters together.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ JSON_OPTIONS = {
 # Without this option, llguidance would force ordinary tokens if only one text can follow, and refuse an added token
 # such as "<think>" for the same text.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# White space at the start is limited. Some is needed: chat templates put up to two line feeds around reasoning.
+# White space at the start is limited. Some is needed, because templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
