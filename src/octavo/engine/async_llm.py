@@ -31,9 +31,10 @@ _CHARS_PER_ID = 4
 
 
 class AsyncEngine:
-    """Steps an engine in a thread. Other code reaches the engine only through the inbox.
+    """Steps an engine in a thread, and serves asyncio code.
 
-    max_unread_outputs: a request with more unread outputs is ended; None for no limit.
+    Other threads reach the engine only through a command queue. max_unread_outputs: Number of unread outputs above
+    which a request is ended, or None.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -44,8 +45,8 @@ class AsyncEngine:
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._read: dict[str, OutputStream] = {}
-        self._streams: dict[str, OutputStream] = {}  # used only by the engine's thread, like `_submitted`
-        self._submitted: set[OutputStream] = set()  # the core has not answered
+        self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like `_submitted`
+        self._submitted: set[OutputStream] = set()  # not answered by the core
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # no command is added after `_dead` is set
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
@@ -75,10 +76,10 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request. Closing the iterator early aborts the request.
 
-        The arguments are those of `Engine.add_request`. fields: replace fields of `options`. on_processed: awaited with
-        the tokenized request before it is sent; an error from it ends the request. on_unread: called with each output
-        that a disconnected or slow reader missed. Raises `RequestError`, `EngineDeadError`, and `SlowReaderError` if
-        too many outputs are unread.
+        The arguments are those of `Engine.add_request`. fields: Replace fields of `options`. on_processed: Awaited with
+        the tokenized request before it is sent. An exception ends the request. on_unread: Called with each output that
+        a disconnected or slow reader does not receive. Raises `RequestError`, `EngineDeadError`, and `SlowReaderError`
+        if too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead
@@ -117,13 +118,13 @@ class AsyncEngine:
                     self._post(lambda: self._abort(request_id, stream))
 
     def fail(self, request_id: str, error: OctavoError) -> None:
-        """Fail the request's output stream now, even during a long step, and abort the request."""
+        """Abort a request. Its reader gets the error immediately, even during a long step."""
         stream = self._read.get(request_id)
         if stream is not None:
             _call_soon(stream.loop, stream.fail, error)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests. Each gets a last output with finish_reason "abort". Raises `EngineDeadError`."""
+        """See `Engine.abort_request`. Raises `EngineDeadError`."""
         await self.call(lambda engine: engine.abort_request(request_ids))
 
     async def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
@@ -131,7 +132,7 @@ class AsyncEngine:
         await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
-        """Run a function on the engine's thread, between two steps."""
+        """Run a function on the engine's thread, between two steps. Return its result."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -170,7 +171,7 @@ class AsyncEngine:
                     self._deliver(self.engine.step())
                 else:
                     self.client.wait()
-        except Exception as error:  # every reader must get an error
+        except Exception as error:
             logger.exception("the engine's thread failed")
             reason = f"the engine failed: {error}"
         with self._door:
@@ -203,7 +204,7 @@ class AsyncEngine:
 
     def _abort(self, request_id: str, stream: OutputStream) -> None:
         stream.is_detached = True
-        is_new = stream in self._submitted and request_id not in self._streams  # preparations can be cancelled
+        is_new = stream in self._submitted and request_id not in self._streams
         if is_new or self._streams.get(request_id) is stream:
             self.engine.abort_request(request_id)
 
@@ -213,7 +214,7 @@ class AsyncEngine:
             _call_soon(stream.loop, stream.put, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Deliver one batch per event loop, because waking a loop is slow."""
+        """Deliver outputs in one batch per event loop, because waking a loop is slow."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -244,7 +245,7 @@ class AsyncEngine:
         while not self._inbox.empty():
             command = self._inbox.get()
             if command is not None:
-                try:  # the caller needs an answer
+                try:
                     command()
                 except Exception:
                     logger.exception("a command to the dead engine failed")
@@ -269,7 +270,7 @@ def _put_all(batch: list[tuple[OutputStream, RequestOutput]]) -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: no reader is waiting
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(function, *args)
 
 

@@ -1,4 +1,4 @@
-"""Read the arguments of a model's call."""
+"""Parse the arguments of a model's tool call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNREADABLE_KEY = "arguments"
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return a complete call's arguments, perhaps repaired, or None."""
+    """Return a complete call's arguments, perhaps repaired, or None if the text is no object."""
     if not text.strip():
         return {}
     try:
@@ -28,10 +28,10 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return any call's arguments as an object, which chat templates need.
+    """Return the arguments of a complete or cut-off call as an object, which chat templates need.
 
-    A cut-off call has the arguments that arrived, with the beginning of the last string. Other text becomes the value
-    of `UNREADABLE_KEY`, so that the model sees it.
+    A cut-off call has the arguments that arrived, with an incomplete last string. Text that is no object becomes the
+    value of `UNREADABLE_KEY`.
     """
     whole = parse_arguments(text)
     if whole is not None:

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Templates read one of these keys.
+# Each template reads reasoning from one of these keys.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Templates raise these for unexpected data.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -42,9 +41,10 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplate:
-    """A checkpoint's chat templates by name: "default", and "tool_use" for requests with tools.
+    """The chat templates of a checkpoint.
 
-    special_tokens: variables of the templates, such as "bos_token".
+    templates: Text of the default template, or texts by name. "tool_use" is for requests with tools. special_tokens:
+    Variables of the templates, such as "bos_token".
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ChatTemplate:
         chat_template: str | None = None,
         **chat_template_kwargs: Any,
     ) -> str:
-        """Return a prompt like transformers' `apply_chat_template`. Raises `RequestError`.
+        """Render a conversation as a prompt, like transformers' `apply_chat_template`. Raises `RequestError`.
 
-        continue_final_message: end within the last message, which the model continues. chat_template: a template's name
-        or text. Other keywords are variables of the template.
+        continue_final_message: The prompt ends within the last message, which the model continues. chat_template: Name
+        or text of a template. Other keyword arguments become variables of the template.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -127,16 +127,13 @@ class ChatTemplate:
                 compiled = _Compiled(self._environment, source, self._special_tokens)
             except _TEMPLATE_ERRORS as error:
                 raise RequestError(f"the chat template is broken: {error}", parameter="chat_template") from error
-            if source in self.templates.values():  # callers may pass any number of texts
+            if source in self.templates.values():  # a caller's own text is not cached
                 self._compiled[source] = compiled
         return compiled
 
 
 class _Compiled:
-    """A compiled template with its traits.
-
-    no_tools: what `tools` is if a request has none; [] if the template refuses None.
-    """
+    """A compiled template. no_tools: Value of `tools` in requests without tools. [] if the template refuses None."""
 
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
         self.template = environment.from_string(source)
@@ -146,7 +143,7 @@ class _Compiled:
         self.no_tools: list[Any] | None = None if takes_null or self._try(question, special, []) is None else []
 
     def render(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """Render the first form of `chat` that the template accepts. Raises the first form's `RequestError`."""
+        """Render the first form of `chat` that the template accepts."""
         refusal: Exception | None = None
         if variables["tools"] is None:
             variables = {**variables, "tools": self.no_tools}
@@ -172,7 +169,7 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the block by its body."""
+        """Unwrap the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -192,7 +189,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # no HTML escapes, unlike Jinja's
+        # unlike Jinja's filter, without HTML escapes
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
@@ -266,7 +263,7 @@ def _part_text(part: Any, index: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Copy data as JSON types: no object with methods may reach a template."""
+    """Copy data as JSON types, because a template could call methods of other objects."""
     try:
         return _rebuilt(value)
     except RecursionError:
@@ -294,7 +291,7 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Cut the text at the tag. If the tag's space is missing, the template strips messages, so strip the text."""
+    """Return the text before the tag, stripped if the template has stripped the tag."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""The interface of a core."""
+"""The interface between an engine and its core."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class CoreClient(Protocol):
-    """A core in this process or another. Only `wake` and the properties are thread-safe.
+    """A client of a core in this process or another one. Only `wake` and the properties are thread-safe.
 
-    A request is answered once. If accepted, it ends once, by outputs of its streams or by `on_lost`.
+    Each added request is answered once. An accepted request ends once, by outputs of its n streams or by `on_lost`.
     """
 
     @property
@@ -48,12 +48,12 @@ class CoreClient(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """Restarts so far."""
+        """Number of restarts."""
         ...
 
     @property
     def num_failed_starts(self) -> int:
-        """Consecutive processes that ended before they were ready."""
+        """Number of consecutive starts that failed."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class CoreClient(Protocol):
         ...
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Call `lose` each time the core dies, after unanswered requests were refused."""
+        """Register `lose`, which is called each time the core dies, after unanswered requests were refused."""
         ...
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
@@ -70,7 +70,7 @@ class CoreClient(Protocol):
         ...
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End known streams. Only aborted streams have a last output: the engine itself decides on other ends."""
+        """End known streams. Only aborted streams get a last output, because the engine makes any other last output."""
         ...
 
     def has_work(self) -> bool:
@@ -78,11 +78,11 @@ class CoreClient(Protocol):
         ...
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return new outputs. A core in this process computes a step."""
+        """Return new outputs. If the core runs in this process, compute a step."""
         ...
 
     def wait(self) -> None:
-        """Block until there is work, an answer or a `wake`, for at most a second."""
+        """Block until `wake` is called or there is work or an answer, for at most a second."""
         ...
 
     def wake(self) -> None:
@@ -90,13 +90,13 @@ class CoreClient(Protocol):
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report events to a listener a few times a second, or stop if it is None."""
+        """Report recent and new events to a listener a few times a second. None ends the reports."""
         ...
 
     def finish_transfers(self) -> None:
-        """Wait until the KV of ended requests is saved. A core in its own process saves it without this call."""
+        """Wait until the KV of ended requests is saved. A core in another process saves KV without this call."""
         ...
 
     def shutdown(self) -> None:
-        """Refuse unanswered requests, and free all resources. May be repeated."""
+        """Refuse unanswered requests, and free all resources. May be called again."""
         ...

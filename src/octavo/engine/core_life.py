@@ -1,4 +1,4 @@
-"""One engine process."""
+"""Start and end an engine process."""
 
 from __future__ import annotations
 
@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from octavo.errors import OctavoError
 
 _STANDARD_ERROR = 2
-_MOST_AT_ONCE = 1000  # messages read in a row; commands wait meanwhile
+_MOST_AT_ONCE = 1000  # limit on messages per call, because commands wait meanwhile
 
 
 @dataclass(slots=True)
 class CoreLife:
-    """An engine process with its sockets.
-
-    ready_at: monotonic time at which it became ready. failure: the error that it reported.
-    """
+    """An engine process with its sockets. failure: Error that the process reported."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -62,11 +59,11 @@ class CoreLife:
                 socket.bind(endpoint)
             order = ipc.encode_launch(ipc.Launch(config, endpoints[0], endpoints[1], *logs.in_use()))
             environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
-            process = subprocess.Popen(  # noqa: S603 - a command of ours
+            process = subprocess.Popen(  # noqa: S603 - not from users
                 command, stdin=subprocess.PIPE, stdout=_STANDARD_ERROR, env=environment, close_fds=True
             )
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # `why_over` reports the death
+            with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(order)
                 process.stdin.flush()
             stack.pop_all()
@@ -74,13 +71,13 @@ class CoreLife:
 
     @property
     def why_over(self) -> str | None:
-        """How the process ended, or why it must be killed."""
+        """How the process ended, or why it must be killed, or None."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
         return self.health.why_given_up
 
     def send(self, message: bytes) -> bool:
-        """Send a message. Returns False if the process accepts none."""
+        """Send a message. Return False if the process is not ready."""
         if self.ready_at is None:
             return False
         try:
@@ -90,14 +87,14 @@ class CoreLife:
         return True
 
     def received(self, wait_ms: int = 0) -> Iterator[bytes]:
-        """Yield messages, waiting up to `wait_ms` for each."""
+        """Yield messages. Wait up to `wait_ms` for each."""
         for _ in range(_MOST_AT_ONCE):
             if not (self.news.poll(wait_ms) if wait_ms else int(self.news.get(zmq.EVENTS)) & zmq.POLLIN):
                 return
             yield self.news.recv()
 
     def end(self) -> None:
-        """Kill the process and remove its sockets. The process may end later."""
+        """Kill the process without waiting for its end, and remove its sockets."""
         self.process.kill()
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):

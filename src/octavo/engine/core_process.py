@@ -1,4 +1,4 @@
-"""The engine core in its own process, which exits with its parent."""
+"""The engine core in a process that exits with its parent."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
 def run_core_process(build: Build) -> None:
-    """Build the core of the `Launch` on standard input, and serve the core until `Stop`.
+    """Read a `Launch` from standard input, build its core, and serve the core until a `Stop` message.
 
-    build(config, progress): an error from it is sent to the parent and ends the process with status 1.
+    If build(config, progress) raises an error, the error is sent to the parent and the process exits with status 1.
     """
-    # Signals may reach the whole process group; the parent handles them.
+    # The parent handles signals, which may reach the whole process group.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
         signal.signal(each, signal.SIG_IGN)
     _wake_when_parent_dies()
@@ -65,7 +65,7 @@ def run_core_process(build: Build) -> None:
     try:
         core = build(launch.config, lambda done, total: news.send(ipc.encode(ipc.Loading(done, total))))
     except Exception as error:
-        if not isinstance(error, OctavoError):  # the parent reports these
+        if not isinstance(error, OctavoError):  # which the parent reports
             logger.exception("the engine cannot be built")
         news.send(ipc.encode(ipc.failure(error)))
         context.destroy(linger=1000)
@@ -82,7 +82,7 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Sends `Alive` messages, also during a long step."""
+    """Sends `Alive` messages from a separate thread, also during a long step."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.progress = 0
@@ -108,7 +108,7 @@ class Pulse:
 
 
 class CoreServer:
-    """Serves a `LocalCore` by messages."""
+    """Serves a `LocalCore` to the parent."""
 
     def __init__(self, core: EngineCore, requests: zmq.Socket[bytes], news: zmq.Socket[bytes], pulse: Pulse) -> None:
         self._core = LocalCore(core, prepare_s=PREPARE_S, turn_s=TURN_S)
@@ -159,7 +159,7 @@ class CoreServer:
                 message = ipc.decode_to_engine(data)
             except (ipc.DecodeError, OctavoError) as error:
                 logger.warning("dropped %d bytes that are not a valid message: %s", len(data), error)
-                if (request_id := ipc.request_id_of(data)) is not None:  # the sender waits for an answer
+                if (request_id := ipc.request_id_of(data)) is not None:
                     self._answer(request_id, RequestError("the request cannot be read"))
                 continue
             match message:
@@ -176,7 +176,7 @@ class CoreServer:
         answer = partial(self._answer, message.request_id)
         try:
             requests = message.to_requests()
-        except Exception as error:  # noqa: BLE001 - it is logged there
+        except Exception as error:  # noqa: BLE001 - `error_for` logs it
             answer(error_for(message.request_id, "it was read", error))
         else:
             self._core.add_request(message.request_id, requests, answer)
@@ -192,7 +192,7 @@ class CoreServer:
 
 
 def _wake_when_parent_dies() -> None:
-    """Have Linux send SIGCONT when the parent dies, because a stopped process does not notice it."""
+    """Have Linux send SIGCONT when the parent dies, because a stopped process cannot exit."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 

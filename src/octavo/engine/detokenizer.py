@@ -1,4 +1,4 @@
-"""Decode tokens and streams as tokenizer.json's decoder does."""
+"""Decode tokens one by one, with the results of tokenizer.json's decoder."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ REPLACEMENT = "\ufffd"  # replaces invalid bytes
 _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNFINISHED_BYTES = 3  # of an incomplete character, at most
+_UNFINISHED_BYTES = 3  # most bytes of an incomplete character
 _BEFORE = "a"  # text before the decoded token
 _NUM_REMEMBERED = 1 << 14  # pieces, about 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
 
 class TokenPieces:
-    """The text or bytes that each token appends to a nonempty text.
+    """Computes the text or bytes that each token appends to a nonempty text.
 
-    has_byte_runs: consecutive byte tokens form a run (sentencepiece's byte fallback). Each byte of an invalid run
-    becomes a replacement character. strips_start: the decoder may change a text's beginning.
+    has_byte_runs: Consecutive byte tokens are decoded together as a run (sentencepiece's byte fallback). Each byte of
+    an invalid run becomes a replacement character. strips_start: The decoder may change a text's beginning.
     """
 
     __slots__ = ("_decoder", "_decodes_bytes", "_id_to_token", "_special_ids", "has_byte_runs", "kept", "strips_start")
@@ -45,7 +45,7 @@ class TokenPieces:
         self._decoder = backend.decoder
         self._id_to_token: Callable[[int], str | None] = backend.id_to_token
         self._special_ids = special_ids
-        self.kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}  # filled by `piece`
+        self.kept: tuple[dict[int, str | bytes], dict[int, str | bytes]] = {}, {}
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
         """See `DetokenizerFactory`."""
@@ -59,7 +59,7 @@ class TokenPieces:
         return piece
 
     def _read(self, token: str | None) -> str | bytes:
-        if token is None:  # the model's vocabulary is padded
+        if token is None:  # an id of the padded vocabulary
             return ""
         if self._decodes_bytes:
             data = _byte_level(token)
@@ -76,11 +76,11 @@ class TokenPieces:
 
 
 class IncrementalDetokenizer:
-    """Turns token ids into text. The results of `add` and `finish`, joined, equal `Tokenizer.decode`.
+    """Turns token ids into text. The joined results of `add` and `finish` equal `Tokenizer.decode`.
 
-    Incomplete characters and byte runs are held back, because later tokens may change them. The text continues the
-    prompt, so the first word keeps the space that sentencepiece's decoders strip from a text's start. A character that
-    begins in the prompt is part of the text.
+    Incomplete characters and byte runs are held back until later tokens complete them. The text continues the prompt,
+    so the first word keeps its space, which sentencepiece's decoders strip from a text's start. A character that begins
+    in the prompt is part of the text.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")
@@ -93,12 +93,11 @@ class IncrementalDetokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """Start after a prompt. decode: decodes a complete sequence."""
         self._pieces, self._decode, self._skip = pieces, decode, skip_special_tokens
         self._kept = pieces.kept[skip_special_tokens]
-        self._held = bytearray()  # may begin with bytes of the prompt
-        self.num_prompt_bytes = 0  # see `Detokenizer`
-        self._first_ids: list[int] | None = None  # the first tokens until they have text, then None
+        self._held = bytearray()
+        self.num_prompt_bytes = 0
+        self._first_ids: list[int] | None = None  # the first tokens until their text is not empty, then None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 
@@ -126,7 +125,7 @@ class IncrementalDetokenizer:
         return text
 
     def finish(self) -> str:
-        """Return the held text."""
+        """See `Detokenizer`."""
         return self._release() if self._first_ids is None else self._decode(self._first_ids)
 
     def _begin(self, first_ids: list[int], token_id: int, piece: str | bytes) -> str:
@@ -152,7 +151,7 @@ class IncrementalDetokenizer:
         if num_bytes and self.num_prompt_bytes:
             self.num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]  # the character belongs to the prompt
+                text = text[1:]  # the first character belongs to the prompt
         del self._held[:num_bytes]
         return text
 
@@ -190,7 +189,6 @@ def _byte_level(token: str) -> bytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each GPT-2 character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Embedding settings of sentence-transformers."""
+"""Read sentence-transformers' pooling settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MODULES, _USUAL_POOLING = "modules.json", "1_Pooling"
 _KINDS = {"lasttoken": "last", "mean": "mean"}
-_OWN = "sentence_transformers."  # other prefixes are custom code
+_OWN = "sentence_transformers."  # modules without this prefix are custom code
 _COMPUTED = ("Transformer", "Pooling", "Normalize")
 
 
@@ -21,8 +21,8 @@ _COMPUTED = ("Transformer", "Pooling", "Normalize")
 class EmbeddingConfig:
     """How hidden states become an embedding.
 
-    pooling: "last" or "mean". problem: why octavo cannot compute it. Clients see this text, so it has no absolute
-    paths.
+    pooling: "last" or "mean". problem: Why octavo cannot compute the embedding. Clients see this text, so it has no
+    absolute paths.
     """
 
     pooling: str = "last"
@@ -69,7 +69,7 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _read_modes(path: Path, values: dict[str, Any]) -> list[str]:
-    """Return the poolings. The mean is on by default."""
+    """Return enabled poolings. The mean is enabled by default."""
     named = values.get("pooling_mode")
     if named is None:
         flags = {"pooling_mode_mean_tokens": True, **values}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """Runs a scheduler's steps on an executor. During a step, the next step may be scheduled."""
+    """Runs a scheduler's steps on an executor. The next step may be scheduled while a step runs."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class EngineCore:
         self._undelivered: list[EngineCoreOutput] = []
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule, compute, and process the oldest result. Returns new outputs.
+        """Submit the next step, wait for the oldest step's result, and return new outputs.
 
         If a step fails, only its requests end with an error.
         """
@@ -72,9 +72,10 @@ class EngineCore:
         return bool(self._undelivered) or self.scheduler.has_work()
 
     def finish_transfers(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
-        """Step until KV is saved, a step fails, or a request is unfinished.
+        """Run steps until the KV of ended requests is saved.
 
-        may_go_on: asked before each step. A save that hangs ends after `kv_transfer_timeout_s`.
+        Returns early if a step fails, a request is unfinished, or `may_go_on` returns False. A save that hangs ends
+        after `kv_transfer_timeout_s`.
         """
         scheduler, stats = self.scheduler, self.metrics.stats
         news: list[EngineCoreOutput] = []

@@ -1,4 +1,4 @@
-"""The protocol of an executor."""
+"""The interface of executors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Computes steps in order.
+    """Computes steps in the order of submission.
 
     `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
-    before the next step. If the step's `only_waits_for_transfers` is true, it ends as soon as
-    a transfer has ended, or after a few milliseconds. So the core does not spin, and new requests do not wait.
+    before the next step. A step with `only_waits_for_transfers` ends when a KV transfer has ended, or after a few
+    milliseconds, so that new requests do not wait.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Start a step. Another one may follow before its result is collected."""
+        """Start a step. The next step may be submitted before this step's result is collected."""
         ...
 
     def collect(self) -> ModelOutput:
@@ -29,14 +29,14 @@ class Executor(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Abandon all uncollected steps. None of them runs when this returns."""
+        """Cancel all uncollected steps, and wait until none of them runs."""
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Start a preparation if needed, such as of a grammar.
+        """Start the preparation of a request, such as compiling its grammar. Return None if none is needed.
 
-        Tenants take turns: the future is `running()` from its turn on. It raises `RequestError` if the request cannot
-        be served. This method raises it if the preparation cannot start.
+        Tenants take turns. The future is `running()` once the tenant's turn comes, and raises `RequestError` if the
+        request cannot be served. This method raises `RequestError` if the preparation cannot start.
         """
         ...
 

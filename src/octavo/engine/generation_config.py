@@ -1,4 +1,4 @@
-"""EOS ids and sampling defaults, as in vLLM."""
+"""Read a checkpoint's EOS ids and sampling defaults, as in vLLM."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """A checkpoint's defaults. path: for messages.
+    """A checkpoint's default sampling parameters and EOS ids.
 
-    sampling: values by public name. eos_token_ids: of generation_config.json, otherwise of config.json.
+    sampling: Values by parameter name. eos_token_ids: From generation_config.json, or else from config.json. path: For
+    error messages.
     """
 
     sampling: dict[str, float | int]
@@ -43,7 +44,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
 
 
 def read_json(path: Path, missing: Any = None) -> Any:
-    """Return a JSON file's content, or `missing` without a file. Raises `ModelError`."""
+    """Return a JSON file's content, or `missing` if no file exists. Raises `ModelError`."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -55,7 +56,7 @@ def read_json(path: Path, missing: Any = None) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return a JSON file's object, or {} without a file. Raises `ModelError`."""
+    """Return a JSON file's object, or {} if no file exists. Raises `ModelError`."""
     values = read_json(path, {})
     if not isinstance(values, dict):
         raise ModelError(f"{path} must be a JSON object, but is a JSON {type(values).__name__}")
@@ -70,7 +71,7 @@ def _number(path: Path, key: str, value: Any) -> float | int:
 
 
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
-    """Read ids. A negative id means none."""
+    """Return the ids except negative ones, which mean no EOS."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
         raise ModelError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")

@@ -1,6 +1,6 @@
-"""How a text is split before its bytes are merged, by the name in `tokenizer.ggml.pre`.
+"""Pre-tokenizers of GGUF files, by the name in `tokenizer.ggml.pre`. They split a text before BPE merges.
 
-Each pattern splits the pieces of the previous pattern into its matches and the texts between them. Source: llama.cpp's
+Each pattern splits the pieces of the previous pattern into matches and the texts between matches. Source: llama.cpp's
 src/llama-vocab.cpp.
 """
 
@@ -57,7 +57,7 @@ _SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}"
 class PreTokenizer(NamedTuple):
     """A pre-tokenizer with llama.cpp's settings.
 
-    ignores_merges: a piece in the vocabulary becomes one token. adds_bos: default if the file does not say it.
+    ignores_merges: A piece that is in the vocabulary becomes one token. adds_bos: BOS is added by default.
     """
 
     patterns: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""A GGUF file's tokenizer, rebuilt for the `tokenizers` library.
+"""Rebuild a GGUF file's tokenizer with the `tokenizers` library.
 
-"gpt2" is byte-level BPE. "llama" is SentencePiece BPE with merges by score, as in transformers. "gemma4" is
-SentencePiece BPE with listed merges.
+The kind "gpt2" is byte-level BPE. "llama" is SentencePiece BPE with merges by score, as in transformers. "gemma4" is
+SentencePiece BPE with a list of merges.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item", str, int, float)
 _PREFIX = "tokenizer.ggml."
-_BYTES, _SCORES, _SPACED = "gpt2", "llama", "gemma4"  # of tokenizer.ggml.model
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of tokenizer.ggml.token_type
+_BYTES, _SCORES, _SPACED = "gpt2", "llama", "gemma4"  # values of tokenizer.ggml.model
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 _SPACE = "\u2581"
 _IDS = {
     "bos_token": "bos",
@@ -38,21 +38,18 @@ _IDS = {
     "mask_token": "mask",
 }
 _ENDS = ("eos", "eot", "eom")
-# Many files name only one EOS token, but the model's turns end with another.
+# Many files name only one EOS token, but the model's turns may end with one of these.
 _END_MARKS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
         *("<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     )
 )
-_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # texts may have these, such as HTML's </s>
+_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # ordinary text may contain these
 
 
 class GGUFVocabulary:
-    """The tokenizer in a GGUF file's metadata, if any. Methods raise `ModelError`.
-
-    size: number of tokens, perhaps 0.
-    """
+    """The tokenizer in a GGUF file's metadata, if any. Methods raise `ModelError`."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path
@@ -62,12 +59,12 @@ class GGUFVocabulary:
         self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(tokens)]
         self.size = len(self._tokens)
         types = self._list("token_type", int, [_NORMAL] * self.size) if tokens else []
-        # These texts only ever end a turn, so they become special, as in llama.cpp.
+        # Tokens that always end a turn become special, as in llama.cpp.
         marks = {id_ for id_, text in enumerate(tokens) if text in _END_MARKS}
         self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 
     def check(self) -> None:
-        """Check that the tokenizer can be built."""
+        """Raise `ModelError` for an unsupported or invalid tokenizer."""
         kind = self._get("model", str, None)
         if kind not in {_BYTES, _SCORES, _SPACED}:
             raise self._error("model", "octavo builds the kinds gpt2, llama and gemma4; give another tokenizer")
@@ -102,7 +99,7 @@ class GGUFVocabulary:
         return Tokenizer(backend, special)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return all EOS ids."""
+        """Return EOS ids."""
         named = {id_ for each in _ENDS if (id_ := self._id(each)) is not None}
         by_text = {
             id_
@@ -191,9 +188,9 @@ class GGUFVocabulary:
             (backend.add_special_tokens if is_special else backend.add_tokens)(added)
 
     def _strips_after(self) -> frozenset[str]:
-        """Return tokens that strip the spaces after them.
+        """Return tokens that strip the spaces after them, which only Phi-3 has.
 
-        Only Phi-3 has such tokens. It is detected by name, as in llama.cpp, because its files do not list them.
+        As in llama.cpp, Phi-3 is detected by name, because its files do not list these tokens.
         """
         name = str(self._metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:

@@ -1,4 +1,4 @@
-"""An engine process's health."""
+"""Watch an engine process's health."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from octavo.engine import ipc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AWAY_S = 1.0  # after a longer gap between looks, the watching thread was stopped
+_AWAY_S = 1.0  # after a longer gap between calls of `look`, the watching thread was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Time limits, in seconds.
+    """Time limits for an engine process, in seconds.
 
-    frozen, dead: a process without a message for this time is not ready, or is killed. stuck, endless: likewise without
-    progress. loading: replaces `dead` until the process is ready. restarts: pauses before consecutive restarts;
-    the last pause repeats. healthy: after this time of service, the first pause applies again.
+    frozen, dead: Time without a message after which the process is not ready, or is killed. stuck, endless: The same
+    limits on time without progress. loading: Replaces `dead` until the process is ready. restarts: Pauses before
+    consecutive restarts. The last pause repeats. healthy: Time of service after which the first pause applies again.
     """
 
     frozen: float = 3.0
@@ -32,7 +32,7 @@ class Patience:
 
 
 class Health:
-    """A process's health. Only the watcher's thread uses it, but any thread may read `is_well`."""
+    """Judges a process's health by its messages. Only `is_well` is thread-safe."""
 
     def __init__(self, patience: Patience, now: float) -> None:
         self._patience = patience
@@ -41,7 +41,10 @@ class Health:
         self._looked_at = self._reported_at = self._moved_at = now
 
     def look(self, now: float) -> None:
-        """Record the time of a look. A long gap means that this thread was stopped, and does not count as silence."""
+        """Record the time before messages are read.
+
+        A long gap since the last call does not count as silence, because this thread was stopped.
+        """
         away = now - self._looked_at
         if away > _AWAY_S:
             self._reported_at += away
@@ -61,7 +64,7 @@ class Health:
 
     @property
     def is_well(self) -> bool:
-        """True if the last message and progress are recent."""
+        """True if the last message and the last progress are recent."""
         silent_s, still_s = self._looked_at - self._reported_at, self._looked_at - self._moved_at
         return silent_s < self._patience.frozen and still_s < self._patience.stuck
 

@@ -1,4 +1,4 @@
-"""Rewrite a conversation that a chat template would refuse or lose parts of. Arguments are not changed."""
+"""Rewrite a conversation if a chat template would refuse it or drop parts. Arguments are not changed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _DIGITS = string.ascii_letters + string.digits
 
 
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
-    """Give calls and their results ids of nine letters and digits.
+    """Give tool calls and their results ids of nine letters and digits.
 
-    An id that already has this form is kept. A new id depends only on the old id or, without one, on the call's
-    position, so prefixes stay cached.
+    An id of this form is kept. A new id depends only on the old id or, without one, on the call's position. Therefore a
+    conversation's next turn has the same ids, and its prefix stays cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []
@@ -47,7 +47,7 @@ class _ShortIds:
         self._taken = {*self._new}
 
     def of(self, old: Any, place: str) -> str:
-        """Return the new id. place: identifies a call without an id."""
+        """Return the new id."""
         key = str(old) if old not in (None, "") else f"\0{place}"
         if key not in self._new:
             attempt = 0
@@ -58,7 +58,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Return a result with its call's new id, or its own new id."""
+        """Replace a result's id."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -72,9 +72,9 @@ def _hashed(text: str) -> str:
 
 
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
-    """Split calls into rounds of one call and its results.
+    """Split messages with several tool calls into messages with one call, each before the call's results.
 
-    The first round keeps text and reasoning. Unmatched results come last.
+    The first message keeps text and reasoning. Results without a call come last.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -93,13 +93,13 @@ def with_single_calls(chat: Sequence[Message]) -> list[Message]:
 
 
 def with_one_system_message(chat: Sequence[Message], join: Callable[[list[Message]], Message]) -> list[Message]:
-    """Join the leading system messages."""
+    """Join the leading system messages into one message."""
     count = next((index for index, message in enumerate(chat) if message["role"] != "system"), len(chat))
     return [join([*chat[:count]]), *chat[count:]] if count > 1 else [*chat]
 
 
 def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list[Message]:
-    """Turn system messages into user messages, except a first one if `keeps_first`."""
+    """Turn system messages into user messages. If `keeps_first`, a system message at the beginning stays."""
     return [
         {**message, "role": "user"} if message["role"] == "system" and (index or not keeps_first) else message
         for index, message in enumerate(chat)
@@ -107,7 +107,7 @@ def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list
 
 
 def begun_by_user(chat: Sequence[Message]) -> list[Message]:
-    """Insert an empty user message if the assistant speaks first."""
+    """Insert an empty user message if the assistant's message comes first."""
     start = 1 if chat[0]["role"] == "system" else 0
     if len(chat) > start and chat[start]["role"] == "assistant":
         return [*chat[:start], {"role": "user", "content": ""}, *chat[start:]]
@@ -130,7 +130,7 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return the position of each result's call. A result without an id belongs to the first call without a result."""
+    """Return each result's call index. A result without an id belongs to the first call without a result."""
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
         of_ids.setdefault(str(call.get("id")), deque()).append(place)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.data.request_options import RequestOptions
 
 _PREDICTED = "predicted_token_ids"
-_ORDINARY_CHARS = 16  # shorter texts skip the search for the longest token
+_ORDINARY_CHARS = 16  # per token; for shorter texts the longest token is not searched
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
@@ -29,23 +29,23 @@ A dictionary may have "predicted_token_ids", the expected answer; no token depen
 
 
 class TextCodec(Protocol):
-    """A tokenizer for prompts."""
+    """Tokenizes prompts."""
 
     @property
     def longest_token_chars(self) -> int:
-        """Characters in the longest token."""
+        """Number of characters in the longest token."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return token ids without a second BOS. most: encoding may stop after more ids."""
+        """Return token ids without a second BOS. Encoding may stop after more than `most` ids."""
         ...
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last token ids."""
+        """Return the last ids."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the tokens' text."""
+        """Return the text. Unknown ids are skipped."""
         ...
 
     def is_special(self, token_id: int) -> bool:
@@ -57,26 +57,26 @@ class TextCodec(Protocol):
         ...
 
     def token(self, token_id: int) -> str:
-        """Return a token's spelling."""
+        """Return a token's spelling, or "" for an unknown id."""
         ...
 
 
 class ChatRenderer(Protocol):
-    """A chat template for prompts."""
+    """Renders chat templates."""
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """Template texts by name."""
+        """Templates by name."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return a prompt's text."""
+        """Render a prompt."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A checked request. prompt: the text, if given."""
+    """A checked request. prompt: Text of the prompt, or None."""
 
     request_id: str
     prompt: str | None
@@ -86,7 +86,7 @@ class ProcessedInput:
 
 
 class InputProcessor:
-    """Checks requests and translates them for the core. Draws a missing seed from the arrival number."""
+    """Checks requests and translates them for the core. A missing seed is derived from the request's arrival number."""
 
     def __init__(
         self, tokenizer: TextCodec | None, model_info: ModelInfo, seed: int, chat_template: ChatRenderer | None = None
@@ -95,7 +95,7 @@ class InputProcessor:
         self._chat_template = chat_template
         self.model_info = model_info
         self._seed = seed
-        self._arrivals = itertools.count()  # `next` is atomic, for several threads
+        self._arrivals = itertools.count()  # `next` is thread-safe
 
     @property
     def has_chat_template(self) -> bool:
@@ -104,26 +104,26 @@ class InputProcessor:
 
     @property
     def chat_templates(self) -> list[str]:
-        """The texts of the checkpoint's templates."""
+        """The templates' texts."""
         return [] if self._chat_template is None else list(self._chat_template.templates.values())
 
     @property
     def tokenizer(self) -> TextCodec:
-        """The tokenizer. Raises `RequestError`."""
+        """The tokenizer. Raises `RequestError` if there is none."""
         if self._tokenizer is None:
             raise RequestError("this engine was built without a tokenizer", parameter="tokenizer")
         return self._tokenizer
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return the checkpoint's default parameters, or vLLM's."""
+        """Return the checkpoint's default sampling parameters, or vLLM's."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = False, least_output_tokens: int = 1
     ) -> list[int]:
-        """Return token ids. Raises `RequestError`, and `PromptTooLongError` if the text cannot fit.
+        """Return a text's token ids. Raises `RequestError`, and `PromptTooLongError` above `max_model_len`.
 
-        is_prompt: `least_output_tokens` must fit, too.
+        is_prompt: `least_output_tokens` must also fit.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:
@@ -146,7 +146,7 @@ class InputProcessor:
         return token_ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last `num_tokens` ids, at most `max_model_len`."""
+        """Return the last `num_tokens` ids of a text, at most `max_model_len`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
 
@@ -161,10 +161,10 @@ class InputProcessor:
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render a conversation as text."""
+        """Render a conversation."""
         if self._tokenizer is None or self._chat_template is None:
             raise RequestError("chat needs a tokenizer and a chat template; this model has none", parameter="messages")
-        if "chat_template" in options:  # a template is a program: only the operator may bring one
+        if "chat_template" in options:  # a template is a program, so only the operator may provide one
             raise RequestError("a request cannot bring a chat template of its own", parameter="chat_template")
         return self._chat_template.render(messages, **options)
 
@@ -186,13 +186,13 @@ class InputProcessor:
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
-        # The scheduler would refuse the prompt only after it is copied or sent.
+        # The scheduler would check this only after the prompt is copied or sent.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
-        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # only one stream reports them
+        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # only one stream reports these
         eos_ids = frozenset[int]() if params.ignore_eos else self.model_info.eos_token_ids
         streams = [
             Request(
@@ -276,7 +276,7 @@ def _token_id(value: Any, parameter: str = "prompt") -> int:
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:
-    """Draw a seed by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Return the seed of the request with this arrival number, by splitmix64 (Steele, Lea, Flood 2014)."""
     mask = 2**64 - 1
     z = (engine_seed * 0xD1342543DE82EF95 + (arrival + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -1,4 +1,4 @@
-"""Messages between an engine process and its parent, as msgpack, never as pickle."""
+"""Messages between an engine process and its parent, encoded as msgpack, never as pickle."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _ERRORS: dict[str, type[OctavoError]] = {
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The first line on the process's standard input, as JSON."""
+    """The first line on the engine process's standard input, as JSON."""
 
     config: EngineConfig
     requests_endpoint: str
@@ -61,7 +61,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class StreamFields(msgspec.Struct, frozen=True):
-    """A `Request` without prompt and prediction."""
+    """A core `Request` without prompt and predicted tokens."""
 
     request_id: str
     sampling_params: SamplingParams
@@ -74,7 +74,7 @@ class StreamFields(msgspec.Struct, frozen=True):
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """A request, answered by `Accepted` or `Refused`. Times are of CLOCK_MONOTONIC."""
+    """Adds a request, which is answered by `Accepted` or `Refused`. Times are of CLOCK_MONOTONIC."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -83,7 +83,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> Add:
-        """Encode core requests."""
+        """Encode streams."""
         streams = [StreamFields(*(getattr(each, name) for name in StreamFields.__struct_fields__)) for each in requests]
         first = requests[0]
         return cls(request_id, first.sequence.prompt_token_ids, first.predicted_token_ids, streams)
@@ -100,14 +100,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """End streams. Ignores unknown ids."""
+    """Ends known streams."""
 
     stream_ids: list[str]
     status: RequestStatus
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Start or stop sending `Seen`. Kept events come first."""
+    """Start or stop sending `Seen`, first with recent events."""
 
     is_on: bool
 
@@ -124,26 +124,26 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine is ready."""
+    """Reports readiness."""
 
     capacity: EngineCapacity
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The build failed. kind: name of the error's class."""
+    """The core cannot be built. kind: The error's class."""
 
     kind: str
     message: str
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """A request is queued."""
+    """Accepts a request."""
 
     request_id: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request is refused."""
+    """Refuses a request."""
 
     request_id: str
     kind: str
@@ -152,7 +152,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """New outputs of streams."""
+    """New outputs."""
 
     outputs: list[EngineCoreOutput]
 
@@ -164,7 +164,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """A `Snapshot`. events: pairs of a type's name and an event."""
+    """A `Snapshot`. events: Pairs of a type's name and an encoded event."""
 
     events: list[tuple[str, msgspec.Raw]]
     is_first: bool
@@ -183,7 +183,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life. progress: grows with useful steps, and while idle."""
+    """A sign of life. progress: A counter of useful steps and idle time."""
 
     progress: int
 
@@ -207,7 +207,7 @@ decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:
-    """Return the request id of an invalid `Add`, if any."""
+    """Return the request id of an `Add` that cannot be decoded, or None."""
     try:
         return _decode_envelope(data).request_id
     except DecodeError:
@@ -231,7 +231,7 @@ def make_folder() -> Path:
 
 
 def encode_launch(launch: Launch) -> bytes:
-    """Encode one line of JSON."""
+    """Encode a `Launch`."""
     return msgspec.json.encode(launch, enc_hook=str) + b"\n"
 
 
@@ -250,13 +250,13 @@ def refusal(request_id: str, error: OctavoError) -> Refused:
 
 
 def failure(error: BaseException) -> Failed:
-    """Encode a failed build. Unknown errors become `EngineDeadError`."""
+    """Encode an error of the build. Errors of unknown classes become `EngineDeadError`."""
     kind = type(error).__name__
     return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
 
 
 def error_of(message: Refused | Failed) -> OctavoError:
-    """Decode an error. Unknown kinds become `EngineDeadError`."""
+    """Decode an error. Unknown classes become `EngineDeadError`."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
     if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)

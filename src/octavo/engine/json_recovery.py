@@ -1,6 +1,6 @@
-"""Read JSON objects that models write, with unambiguous repairs.
+"""Parse JSON objects that a model wrote, and repair syntax errors if only one repair is plausible.
 
-A wrong value would run a tool, so exactly one reading must need the fewest repairs.
+A wrong repair would call a tool with wrong arguments.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ END = re.compile(r"\s*\Z")
 
 
 class StrictObject:
-    """Scans a JSON object that arrives in pieces.
+    """Checks the syntax of a JSON object that arrives in pieces.
 
-    num_safe: length of the text that is final.
+    num_safe: Number of characters at the text's beginning that no repair changes.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Return the position at which the object ends, becomes invalid, or needs more text."""
+        """Scan from a position on. Return the position at which the object ends, is invalid, or needs more text."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -69,7 +69,7 @@ class StrictObject:
         return position
 
     def drop(self, num_chars: int) -> None:
-        """Adjust to a text without its first characters."""
+        """Adjust `num_safe` after the caller has removed the text's first characters."""
         self.num_safe -= num_chars
 
     def _scan_string(self, text: str, position: int) -> int:
@@ -92,7 +92,7 @@ class StrictObject:
             self._expects, self.is_over = "comma", not self._stack
         elif char == "," and self._expects == "comma":
             self._expects = "key" if self._stack[-1] == "{" else "value"
-            return position + 1  # not safe: a bracket may follow
+            return position + 1  # not safe, because a repair may remove the comma
         elif char == ":" and self._expects == "colon":
             self._expects = "value"
         elif char == '"' and self._expects in {"key", "first key", "value", "first value"}:
@@ -126,7 +126,7 @@ class StrictObject:
 
 
 class SearchBudget:
-    """Remaining search steps for one answer."""
+    """Remaining search steps."""
 
     def __init__(self, num_steps: int = _MAX_STEPS) -> None:
         self.num_steps = num_steps
@@ -142,9 +142,9 @@ def recover_object(
 ) -> tuple[str, int] | None:
     """Return the repaired JSON of the object at a text's beginning, and the object's length in the text.
 
-    Repairs control characters and quotes in strings, backslashes that escape nothing, commas before a closing bracket,
-    and Python's notation. Returns None unless exactly one reading is best. ends: matches the text that may follow.
-    known: allowed keys, or None for any. opener: matches the start of another call; a string with such a start and
+    Repairs unescaped quotes and control characters in strings, invalid escapes, trailing commas, and Python literals.
+    Returns None if no repair or several repairs are plausible. ends: Pattern of the text that must follow. known: Keys
+    that are expected, or None for any. opener: Pattern of another tool call's start. A string with such a start and
     unescaped quotes is ambiguous.
     """
     if _PYTHON_OBJECT.match(text):
@@ -155,10 +155,10 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # An unknown key is more likely than a string with quotes.
+        # An unknown key is more likely than a string with unescaped quotes.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
-        found = found if budget.num_steps else None  # otherwise the second search may be incomplete
+        found = found if budget.num_steps else None  # without steps, the second search may be incomplete
     if found is None:
         return None
     written = found.text()
@@ -189,11 +189,10 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One way to read a text up to a position.
+    """One interpretation of a text up to a position.
 
-    num_strays: quotes read as text. written: linked pieces of the JSON, last piece first. keys: of the outermost
-    object. is_clear: no other repair explains the text. is_paired: no string with such quotes has an odd number of
-    quotes.
+    num_strays: Number of unescaped quotes within strings. is_clear: No other repair explains the text. is_paired: Each
+    string with unescaped quotes contains an even number of quotes.
     """
 
     position: int = 0
@@ -206,7 +205,7 @@ class _Reading:
     is_paired: bool = True
 
     def text(self) -> str:
-        """Return the JSON."""
+        """Join the pieces."""
         pieces, left = list[str](), self.written
         while left is not None:
             left, piece = left
@@ -214,15 +213,15 @@ class _Reading:
         return "".join(reversed(pieces))
 
     def advanced(self, end: int, piece: str, expects: str, **changes: Any) -> _Reading:
-        """Return this reading with one more piece."""
+        """Append a piece."""
         return replace(self, position=end, expects=expects, written=(self.written, piece), **changes)
 
 
 class _Search:
-    """Finds the reading with the fewest unescaped quotes, by Dijkstra's algorithm.
+    """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    Only one string may have unescaped quotes, because two could also be one long string. Quotes come in pairs, so a
-    reading with an odd number must be the only reading.
+    Only one string may have unescaped quotes, because two such strings could also be one long string. An interpretation
+    with an odd number of quotes must be the only one.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
@@ -231,7 +230,7 @@ class _Search:
         self._heap: list[tuple[int, int, _Reading, Iterator[_Reading] | None]] = []
 
     def run(self, budget: SearchBudget) -> _Reading | None:
-        """Return the best reading, if only one is best."""
+        """Return the best interpretation if it is unique."""
         best: _Reading | None = None
         self._push(0, _Reading())
         while budget.num_steps > 0:
@@ -310,8 +309,8 @@ class _Search:
         text, start = self._text, before.position
         pieces, position = ['"'], start
         strays: list[int] = []
-        has_member = False  # a quote read as text precedes a value or key
-        may_have_ended = False  # such a quote follows a backslash, so a path may end there
+        has_member = False  # an unescaped quote precedes text that looks like a value or key
+        may_have_ended = False  # an unescaped quote follows a backslash, at which a path may end
         escapes = _Escapes()
         while position < len(text):
             if run := _RUN.match(text, position):
@@ -321,9 +320,9 @@ class _Search:
                 may_end = self._may_end_string(position + 1, before)
                 if may_end:
                     is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
-                    if strays:  # the object may end inside, so these may be several values
+                    if strays:
                         is_clear = is_clear and not may_have_ended and not self._has_break(start, position)
-                    if len(strays) == 1:  # perhaps the string's own quote, written twice
+                    if len(strays) == 1:  # perhaps the string's own quote was written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
                     if strays and before.num_strays:
                         is_clear = False
@@ -380,8 +379,8 @@ class _Search:
 class _Escapes:
     """The backslashes in one string.
 
-    has_invalid: a backslash begins no valid escape, so the model did not escape its text. has_other: a backslash begins
-    a valid escape, which is ambiguous if has_invalid. has_end: a backslash precedes a quote that may end the string.
+    If has_invalid, the model did not escape its text, and a valid escape (has_other) is ambiguous. has_end: An escaped
+    quote may end the string.
     """
 
     has_invalid: bool = False
@@ -400,7 +399,7 @@ class _Escapes:
             self.has_other = self.has_other or written[1:] in {"'", "\n", "\r", ""}
 
     def are_clear(self, *, has_strays: bool) -> bool:
-        """Return True if every backslash has only one reading."""
+        """Return True if every backslash has only one interpretation."""
         if self.has_end and (self.has_invalid or has_strays):
             return False
         return not (self.has_invalid and self.has_other)

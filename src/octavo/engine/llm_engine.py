@@ -41,9 +41,9 @@ class Engine:
         self.input_processor = input_processor
         self.output_processor = output_processor
         self.clock = clock
-        self._submitted: dict[str, ProcessedInput] = {}  # not answered yet
-        self._put_by: list[RequestOutput] = []  # for the next `step`
-        self._given_up: set[str] = set()  # of failed batches, to drop outputs
+        self._submitted: dict[str, ProcessedInput] = {}
+        self._put_by: list[RequestOutput] = []  # outputs that the next `step` returns
+        self._given_up: set[str] = set()  # requests of failed batches, to drop outputs
         self._new_ids = map(str, itertools.count())
         self._is_shut_down = False
 
@@ -63,7 +63,7 @@ class Engine:
         return self.client.stats
 
     def on_lost(self, lose: Callable[[str, OctavoError], None]) -> None:
-        """Call lose(request_id, error) for each open request when the core dies."""
+        """Register `lose`, which is called for each unfinished request when the core dies."""
 
         def lose_all(error: EngineDeadError) -> None:
             for request_id in self.output_processor.forget_all():
@@ -78,10 +78,7 @@ class Engine:
         params: SamplingParams | None = None,
         **options: Unpack[OptionFields],
     ) -> None:
-        """Add a request. A `RequestError` changes nothing.
-
-        options: see `RequestOptions`.
-        """
+        """Add a request, with options of `RequestOptions`. Nothing is added if `RequestError` is raised."""
         self.add_processed(
             self.input_processor.process(
                 request_id, prompt, params, options=RequestOptions(**options), arrival_time=self.clock()
@@ -89,20 +86,20 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Add all streams of a request, or none. Waits for the request's preparation."""
+        """Add all streams of a checked request, or none. Wait until its grammar, if any, is compiled."""
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
         try:
             while not answers:
                 self.client.wait()
-        except BaseException:  # an interrupt: the caller does not know the request
+        except BaseException:  # after an interrupt, the caller does not know the request
             self._give_up([processed.request_id])
             raise
         if answers[0] is not None:
             raise answers[0]
 
     def submit(self, processed: ProcessedInput, accept: Answer) -> None:
-        """Add a request. Calls accept(None) once the request is queued, or accept(error)."""
+        """Add a checked request. Calls accept(None) when the request is queued, or accept(error) if it is refused."""
         request_id = processed.request_id
         if request_id in self._submitted or request_id in self.output_processor:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
@@ -124,7 +121,7 @@ class Engine:
         self._submitted[request_id] = processed
         try:
             self.client.add_request(request_id, processed.streams, answer)
-        except BaseException:  # otherwise the id would stay in use
+        except BaseException:
             self._submitted.pop(request_id, None)
             raise
 
@@ -132,7 +129,7 @@ class Engine:
         """Abort requests now. A later `step` returns the last output of each, with finish_reason "abort"."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
-            if request_id in self._submitted:  # the core accepts it first, then ends it
+            if request_id in self._submitted:
                 stream_ids = [stream.request_id for stream in self._submitted[request_id].streams]
             self.client.finish_requests(stream_ids, RequestStatus.FINISHED_ABORTED)
 
@@ -143,7 +140,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute a step and return new outputs.
 
-        If `generate_batch` received outputs of other requests, these come first.
+        Outputs that `generate_batch` received for requests outside its batch come first.
         """
         put_by, self._put_by = self._put_by, []
         return put_by + self._step()
@@ -172,7 +169,7 @@ class Engine:
         *,
         params: SamplingParams | None = None,
     ) -> RequestOutput:
-        """Answer one prompt. params: same as sampling_params. Raises `RequestError`."""
+        """Answer one prompt, and return the last output. params: Same as sampling_params. Raises `RequestError`."""
         return next(iter(self.generate_batch([prompt], sampling_params, params=params).values()))
 
     def generate_batch(
@@ -184,11 +181,11 @@ class Engine:
         on_output: Callable[[RequestOutput], None] | None = None,
         priorities: Sequence[int] | None = None,
     ) -> dict[str, RequestOutput]:
-        """Answer all prompts together. Returns the last outputs by request id, in the prompts' order.
+        """Answer all prompts together. Return the last outputs by request id, in the prompts' order.
 
-        sampling_params (or params): for all prompts, or a list with one for each. on_output: called with every output.
-        Earlier requests continue, and the next `step` returns their outputs. Without such requests, this waits until
-        stores have saved the KV. A `RequestError` aborts the whole batch.
+        sampling_params (or params): One for all prompts, or a list of one for each. on_output: Called with each output.
+        Earlier requests continue, and the next `step` returns their outputs. Without earlier requests, the call waits
+        until stores have saved the KV. A `RequestError` aborts the whole batch.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -207,7 +204,7 @@ class Engine:
                 self.add_request(request_id, prompt, prompt_params, priority=priority)
                 results[request_id] = None
             self._run(results, on_output)
-        except BaseException:  # no request of the batch may stay open
+        except BaseException:
             self._give_up(results)
             raise
         self.finish_transfers()
@@ -228,14 +225,14 @@ class Engine:
                     num_open -= 1
 
     def finish_transfers(self) -> None:
-        """Step until the KV of ended requests is saved, if no request is unfinished.
+        """Run steps until the KV of ended requests is saved, if no request is unfinished.
 
-        Stops with a warning if no transfer ends for some seconds.
+        Logs a warning and returns if no transfer ends for some seconds.
         """
         self.client.finish_transfers()
 
     def shutdown(self) -> None:
-        """Abort open requests, save their KV, and free all memory. May be called twice."""
+        """Abort unfinished requests, save their KV, and free all memory. May be called twice."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

@@ -46,7 +46,7 @@ class _Held:
 class LocalCore:
     """A `CoreClient` of a core in this process.
 
-    prepare_s: limit on a preparation, in seconds. turn_s: limit on the wait before a preparation.
+    prepare_s: Limit on compiling a request's grammar, in seconds. turn_s: Limit on the wait before that, in seconds.
     """
 
     num_restarts = num_failed_starts = 0
@@ -74,14 +74,14 @@ class LocalCore:
 
     @property
     def is_holding(self) -> bool:
-        """True if a preparation is pending."""
+        """True if a request waits for its preparation."""
         return bool(self._held)
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Do nothing, because this core dies with this process."""
+        """Do nothing."""
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Add a request, or hold it until it is prepared."""
+        """See `CoreClient`."""
         try:
             prepared = self.core.executor.prepare(streams[0].sampling_params, streams[0].tenant)
         except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
@@ -119,7 +119,7 @@ class LocalCore:
             except TimeoutError:
                 each.prepared.cancel()
                 each.answer(self._lateness(each))
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+            except BaseException as error:  # noqa: BLE001
                 each.answer(error_for(each.request_id, "it was prepared", error))
             else:
                 self._add(each.streams, each.answer)
@@ -131,7 +131,7 @@ class LocalCore:
         return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams. A held request is accepted first, because every request is answered before it ends."""
+        """End streams. A request that still waits for its preparation is accepted first, because it needs an answer."""
         ended = set(stream_ids)
         for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
             self._held.remove(each)
@@ -139,7 +139,7 @@ class LocalCore:
             each.answer(None)
             self._undelivered += [EngineCoreOutput(s.request_id, finish_reason=_ABORTED) for s in each.streams]
         outputs = self.core.scheduler.finish_requests(stream_ids, status)
-        if status is RequestStatus.FINISHED_ABORTED:  # the engine decided on any other end
+        if status is RequestStatus.FINISHED_ABORTED:
             self._undelivered += outputs
 
     def has_work(self) -> bool:
@@ -147,7 +147,7 @@ class LocalCore:
         return bool(self._undelivered) or self.core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Add prepared requests. Returns the outputs of aborted requests; if there are none, computes a step."""
+        """Add prepared requests, and return the outputs of aborted requests. Without these, compute a step."""
         self._take_prepared()
         if self._undelivered:
             outputs, self._undelivered = self._undelivered, []
@@ -158,7 +158,7 @@ class LocalCore:
         return outputs
 
     def check_when_idle(self) -> None:
-        """Check the core's invariants and log breaches."""
+        """Check an idle core's invariants, and log violations."""
         for breach in self.core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
 
@@ -175,7 +175,7 @@ class LocalCore:
         self._woken.set()
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """See `CoreClient`. Kept events come first."""
+        """See `CoreClient`."""
         self._feed = None if listener is None else SnapshotFeed(self.core)
         self._listener = listener or self._listener
         self._show()

@@ -1,8 +1,8 @@
-"""Tokenize a long text in pieces, or only its end, with the ids of the whole text.
+"""Tokenize a long text in pieces, or only its end, with the same ids as for the whole text.
 
-A cut is a position that no token of the vocabulary can span: before a blank between two letters, or after a single line
-break between two visible characters. BPE merges and unigram paths only build tokens, so both sides of a cut are
-independent. Pre-tokenizers split there, too. The vocabulary and a sample text are checked for this.
+A text is cut before a blank between two letters, or after a single line break between two visible characters. No token
+may span a cut, so the text before a cut does not change the tokens after it. Pre-tokenizers also split there. The
+vocabulary and a sample text are checked for these conditions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 PIECE_CHARS = 1 << 15  # 15 ms of work
-MAX_UNCUT_CHARS = 1 << 20  # a second or two that cannot be cancelled
+MAX_UNCUT_CHARS = 1 << 20  # a second or two, without a chance to cancel
 # Spellings of a blank and a line break: byte-level, sentencepiece, plain.
 _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# A text with cuts in all contexts, to check the pieces' ids.
+# A text with many cuts. Its pieces must yield the ids of the whole text.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -34,7 +34,7 @@ _SAMPLE = (
 
 
 class WholeEncoder(Protocol):
-    """Tokenizes whole texts."""
+    """Tokenizes uncut texts."""
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return token ids."""
@@ -42,10 +42,7 @@ class WholeEncoder(Protocol):
 
 
 class LongTextEncoder:
-    """Encodes texts of any length.
-
-    bos_token_id: added unless the text begins with it; None for no BOS.
-    """
+    """Tokenizes texts of any length. bos_token_id: Added to texts that do not begin with it, or None."""
 
     def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
         self._encode, self._bos = encode, bos_token_id
@@ -71,7 +68,7 @@ class LongTextEncoder:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """See `TextCodec`. Tokenizes little more than the end."""
+        """See `TextCodec`. Tokenizes little more than the text's end."""
         back = self._back if add_special_tokens else []
         num_chars = max(PIECE_CHARS, 8 * num_tokens)
         while num_chars < len(text):
@@ -110,9 +107,9 @@ class LongTextEncoder:
     def _next_cut(self, text: str, start: int) -> int | None:
         if self._cut is None or (text.find(" ", start) < 0 and text.find("\n", start - 1) < 0):
             return None
-        for begin in range(start, len(text), PIECE_CHARS):  # `progress` can cancel the search
+        for begin in range(start, len(text), PIECE_CHARS):
             progress()
-            found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)  # a cut looks at two more characters
+            found = self._cut.search(text, begin, begin + PIECE_CHARS + 2)
             if found is not None and 0 < found.start() < len(text):
                 return found.start()
         return None
@@ -146,7 +143,7 @@ class LongTextEncoder:
 def _cuts(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     tokens: Iterable[str] = backend.get_vocab()
     added = backend.get_added_tokens_decoder().values()
-    greedy = [token.content[:1] for token in added if token.lstrip]  # absorbs the blanks before it
+    greedy = [token.content[:1] for token in added if token.lstrip]  # tokens that absorb preceding blanks
     greedy += [token.content[-1:] for token in added if token.rstrip]
     kinds = []
     if not any(map(_ACROSS_BLANK.search, tokens)) and not any(edge.isalpha() for edge in greedy):

@@ -1,4 +1,4 @@
-"""Turns token ids into outputs."""
+"""Turn the core's tokens into outputs of requests."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _NUM_TEXTS = 1 << 14
 
 @dataclass(slots=True)
 class _OutputState:
-    """One of a request's n outputs.
-
-    num_shown_chars, num_shown_tokens: already delivered. detokenizer, stops: created with the first token. logprobs: in
-    DELTA mode, only undelivered ones.
-    """
+    """The state of one stream. In DELTA mode, `logprobs` has only undelivered entries."""
 
     index: int
     detokenizer: Detokenizer | None = None
@@ -65,7 +61,7 @@ class _RequestState:
 
     @property
     def finished(self) -> bool:
-        for stream in self.streams.values():  # noqa: SIM110 - called for every request in every step: no generator
+        for stream in self.streams.values():  # noqa: SIM110
             if stream.finish_reason is None:
                 return False
         return True
@@ -73,7 +69,7 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """A step's outputs, and streams that the core must end after a stop string or an exception here."""
+    """A step's outputs, and ids of streams that the core must end after a stop string or an exception."""
 
     request_outputs: list[RequestOutput]
     streams_to_stop: list[str]
@@ -94,7 +90,10 @@ class TokenTexts(dict[int, Text], Generic[Text]):
 
 
 class OutputProcessor:
-    """Keeps the texts of unfinished requests. A stream is one of a request's n outputs."""
+    """Turns tokens into outputs, and keeps the texts of unfinished requests.
+
+    A stream is one of a request's n outputs.
+    """
 
     def __init__(self, tokenizer: DetokenizerFactory | None, clock: Callable[[], float]) -> None:
         self.tokenizer = tokenizer or NoTokenizer()
@@ -117,7 +116,7 @@ class OutputProcessor:
         *,
         arrival_time: float,
     ) -> None:
-        """Register a request."""
+        """Register a new request."""
         streams = {}
         for index, stream_id in enumerate(stream_ids):
             streams[stream_id] = _OutputState(index, logprobs=None if params.logprobs is None else [])
@@ -133,16 +132,16 @@ class OutputProcessor:
         )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return a sequence's text, or "" without a tokenizer."""
+        """Return the text of a sequence, or "" if the engine has no tokenizer."""
         detokenizer = self.tokenizer.incremental_detokenizer([], skip_special_tokens=skip_special_tokens)
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def piece(self, token_id: int) -> str | bytes:
-        """Return a token's text or bytes, or a special token's name."""
+        """Return the text of any token, or bytes that may be part of a character."""
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
-        """Return a tokenizer that keeps the special tokens in the text that the request asks for."""
+        """Return a tokenizer that shows the special tokens for which the request asks."""
         shown = params.shown_special_token_ids
         return SomeSpecialTokens(self.tokenizer, shown) if shown else self.tokenizer
 
@@ -153,7 +152,7 @@ class OutputProcessor:
         return tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def stream_ids(self, request_id: str) -> list[str]:
-        """Return the ids of unfinished streams."""
+        """Return the ids of a request's unfinished streams."""
         state = self._states.get(request_id)
         if state is None:
             return []
@@ -164,14 +163,14 @@ class OutputProcessor:
         return list(self._states)
 
     def forget_all(self) -> list[str]:
-        """Drop a dead core's requests, and return their ids."""
+        """Drop all requests after the core died, and return their ids."""
         request_ids = list(self._states)
         self._states.clear()
         self._owner.clear()
         return request_ids
 
     def process(self, core_outputs: list[EngineCoreOutput]) -> ProcessedOutputs:
-        """Process a step's outputs. An exception ends only one request."""
+        """Turn a step's core outputs into request outputs. An exception ends only one request."""
         changed: dict[str, _RequestState] = {}
         to_stop: list[str] = []
         to_fail: list[str] = []
@@ -190,7 +189,7 @@ class OutputProcessor:
         for state in changed.values():
             try:
                 outputs += self._emit(state, now)
-            except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
+            except BaseException as error:  # noqa: BLE001
                 to_fail += self._give_up(state, error)
                 outputs.append(self._failed_output(state))
         return ProcessedOutputs(outputs, to_stop, to_fail)
@@ -221,7 +220,7 @@ class OutputProcessor:
         )
 
     def _advance(self, state: _RequestState, stream: _OutputState, news: EngineCoreOutput, now: float) -> bool:
-        """Apply a core output. Returns True if a stop string ended a stream before the core did."""
+        """Apply a core output. Return True if the core must end the stream after a stop string."""
         state.num_cached_tokens = max(state.num_cached_tokens, news.num_cached_tokens)
         stream.num_cached_tokens = max(stream.num_cached_tokens, news.num_cached_tokens)
         stream.num_computed_tokens = max(stream.num_computed_tokens, news.num_computed_tokens)

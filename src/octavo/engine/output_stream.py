@@ -1,4 +1,4 @@
-"""One request's outputs."""
+"""A request's output queue."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # if the engine misses the deadline in a long step, the stream fails so much later
+DEADLINE_GRACE_S = 1.0  # the stream fails this long after the deadline if the engine does not end it
 
 
 class OutputStream:
-    """A queue of outputs on the event loop of its one reader.
+    """A queue of one request's outputs, on the event loop of its only reader.
 
-    on_unread: called with each output that the reader missed. accepted: done or failed once the core has answered.
-    is_detached: True if the reader is gone. Only the engine's thread uses is_detached and num_delivered.
+    on_unread: Called with each output that the reader does not receive. accepted: Done when the core has accepted the
+    request, or failed when it was refused. Only the engine's thread uses is_detached and num_delivered.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
@@ -49,7 +49,7 @@ class OutputStream:
             self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput | OctavoError:
-        """Wait for an output."""
+        """Wait for the next output or error."""
         while not self._outputs:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -57,20 +57,20 @@ class OutputStream:
         return self._outputs.popleft()
 
     def end(self, error: OctavoError) -> None:
-        """Replace unread outputs by an error."""
+        """End the stream with an error instead of the unread outputs."""
         self._drop_unread()
         self.put(error)
         self._has_reader = False
 
     def detach(self) -> None:
-        """Drop all outputs, because the reader is gone."""
+        """Drop unread and later outputs, because the reader is gone."""
         self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()
         self._drop_unread()
 
     def fail(self, error: OctavoError) -> None:
-        """Deliver an error without waiting for the engine."""
+        """Deliver an error immediately, even if the engine is busy."""
         if self.accepted.done():
             self.put(error)
         else:

@@ -1,4 +1,4 @@
-"""Read Python literals by the rules of `ast`. Nothing is evaluated."""
+"""Parse Python literals with `ast`, without evaluating code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STOPS = {quote: re.compile(rf"[{quote}\\\n\r]") for quote in "\"'"}
 _MAX_ESCAPE_CHARS = 12
 _WORD = re.compile(r"[\w.]+")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
-_PARSING = threading.Lock()  # `catch_warnings` changes the whole process
+_PARSING = threading.Lock()  # `catch_warnings` affects all threads
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -26,10 +26,11 @@ class NotALiteralError(ValueError):
 
 
 class ValueScanner:
-    """Finds the end of a value in a growing text.
+    """Finds the end of a literal in a text that arrives in pieces.
 
-    The value ends before one of `ends` outside of brackets; if `ends` is empty, after its last bracket. is_begun: the
-    text ended within the value. line_ends: positions of line ends in single-line strings.
+    The literal ends before the first character of `ends` outside of brackets. If `ends` is empty, the literal ends
+    after its last bracket. is_begun: The text ended within the literal. line_ends: Positions of unescaped line ends in
+    strings without triple quotes.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
@@ -39,12 +40,12 @@ class ValueScanner:
         self._position, self._ends = start, ends
         self._stack: list[str] = []
         self._quote = ""
-        self._whole: tuple[int, str] | None = None  # end of the last complete member, and open brackets' closers
+        self._whole: tuple[int, str] | None = None  # end of the last complete member, and closing brackets
 
     def end(self, text: str, *, is_over: bool) -> int | None:
-        """Return the value's end, or None if more text is needed.
+        """Return the literal's end, or None if more text is needed.
 
-        Raises `NotALiteralError` if brackets do not match, or the text `is_over` within the value.
+        Raises `NotALiteralError` if brackets do not match, or if the text `is_over` and the literal is incomplete.
         """
         while self._position < len(text):
             before = self._position
@@ -69,7 +70,7 @@ class ValueScanner:
         return None
 
     def value(self, text: str, end: int) -> str:
-        """Return the value, with escapes for line ends in single-line strings."""
+        """Return the literal's text. The line ends at `line_ends` are escaped."""
         pieces, start = list[str](), self._start
         for place in (each for each in self.line_ends if each < end):
             pieces += [text[start:place], "\\n" if text[place] == "\n" else "\\r"]
@@ -102,7 +103,7 @@ class ValueScanner:
             self._position = found.end()
         elif text.startswith(quote, found.start()):
             self._quote, self._position = "", found.start() + len(quote)
-        else:  # fewer than three quotes
+        else:
             is_open = len(text) - found.start() < len(quote)
             self._position = found.start() + (0 if is_open and quote.startswith(text[found.start() :]) else 1)
 
@@ -123,8 +124,8 @@ class ValueScanner:
 def literal(text: str) -> Any:
     """Return the value of JSON or a Python literal.
 
-    Tuples become lists. JSON's `true`, `false` and `null` are allowed. Raises `NotALiteralError` for all else: names,
-    calls, f-strings, bytes, sets, keys that are not strings, and lone surrogates.
+    Tuples become lists. JSON's `true`, `false` and `null` are allowed. Raises `NotALiteralError` for anything else,
+    such as names, calls, f-strings, bytes, sets, keys that are not strings, and lone surrogates.
     """
     if len(text) > _MAX_CHARS or not text.strip():
         raise NotALiteralError
@@ -144,7 +145,7 @@ def literal_json(text: str) -> str:
 
 
 def begun_string_json(text: str) -> str | None:
-    """Return the JSON of an unfinished string without its end, or None for another text."""
+    """Return the JSON of an unfinished string without a closing quote, or None for other text."""
     opened = _STRING.match(text)
     if opened is None:
         return None
@@ -160,7 +161,7 @@ def begun_string_json(text: str) -> str | None:
 def _python_value(text: str) -> Any:
     try:
         with _PARSING, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unknown escapes
+            warnings.simplefilter("ignore")
             tree = ast.parse(f"({text.strip()})", mode="eval")  # parentheses allow several lines
         return _value_of(tree.body)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""A core in its own process, which handles only token ids."""
+"""A client of a core in another process, which handles only token ids."""
 
 from __future__ import annotations
 
@@ -41,16 +41,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _PAUSE_POLL_MS = 20
-_LAST_WORDS_MS = 100  # the last messages may still arrive
+_LAST_WORDS_MS = 100  # for an ended process's last messages
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
 _KILL_S = 5.0  # longest wait for a killed process at shutdown
-_GIVE_BACK_S = 60.0  # longest wait for its memory before a restart
+_GIVE_BACK_S = 60.0  # longest wait for the end of a killed process before a restart
 _MAX_PENDING = 4096
 
 
 class RemoteCore:
-    """A `CoreClient` that watches and restarts the core's process. command: runs `run_core_process`."""
+    """A `CoreClient` that watches and restarts the core's process.
+
+    command: Command of a process that calls `run_core_process`.
+    """
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
@@ -71,7 +74,7 @@ class RemoteCore:
         self._listener: Callable[[Snapshot], None] | None = None
         self._progress: Callable[[int, int], None] = lambda _done, _total: None
         self._life: CoreLife | None = None
-        self._killed_process: subprocess.Popen[bytes] | None = None  # may still run
+        self._killed_process: subprocess.Popen[bytes] | None = None
         self._abandon_at = self._starts_at = self._expected_at = 0.0
         self._load_s = 0.0
         self._num_lives = self._num_failures = 0
@@ -82,8 +85,8 @@ class RemoteCore:
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process, and return the result of `meanwhile`, which is called while the process loads.
 
-        progress(done, total): called after `meanwhile`, with bytes of packed weights. Raises errors of `meanwhile` and
-        of the process, and `EngineDeadError` if the process ends.
+        progress(done, total): Called after `meanwhile` with numbers of bytes of packed weights. Raises errors of
+        `meanwhile` and of the process, and `EngineDeadError` if the process ends.
         """
         self._progress = progress or self._progress
         try:
@@ -91,7 +94,7 @@ class RemoteCore:
             result = meanwhile()
             while not self._was_ready:
                 self.wait()
-        except BaseException:  # the process must not outlive this call
+        except BaseException:
             self.shutdown()
             raise
         return result
@@ -107,7 +110,7 @@ class RemoteCore:
             self._poller.register(self._life.news, zmq.POLLIN)
         except ConfigError as error:
             self._die(f"cannot be started: {error}")
-        except Exception as error:  # the system may lack resources only for now
+        except Exception as error:  # such as a temporary lack of resources
             logger.exception("the engine process cannot be started")
             self._die(f"cannot be started: {error}")
 
@@ -126,7 +129,7 @@ class RemoteCore:
             for data in life.received(_LAST_WORDS_MS):
                 self._receive(life, data)
         if self._news:
-            return  # first deliver the last outputs; the next call detects the end again
+            return  # deliver the last outputs first
         self._die(reason)
 
     def _is_gone(self, now: float) -> bool:
@@ -191,7 +194,7 @@ class RemoteCore:
             case ipc.Ready():
                 self._core_ready(life, message.capacity)
             case ipc.Alive():
-                pass  # `health` has recorded it
+                pass
 
     def _core_ready(self, life: CoreLife, capacity: EngineCapacity) -> None:
         life.requests.poll(1000, zmq.POLLOUT)  # the socket may not be connected yet
@@ -210,13 +213,13 @@ class RemoteCore:
 
     @property
     def is_ready(self) -> bool:
-        """True if the process accepts requests and is healthy. Thread-safe."""
+        """See `CoreClient`."""
         life = self._life
         return life is not None and life.ready_at is not None and life.health.is_well
 
     @property
     def retry_after_s(self) -> float:
-        """Estimated seconds until the process is ready again."""
+        """See `CoreClient`."""
         return max(self._expected_at - time.monotonic(), 1.0)
 
     @property
@@ -229,7 +232,7 @@ class RemoteCore:
         self._lose = lose
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:
-        """Send a request. A later `wait` receives the answer."""
+        """See `CoreClient`."""
         if len(self._pending) >= _MAX_PENDING:
             answer(QueueFullError(f"{_MAX_PENDING} requests have been sent to the engine, which has not answered yet"))
             return
@@ -256,12 +259,12 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """Ask the process to end streams. The message fits, because the socket's queue is unlimited."""
+        """See `CoreClient`. The socket's queue is unlimited, so no message is lost."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """See `CoreClient`. Later processes report, too."""
+        """See `CoreClient`. Restarted processes report, too."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
@@ -271,11 +274,11 @@ class RemoteCore:
     # --- outputs -------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Return True if outputs have arrived."""
+        """See `CoreClient`."""
         return bool(self._news)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Return the outputs that have arrived."""
+        """See `CoreClient`."""
         news, self._news = self._news, []
         return news
 
@@ -289,14 +292,14 @@ class RemoteCore:
 
     def wake(self) -> None:
         """See `CoreClient.wake`."""
-        with contextlib.suppress(OSError):  # closed, or full, which also ends the wait
+        with contextlib.suppress(OSError):  # the socket is closed, or full, which also ends `wait`
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:
-        """Do nothing, because the process saves KV when idle."""
+        """Do nothing."""
 
     def shutdown(self) -> None:
-        """End the process, and kill it after some seconds."""
+        """Ask the process to end, and kill it after some seconds."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

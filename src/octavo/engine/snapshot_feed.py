@@ -1,4 +1,4 @@
-"""Reports events as snapshots."""
+"""Report a core's events as snapshots."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
 
 SNAPSHOT_INTERVAL_S = 0.25
-_MAX_WEIGHT = 5_000  # of a snapshot: it must not occupy the reader's thread for long
+_MAX_WEIGHT = 5_000  # of a snapshot, so that it does not block the receiver for long
 
 
 class SnapshotFeed:
-    """Follows a core for one watcher, beginning with the events kept so far. Use it between two steps."""
+    """Reports events to one watching client, beginning with recent ones. Use it only between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -29,16 +29,16 @@ class SnapshotFeed:
 
     @property
     def is_due(self) -> bool:
-        """True if another look is due."""
+        """True if `look` should be called again."""
         return time.monotonic() >= self._next
 
     def look(self) -> Iterator[Snapshot]:
-        """Yield events since the last look."""
+        """Yield snapshots of the events since the last call."""
         self._next = time.monotonic() + SNAPSHOT_INTERVAL_S
         recent = self._core.recent
         if recent.num_seen == self._num_sent and not self._is_first:
             return
-        if recent.first_kept > self._num_sent:  # some events were dropped: start again
+        if recent.first_kept > self._num_sent:  # the core has dropped events that were not sent
             self._is_first = True
         *parts, last = _parts(recent.since(self._num_sent))
         self._num_sent = recent.num_seen

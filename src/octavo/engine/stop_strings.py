@@ -1,4 +1,4 @@
-"""Find stop strings."""
+"""Find stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_END = "\ud800"  # occurs in no valid text
+_END = "\ud800"  # a lone surrogate, which no valid text contains
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string, and the number of characters after it in the piece."""
+    """A found stop string, and the number of characters after it in the piece."""
 
     stop_string: str
     num_chars_after: int
 
 
 class StopStrings:
-    """All stop strings as one automaton (Aho and Corasick, 1975). Transitions are computed when a node is reached.
+    """All stop strings as one automaton (Aho and Corasick, 1975).
 
-    A node is the number of a prefix. The prefixes of one string have consecutive numbers, except those that it shares
-    with an alphabetically earlier string.
+    Each node is the number of a prefix. The prefixes of one string have consecutive numbers, except prefixes that an
+    alphabetically earlier string also has. A node's failure link is computed when a search first reaches the node.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
@@ -38,7 +38,7 @@ class StopStrings:
         self._string_at = {first + len(text): text for first, text in zip(self._first_nodes, strings, strict=True)}
         self._branch_off(strings)
         num_nodes = len(self._characters)
-        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: its longest proper suffix that is a node
+        self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the failure link
         self._stops = array("i", [0]) * num_nodes  # by node: last node of the longest stop string that ends here
         # by node: the length of the longest suffix that begins a longer stop string
         self.num_held_back_chars = array("h", [0]) * num_nodes
@@ -56,7 +56,7 @@ class StopStrings:
             branches[text[length]] = self._first_nodes[index] + length + 1
 
     def next(self, node: int, character: str) -> int:
-        """Return the next node, in constant amortized time."""
+        """Return the node after a node and a character, in constant amortized time."""
         while True:
             if self._characters[node] == character:
                 child = node + 1
@@ -87,7 +87,7 @@ class StopStrings:
 
 
 class StopSearch:
-    """Searches a text in pieces."""
+    """Searches one text, which arrives in pieces."""
 
     __slots__ = ("_node", "_stops")
 
@@ -101,10 +101,10 @@ class StopSearch:
         return self._stops.num_held_back_chars[self._node]
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
-        """Return the first stop string that ends in a piece, and stop reading there.
+        """Search the next piece up to the first stop string that ends there, and return it.
 
-        If two end together, the longer one is returned, so cuts do not matter. counts: False to ignore stop strings
-        that end in this piece. A string that begins here may still end later.
+        If two strings end together, the longer one is returned. counts: False to ignore stop strings that end in this
+        piece. A stop string that begins here may still end in a later piece.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):
@@ -121,7 +121,7 @@ def _shared_length(first: str, second: str) -> int:
 
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
-    """Count last characters that may begin a stop string."""
+    """Return the number of last characters that may begin the stop string."""
     for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Jinja's sandbox with a time limit for loops."""
+"""A Jinja sandbox that ends slow templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.runtime.text_work import progress
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Ends slow templates at lookups, which every loop has."""
+    """Checks the time limit at each attribute or item lookup. Every loop contains lookups."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Look up `obj.attribute`."""

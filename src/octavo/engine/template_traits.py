@@ -44,14 +44,14 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """One template's demands.
+    """The form of messages that one chat template needs.
 
-    part_roles: roles whose content the template reads as parts; for other roles parts are joined by line feeds.
-    only_part_roles: roles whose content must be parts. null_content, empty_content: replaces the content of a call's
-    message that is null or "". takes_text_arguments: arguments must be JSON text. joins_turns: the template refuses two
-    consecutive turns of a role. joins_results: it refuses a user's turn after a result. wants_short_ids: call ids must
-    be nine letters and digits. wants_single_calls: it refuses or loses several calls in a message. system: which system
-    messages it shows; "first" means one at the beginning.
+    part_roles: Roles with content that may be a list of parts. For other roles, parts are joined by line feeds.
+    only_part_roles: Roles with content that must be a list of parts. null_content, empty_content: Replace null and ""
+    in a message with calls. takes_text_arguments: Arguments must be JSON text. joins_turns: Consecutive messages of a
+    role must be joined. joins_results: A user message must be joined with a preceding result. wants_short_ids: Call ids
+    must be nine letters and digits. wants_single_calls: The template refuses or loses several calls in a message.
+    system: System messages that the template shows. "first" means one at the beginning.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -67,9 +67,9 @@ class TemplateTraits:
 
     @classmethod
     def find(cls, render: Render) -> TemplateTraits:
-        """Detect a template's traits. render: returns None if the template refuses the messages.
+        """Detect a template's traits. render: Returns None if the template refuses the messages.
 
-        There is no time limit, because a prompt must not depend on the machine's load.
+        There is no time limit, because prompts must not depend on the machine's load.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
@@ -110,9 +110,9 @@ class TemplateTraits:
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
         """Yield messages in the form that the traits demand, then in stricter forms.
 
-        chat: content is text, text parts, null or absent, and arguments are objects.
+        In `chat`, content is text, text parts, null or absent. Arguments are objects.
         """
-        for variant, _ in groupby(self._variants(self._without_losses(chat))):  # equal forms only once
+        for variant, _ in groupby(self._variants(self._without_losses(chat))):
             yield [self._adapted(message) for message in variant]
 
     def _variants(self, chat: list[Message]) -> Iterator[list[Message]]:
@@ -166,9 +166,9 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Return the best content of a call without text, and True if arguments must be text.
+    """Return the best content for a call without text, and True if arguments must be text.
 
-    The best form shows the arguments, and prints the fewest of "None", "null" and Python dictionaries.
+    The prompt in the best form has the arguments, and the fewest of "None", "null" and Python dictionaries.
     """
     faults: dict[tuple[EmptyContent, bool], tuple[bool, int]] = {}
     for as_text in forms:

@@ -1,4 +1,4 @@
-"""Encodes and decodes with a `tokenizer.json`."""
+"""Encode and decode text with a checkpoint's `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDED_TOKEN_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
-_SHORT_CHARS = 1024  # shorter texts may hold the interpreter lock
+_SHORT_CHARS = 1024
 
 
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    special_tokens: texts by key of tokenizer_config.json, such as "bos_token". eos_token_id: other files may name more
-    EOS tokens.
+    special_tokens: Texts by key of tokenizer_config.json, such as "bos_token". eos_token_id: Id of "eos_token". Other
+    files may name more EOS tokens.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
-        """Modify `backend`. config: content of tokenizer_config.json."""
+        """Modify `backend`. config: Content of tokenizer_config.json."""
         config = config or {}
-        backend.no_padding()  # some training runs save it
+        backend.no_padding()  # which some checkpoints enable
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = _read_special_tokens(config)
@@ -43,7 +43,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(backend, self._special_ids)
-        # As in transformers 5, only the post-processor decides: add_bos_token and add_eos_token have no effect.
+        # As in transformers 5, the post-processor adds BOS and EOS, and add_bos_token and add_eos_token have no effect.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod
@@ -57,7 +57,7 @@ class Tokenizer:
             raise ModelError(f"{path} is not a tokenizer that octavo can read ({error}); download it again") from error
         config_path = directory / "tokenizer_config.json"
         config = read_json_object(config_path)
-        if "added_tokens_decoder" not in config:  # older checkpoints have another file
+        if "added_tokens_decoder" not in config:  # older checkpoints
             config |= read_json_object(directory / "special_tokens_map.json")
         _add_tokens(backend, config, config_path)
         return cls(backend, config)
@@ -71,7 +71,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """See `TextCodec`.
 
-        Raises `RequestError` for invalid Unicode, or a long text that cannot be cut.
+        Raises `RequestError` if the text is not valid Unicode, or is long and cannot be split.
         """
         _check_unicode(text)
         if len(text) > PIECE_CHARS:
@@ -89,7 +89,6 @@ class Tokenizer:
 
     @cached_property
     def _long_texts(self) -> LongTextEncoder:
-        """Created at first use, because it reads the whole vocabulary."""
         bos = self.bos_token_id if self._adds_bos else None
         return LongTextEncoder(self.backend, self._encode_at_once, bos)
 
@@ -102,7 +101,7 @@ class Tokenizer:
         return ids[1:] if doubled else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text, without unknown ids."""
+        """See `TextCodec`."""
         ids = list(token_ids)
         if len(ids) <= _SHORT_CHARS:
             return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -124,11 +123,11 @@ class Tokenizer:
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """Ids outside the trained vocabulary, special or not."""
+        """Ids of added tokens, which are not in the trained vocabulary."""
         return frozenset(self.backend.get_added_tokens_decoder())
 
     def token(self, token_id: int) -> str:
-        """See `TextCodec`; "" for an unknown id."""
+        """See `TextCodec`."""
         return self.backend.id_to_token(token_id) or ""
 
     def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> str | bytes:
@@ -141,7 +140,7 @@ class Tokenizer:
         return self._pieces.has_byte_runs
 
     def decode_token(self, token_id: int) -> str:
-        """Return a token's text; "" for an unknown id."""
+        """See `DetokenizerFactory`."""
         piece = self.piece(token_id)
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 

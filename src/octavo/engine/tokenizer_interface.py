@@ -1,4 +1,4 @@
-"""Tokenizers for outputs."""
+"""Interfaces of tokenizers for outputs."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ if TYPE_CHECKING:
 
 
 class Detokenizer(Protocol):
-    """Turns token ids into text."""
+    """Turns a stream's token ids into text."""
 
     @property
     def held(self) -> bytes:
-        """Held bytes, first those of the prompt."""
+        """Bytes of incomplete characters and byte runs. Bytes of the prompt come first."""
         ...
 
     @property
     def num_prompt_bytes(self) -> int:
-        """Number of held bytes of the prompt."""
+        """Number of bytes in `held` that belong to the prompt."""
         ...
 
     def add(self, token_ids: list[int]) -> str:
-        """Append tokens. Returns text that no later token changes."""
+        """Append tokens. Return the new text that no later token changes."""
         ...
 
     def finish(self) -> str:
-        """Return the held text."""
+        """Return the text of `held`."""
         ...
 
 
 class DetokenizerFactory(Protocol):
-    """A tokenizer for outputs."""
+    """Decodes output tokens."""
 
     @property
     def has_byte_runs(self) -> bool:
@@ -47,7 +47,7 @@ class DetokenizerFactory(Protocol):
         ...
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return the text that a token appends, or its bytes if they are incomplete."""
+        """Return the text that a token appends, or bytes that may be part of a character."""
         ...
 
     def is_special(self, token_id: int) -> bool:
@@ -56,39 +56,39 @@ class DetokenizerFactory(Protocol):
 
 
 class NoDetokenizer:
-    """For requests without text."""
+    """Returns no text."""
 
     held = b""
     num_prompt_bytes = 0
 
-    def add(self, token_ids: list[int]) -> str:  # noqa: ARG002 - the signature is the protocol's
-        """No text."""
+    def add(self, token_ids: list[int]) -> str:  # noqa: ARG002
+        """Return no text."""
         return ""
 
     def finish(self) -> str:
-        """No text."""
+        """Return no text."""
         return ""
 
 
 class NoTokenizer:
-    """For engines without tokenizers."""
+    """For engines without a tokenizer."""
 
     has_byte_runs = False
 
     def incremental_detokenizer(
         self,
-        prompt_token_ids: list[int],  # noqa: ARG002 - the signature is the protocol's
+        prompt_token_ids: list[int],  # noqa: ARG002
         *,
         skip_special_tokens: bool,  # noqa: ARG002
     ) -> Detokenizer:
-        """No text."""
+        """Return a `NoDetokenizer`."""
         return NoDetokenizer()
 
     def decode_token(self, token_id: int) -> None:
-        """No text."""
+        """Return None."""
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str:  # noqa: ARG002
-        """No text."""
+        """Return no text."""
         return ""
 
     def is_special(self, token_id: int) -> bool:  # noqa: ARG002
@@ -97,7 +97,7 @@ class NoTokenizer:
 
 
 class SomeSpecialTokens:
-    """Shows a few special tokens even if special tokens are skipped."""
+    """A tokenizer that hides special tokens except those in `shown`."""
 
     def __init__(self, tokenizer: DetokenizerFactory, shown: list[int]) -> None:
         self._tokenizer = tokenizer
@@ -115,16 +115,16 @@ class SomeSpecialTokens:
         return _SomeHidden(self._tokenizer, prompt_token_ids, self.is_special)
 
     def decode_token(self, token_id: int) -> str | None:
-        """Return any token's text."""
+        """See `DetokenizerFactory`."""
         return self._tokenizer.decode_token(token_id)
 
     def piece(self, token_id: int, *, skip_special_tokens: bool) -> str | bytes:
-        """Return "" for a hidden token."""
+        """See `DetokenizerFactory`."""
         is_hidden = skip_special_tokens and self.is_special(token_id)
         return "" if is_hidden else self._tokenizer.piece(token_id, skip_special_tokens=False)
 
     def is_special(self, token_id: int) -> bool:
-        """Return True for a hidden token."""
+        """Return True for hidden tokens."""
         return token_id not in self._shown and self._tokenizer.is_special(token_id)
 
 

@@ -1,1 +1,1 @@
-"""Journals of all calls into the core."""
+"""Recordings of all calls into the core."""

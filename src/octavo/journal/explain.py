@@ -59,7 +59,7 @@ class Explanation:
         return {phase: total[phase] for phase in PHASES if phase in total}
 
     def text(self) -> str:
-        """Return lines of text."""
+        """Return several lines."""
         lines = [f"request {self.request_id}: {self.wall_s:.3f} s, {self.ending}"]
         for phase, seconds in self.seconds.items():
             share = 100 * seconds / self.wall_s if self.wall_s else 0.0
@@ -68,9 +68,9 @@ class Explanation:
 
 
 def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
-    """Explain the first request with this id. Raises `ConfigError` if there is none.
+    """Explain how the first request with this id spent its time. Raises `ConfigError` if there is none.
 
-    end_time: end of the log if the request has not ended; by default the time of the last event.
+    end_time: Time at which an unfinished request's last phase ends. By default, the time of the last event.
     """
     stream = list(log)
     start = next((i for i, e in enumerate(stream) if _is(e, events.RequestQueued, request_id)), None)
@@ -129,7 +129,7 @@ class _Explainer:
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
-        self.found_in_host: events.HostBlocksFound | None = None  # until its step's `HostBlocksCopied`
+        self.found_in_host: events.HostBlocksFound | None = None  # reset by `HostBlocksCopied` of the same step
         self.tokens_while_queued: Counter[str] = Counter()
         for event in before:
             self._note_blocked(event)
@@ -156,7 +156,7 @@ class _Explainer:
             self.note_event(event)
 
     def finish(self, end: float) -> Explanation:
-        """Close the last phase and add the remaining reasons."""
+        """Complete the explanation."""
         self.enter(None, end)
         result = self.result
         result.reasons[:0] = list(self._why_queued())
@@ -181,7 +181,7 @@ class _Explainer:
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
-        """End the present phase, and enter another. details: of the ended phase."""
+        """Enter a phase. details: Details of the phase that ends."""
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:
@@ -227,7 +227,7 @@ class _Explainer:
         self.shared.update({name: n for name, n in event.num_scheduled_tokens.items() if name != self.request_id})
 
     def note_tokens(self, event: events.StepCompleted) -> None:
-        """Count new tokens. The first token ends the prompt phase."""
+        """Count new tokens."""
         count = event.num_new_tokens.get(self.request_id, 0)
         self.num_tokens += count
         if count and not self.has_output:
@@ -236,7 +236,7 @@ class _Explainer:
                 self.enter(GENERATING, event.time)
 
     def note_event(self, event: events.RequestEvent) -> None:
-        """Process the request's event."""
+        """Process an event."""
         reasons = self.result.reasons
         if isinstance(event, events.RequestQueued):
             self.enter(ARRIVING, event.arrival_time)
@@ -256,7 +256,7 @@ class _Explainer:
         elif isinstance(event, events.KVLoadStarted):
             self.enter(LOADING, event.time)
         elif isinstance(event, events.KVLoadEnded):
-            continues = event.num_tokens > 0  # a part of the KV is enough
+            continues = event.num_tokens > 0
             self.enter(
                 (GENERATING if self.has_output else PROMPT) if continues else QUEUED, event.time, _by_tier(event)
             )

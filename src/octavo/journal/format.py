@@ -1,9 +1,9 @@
-"""The format of a journal: a JSON object as header, then one JSON array for each call into the core, each on a line.
+"""The format of a journal. The first line is a JSON object, the header. Each other line is a call into the core.
 
-The core is deterministic, so a journal has only the core's inputs, and checksums of decisions. A pseudonym replaces
-each token: 31 bits of a running hash over this token and all tokens before (BLAKE2b with a key that is not stored). So
-pseudonyms reveal how many first tokens of two requests are equal, and nothing else. Keyed hashes replace cache salts
-and keys of spans. "spans" is a list of [first, end, key].
+The core is deterministic, so a journal needs only the core's inputs and checksums of decisions. A pseudonym replaces
+each token. It has 31 bits of a hash over this token and all tokens before (BLAKE2b with a key that is not stored).
+Therefore pseudonyms reveal only how many first tokens of two requests are equal. Keyed hashes replace cache salts and
+keys of spans. "spans" is a list of [first, end, key].
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
@@ -15,16 +15,17 @@ and keys of spans. "spans" is a list of [first, end, key].
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
     ["g", number, output]                                           an ended request's generated tokens
 
-A result omits requests that got the one token that was due, and continue. A postponed token has sampled 0 and no error.
-The last six fields are omitted if all are empty: seconds and passes of drafting, requests with drafts from a model,
-copies to and from host memory, numbers of proposed drafts, and compiled kernels (not in older journals).
+A result omits requests that got the one token that was due and continue. A request with a postponed token has sampled 0
+and no error. The last six fields are omitted if all are empty. They are the seconds and passes of drafting, requests
+with drafts from a model, copies to and from host memory, numbers of proposed drafts, and the number of compiled
+kernels, which older journals lack.
 
-The header has the version as "journal", and `KVGroupSpec.to_json` of each group in "kv_groups", full attention first.
-"converted_from": the original version. A conversion replaces version 2's checksums by null, because later versions
-decide differently.
+In the header, "journal" is the version, and "kv_groups" has `KVGroupSpec.to_json` of each KV group, full attention
+first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null,
+because later versions decide differently.
 
-t: microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts and outputs are
-base64 of pseudonyms with four bytes each; the highest bit is ignored.
+t is the number of microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts
+and outputs are base64 of pseudonyms of four bytes each. The highest bit is ignored.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Pseudonyms:
 
 
 def hidden(text: str, key: bytes) -> str:
-    """Return a text's keyed hash: 16 hexadecimal digits."""
+    """Return a text's keyed hash as 16 hexadecimal digits."""
     return hashlib.blake2b(text.encode(), key=key, digest_size=8).hexdigest()
 
 
@@ -125,20 +126,20 @@ def checksum(scheduled: SchedulerOutput) -> int:
         [(each.transfer_id, each.direction.value, each.block_ids) for each in scheduled.kv_transfers],
         scheduled.kv_cancels,
     )
-    numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])  # 3 times as fast as repr
+    numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])
     names = zlib.crc32("\0".join(counts).encode())
     return zlib.crc32(repr(seldom).encode(), zlib.crc32(numbers.tobytes(), names))
 
 
 def open_journal(path: Path, mode: str) -> IO[str]:
-    """Open a text file, compressed if its name ends in .gz. mode: "r" or "w"."""
+    """Open a text file, compressed if its name ends in .gz."""
     if path.suffix == ".gz":
         return gzip.open(path, mode + "t", compresslevel=1, encoding="ascii")  # type: ignore[return-value]
     return path.open(mode, encoding="ascii")
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and complete lines. Raises `ConfigError`."""
+    """Return header and complete lines of a journal. Raises `ConfigError`."""
     header, lines = read_any_version(path)
     version = header["journal"]
     if version == VERSION:
@@ -149,7 +150,7 @@ def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
 
 
 def read_any_version(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and lines of any version."""
+    """Like `read_journal`, for any version."""
     try:
         with open_journal(path, "r") as file:
             lines = list(_complete_lines(file))

@@ -1,4 +1,4 @@
-"""Writes a journal."""
+"""Write a journal."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RecordedClock:
-    """A clock of whole microseconds. The scheduler reads the clock once in each call."""
+    """A clock that rounds to whole microseconds. The scheduler reads the clock once in each call."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.microseconds = round(1e6 * clock())  # the last reading
+        self.microseconds = round(1e6 * clock())
 
     def __call__(self) -> float:
         """Return seconds."""
@@ -67,10 +67,9 @@ class _Unfinished:
 
 
 class RecordingScheduler:
-    """Passes every call on to `scheduler`, and writes the calls to a file.
+    """Forwards every call to `scheduler`, and writes the call to a journal.
 
-    header: from `describe`. Raises OSError if the file cannot be opened. If writing
-    fails later, the journal ends.
+    header: Result of `describe`. Raises OSError if the file cannot be opened. If writing fails later, the journal ends.
     """
 
     def __init__(
@@ -100,13 +99,13 @@ class RecordingScheduler:
         return getattr(self._scheduler, name)
 
     def add_request(self, request: Request) -> None:
-        """Record an accepted request."""
+        """See `Scheduler`."""
         total = request.max_total_tokens
         self._scheduler.add_request(request)
         start = time.thread_time()
         pseudonyms = Pseudonyms(self._key)
         prompt = pseudonyms.extend(request.sequence.token_ids)
-        if request.request_id in self._unfinished:  # the next result reports the ended request
+        if request.request_id in self._unfinished:  # the next result reports the ended request with this id
             self._replaced[request.request_id] = self._unfinished[request.request_id]
         self._unfinished[request.request_id] = _Unfinished(self._num_arrivals, request, pseudonyms)
         options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
@@ -124,7 +123,7 @@ class RecordingScheduler:
         self.seconds += time.thread_time() - start
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[EngineCoreOutput]:
-        """Record the ends of known requests."""
+        """See `Scheduler`."""
         outputs = self._scheduler.finish_requests(request_ids, status)
         start = time.thread_time()
         self._note_answers()
@@ -140,7 +139,7 @@ class RecordingScheduler:
         return self.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> SchedulerOutput:
-        """Record injected preemptions, then a step."""
+        """See `Scheduler`. Preemptions by `faults` are recorded, too."""
         to_preempt, known = self._scheduler.faults.to_preempt, self._unfinished
         if to_preempt and self._scheduler.in_flight is None:
             self._write(["p", [known[name].number for name in to_preempt if name in known]])
@@ -152,7 +151,7 @@ class RecordingScheduler:
         return scheduled
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
-        """Record a result, unless it is stale."""
+        """See `Scheduler`. A stale result is not recorded."""
         is_taken = result.step == scheduled.step and scheduled is self._scheduler.in_flight
         outputs = self._scheduler.update_from_output(scheduled, result)
         if not is_taken:
@@ -165,7 +164,7 @@ class RecordingScheduler:
         for output in outputs:
             num_accepted, reason = len(output.new_token_ids), output.finish_reason
             if reason is None and num_accepted == 1 and not has_drafts:
-                continue  # without drafts one token was sampled
+                continue  # got the one token that was due
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
             if reason is not None or num_sampled != 1 or num_accepted != 1:
                 name = output.request_id
@@ -186,7 +185,7 @@ class RecordingScheduler:
         return outputs
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """Record a failed step."""
+        """See `Scheduler`."""
         is_taken = scheduled is self._scheduler.in_flight
         outputs = self._scheduler.fail_step(scheduled, message)
         if not is_taken:
@@ -218,7 +217,7 @@ class RecordingScheduler:
             self._file.close()
 
     def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
-        """Write the generated tokens of ended requests. In a step's outputs, a reused id means the earlier request."""
+        """Write ended requests' generated tokens. In a step's outputs, a reused id means the earlier request."""
         for output in outputs:
             if output.finish_reason is None:
                 continue
@@ -268,7 +267,7 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
-    """Return a header from which a replay makes an equal scheduler. more: further fields."""
+    """Return a header from which a replay creates an equal scheduler. more: Further fields."""
     manager = scheduler.kv_cache_manager
     return {
         "scheduler": dataclasses.asdict(scheduler.config),

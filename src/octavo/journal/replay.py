@@ -45,7 +45,7 @@ class Mismatch:
 class Replay:
     """A replay's outcome."""
 
-    log: EventLog  # with times on the recorded clock
+    log: EventLog
     num_steps: int
     num_requests: int
     mismatches: list[Mismatch]
@@ -88,7 +88,7 @@ class Player:
         self.scheduler.transfers.reports_dropped_saves = has_dropped_saves
 
     def play(self, line: list[Any]) -> None:
-        """Repeat the call of a line. Play all lines in order."""
+        """Repeat the call that a line records. Play all lines in order."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]
@@ -200,7 +200,7 @@ def _kv_groups(groups: Sequence[dict[str, Any]]) -> list[KVGroupSpec]:
 
 
 def replay(path: Path) -> Replay:
-    """Replay a journal. Raises `ConfigError`."""
+    """Replay a journal file. Raises `ConfigError`."""
     header, lines = read_journal(path)
     player = Player(header, lines)
     for line in lines:

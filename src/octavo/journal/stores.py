@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class RecordedConnector:
-    """Passes calls to a `KVConnector`, and keeps the answers: numbers of tokens, None, or indices of wanted keys."""
+    """Forwards calls to a `KVConnector`, and keeps the answers.
+
+    An answer is a number of tokens, None, or a list of indices of wanted keys.
+    """
 
     def __init__(self, connector: KVConnector) -> None:
         self.name = connector.name
@@ -26,49 +29,49 @@ class RecordedConnector:
         self._answers: list[Answer] = []
 
     def take_answers(self) -> list[Answer]:
-        """Take the kept answers."""
+        """Return and forget the kept answers."""
         answers, self._answers = self._answers, []
         return answers
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Keep the answer."""
+        """Forward and record."""
         answer = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
         self._answers.append(answer)
         return answer
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Keep the answer."""
+        """Forward and record."""
         wanted = self._connector.keys_to_save(keys, only_first_group=only_first_group)
         self._answers.append([index for index, key in enumerate(keys) if key in wanted])
         return wanted
 
     def request_added(self, request: Request) -> None:
-        """Pass the call on."""
+        """Forward the call."""
         self._connector.request_added(request)
 
     def lookup_given_up(self, request: Request) -> None:
-        """Pass the call on."""
+        """Forward the call."""
         self._connector.lookup_given_up(request)
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Pass the call on."""
+        """Forward the call."""
         self._connector.update_state_after_alloc(request, block_ids, num_external_tokens)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Pass the call on."""
+        """Forward the call."""
         self._connector.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Pass the call on."""
+        """Forward the call."""
         self._connector.transfer_ended(transfer, num_blocks)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> None:
-        """Pass the call on."""
+        """Forward the call."""
         self._connector.request_finished(request, block_ids)
 
 
 class ReplayedConnector:
-    """Gives recorded answers in order. Raises `ConfigError` after the last one."""
+    """A `KVConnector` that gives recorded answers in order. Raises `ConfigError` after the last one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,7 +89,7 @@ class ReplayedConnector:
         return None if isinstance(answer, list) else answer
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Return the next keys."""
+        """Return wanted keys."""
         del only_first_group
         answer = self._next()
         return {keys[index] for index in answer if index < len(keys)} if isinstance(answer, list) else set()

@@ -1,4 +1,7 @@
-"""Proposers guess draft tokens, and one step can verify several. Drafts never change the output."""
+"""Speculative decoding. Proposers guess draft tokens, and one step verifies several.
+
+Drafts do not change the output, except with rejection sampling.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def create_proposer(config: SpeculativeConfig | None, *, max_num_seqs: int, max_model_len: int) -> Proposer:
-    """Return the configured lookup proposer."""
+    """Return the configured proposer that looks up drafts, or a `NoProposer`."""
     if config is None or config.method in {"draft_model", "quantized"}:
         return NoProposer()
     if config.method == "suffix":

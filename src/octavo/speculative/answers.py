@@ -1,4 +1,4 @@
-"""Keeps answers of ended requests as drafts."""
+"""Keep answers of ended requests, from which later requests get drafts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from octavo.speculative.suffix_index import BYTES_PER_TOKEN, SuffixIndex
 if TYPE_CHECKING:
     from array import array
 
-BYTES_PER_ANSWER = 400  # measured: end position, salt digest and owner number
+BYTES_PER_ANSWER = 400  # measured
 
 
 class Answers:
-    """A ring buffer of answers, limited in bytes and number. The oldest is overwritten first, whatever its salt.
+    """A ring buffer of answers, with limits on bytes and number. The oldest answer is overwritten first.
 
-    A salt has an owner number in the index while one of its answers is kept.
+    In the index, each cache salt that has an answer has an owner number.
     """
 
     def __init__(self, max_bytes: int, max_answers: int) -> None:
@@ -29,14 +29,14 @@ class Answers:
 
     @staticmethod
     def bytes_of(max_bytes: int, max_answers: int) -> int:
-        """Return the maximum memory use."""
+        """Return the maximum memory use in bytes."""
         return max_bytes + max_answers * BYTES_PER_ANSWER
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def add(self, token_ids: list[int], cache_salt: str | None) -> None:
-        """Keep an answer. token_ids: with the prompt's last tokens."""
+        """Keep an answer. token_ids: The prompt's last tokens and the answer."""
         while len(self._ends) >= self._max_answers:
             self._index.drop(self._ends[0][0])
             self._release_oldest()
@@ -54,7 +54,7 @@ class Answers:
     def propose(
         self, suffix: array[int], most: int, cache_salt: str | None, *, factor: float, min_probability: float
     ) -> tuple[list[int], float]:
-        """Draft from answers with this salt; see `SuffixIndex.propose`."""
+        """Draft from answers with this salt. See `SuffixIndex.propose`."""
         owner = self._owners.get(_digest(cache_salt))
         if owner is None:
             return [], 0.0

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class DraftTask:
     """A request that needs draft tokens.
 
-    token_ids: int32 [num_tokens], with this step's sampled tokens; append-only, valid until the next step.
-    max_computed: limit on drafts that cost a forward pass each, or None for max_drafts. cache_salt: only requests of
-    equal salt may share drafts. predicted_token_ids: int32, the answer that the client expects.
+    token_ids: int32 [num_tokens]. Prompt and output with this step's sampled tokens, valid until the next step. Later
+    steps append tokens. max_computed: Limit on drafts from a model, or None for max_drafts. cache_salt: Only requests
+    with equal salts may share drafts. predicted_token_ids: int32. Answer that the client expects.
     """
 
     request_id: str
@@ -33,7 +33,7 @@ class DraftTask:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """An ended request. token_ids: int32, prompt and output; valid only during the call."""
+    """An ended request. token_ids: int32. Prompt and output, valid only during the call."""
 
     request_id: str
     token_ids: NDArray[np.int32]
@@ -44,8 +44,8 @@ class EndedRequest:
 class Proposer(Protocol):
     """A source of draft tokens, called once after each step.
 
-    A rejected draft costs one row of a step and never changes the output. num_bytes: maximum memory use. num_passes:
-    forward passes of a model in the latest call. computes: it may run a model.
+    A rejected draft costs the computation of one token. num_bytes: Maximum memory use in bytes. num_passes: Number of a
+    draft model's forward passes in the latest call. computes: True if the proposer may run a model.
     """
 
     num_speculative_tokens: int
@@ -59,7 +59,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
-        """Return each task's drafts."""
+        """Return draft tokens for each task."""
         ...
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -67,5 +67,5 @@ class Proposer(Protocol):
         ...
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop the state of ended requests. Their answers may be drafts for requests of equal salt."""
+        """Drop the state of ended requests. Their answers may become drafts for later requests with an equal salt."""
         ...

@@ -1,7 +1,7 @@
-"""Drafts from a smaller model with the same vocabulary, or from the quantized target.
+"""Drafts from a smaller model with the same vocabulary, or from the quantized target model.
 
 Based on speculative decoding (Leviathan et al., arXiv 2211.17192). With exact verification, the draft model samples
-with the target's noise, so that sampled drafts are often accepted.
+with the same random noise as the target model, so that sampled drafts are often accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Protocol):
-    """Continues requests of the latest step. max_model_len: longest sequence that it can continue."""
+    """Continues requests of the latest step. max_model_len: Limit on a sequence, in tokens."""
 
     max_model_len: int
 
@@ -31,7 +31,7 @@ class DraftingModel(Protocol):
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Append one token to each of these requests, in one forward pass.
 
-        Return the tokens (-1 if a request needs another pass first), and whether each request can continue.
+        Return the tokens (-1 if a request needs another pass first), and a mask of requests that can continue.
         """
         ...
 
@@ -41,7 +41,10 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Drafts with a model if the lookup proposer `first` finds nothing, with one batched pass per position."""
+    """Drafts with a model for requests for which the lookup proposer `first` finds nothing.
+
+    Each forward pass drafts one token per request.
+    """
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens
@@ -87,7 +90,7 @@ class ModelProposer:
         return [row[:count] for row, count in zip(chosen.tolist(), counts, strict=True)]
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop lookup state. The model's KV is released with its blocks."""
+        """See `Proposer`."""
         self._first.forget(request_ids)
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:

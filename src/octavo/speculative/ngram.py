@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask
 
 _TOKEN_BITS = 32
-_MOST_TOKENS = 1 << 17  # of all requests together
-_ENTRY_BYTES = 120  # measured just after growth, without the key's tokens
+_MOST_TOKENS = 1 << 17  # limit for all requests together
+_ENTRY_BYTES = 120  # measured in a dict that has just grown, without tokens of keys
 
 
 @dataclass(slots=True)
 class _Index:
     """The latest end position of each n-gram in a request's first `num_tokens` tokens.
 
-    An n-gram that ends with the last token is added when a token follows. ends: by n-gram, encoded as one integer.
-    newest: the last tokens, encoded likewise.
+    An n-gram is added when a token follows. ends: End positions by n-gram, which is encoded as one integer. newest: The
+    last tokens, encoded as one integer.
     """
 
     ends: dict[int, int] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class _Index:
 
 
 class NgramProposer(LookupProposer[_Index]):
-    """Matches a request's longest repeated suffix of prompt_lookup_min to prompt_lookup_max tokens.
+    """Matches a request's longest suffix of prompt_lookup_min to prompt_lookup_max tokens that occurred before.
 
     While the indices are full, new requests get no drafts.
     """
@@ -60,7 +60,7 @@ class NgramProposer(LookupProposer[_Index]):
         if end is None:
             return []
         num_drafts = min(task.max_drafts, self.num_speculative_tokens)
-        # Assume that the text repeats.
+        # If too few tokens follow, assume that they repeat.
         period = len(task.token_ids) - end
         found: list[int] = task.token_ids[end : end + num_drafts].tolist()
         return [found[i % period] for i in range(num_drafts)]

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from octavo.speculative.interface import DraftTask, EndedRequest, Proposer
 
-NGRAM = 3  # shortest match, in tokens
-MAX_MATCH = 32  # longest match, in tokens
+NGRAM = 3  # shortest match
+MAX_MATCH = 32  # longest match
 DRAFTS_PER_TOKEN = 2
 
 
 class PredictionProposer:
-    """Uses the prediction if it yields at least as many drafts as a proposer."""
+    """Takes drafts from the prediction if it yields at least as many as `proposer`."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 
@@ -51,8 +51,8 @@ class PredictionProposer:
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
     """Return up to `most` tokens of the prediction that follow the end of the answer.
 
-    If the answer is not a prefix of the prediction, they follow the longest match of the answer's last tokens. On a
-    tie, the match closest to the answer's position wins.
+    If the answer is not a prefix of the prediction, the returned tokens follow the longest match of the answer's last
+    tokens. On a tie, the match closest to the answer's position wins.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):

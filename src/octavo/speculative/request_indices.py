@@ -13,7 +13,7 @@ IndexT = TypeVar("IndexT")
 
 
 class RequestIndices(Generic[IndexT]):
-    """One index per running request. Together they hold at most `max_tokens`."""
+    """One token index per running request. All indices together hold at most `max_tokens` tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -36,14 +36,14 @@ class RequestIndices(Generic[IndexT]):
         self.num_tokens += num_tokens
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop indices. Ignores unknown ids."""
+        """Drop requests' indices."""
         for request_id in request_ids:
             if (kept := self._kept.pop(request_id, None)) is not None:
                 self.num_tokens -= kept[1]
 
 
 class LookupProposer(Generic[IndexT]):
-    """Looks up drafts in an index of each request's own tokens. max_tokens: of all indices."""
+    """Looks up drafts in an index of each request's own tokens. max_tokens: Limit on all indices together."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 

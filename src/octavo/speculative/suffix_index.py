@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
     Hit = tuple[int, int]  # end position and length of a match
 
-NGRAM = 3  # shortest match, in tokens
-MAX_MATCH = 32  # longest match, in tokens
+NGRAM = 3  # shortest match
+MAX_MATCH = 32  # longest match
 MIN_CAPACITY = 2 * NGRAM
 BYTES_PER_TOKEN = 2 * array("i").itemsize + 2 * array("q").itemsize
 _BOUNDARY = -1
 _TOKEN_BITS = 8 * array("i").itemsize
-_MAX_HITS = 6  # newest hits that are counted
-_MAX_STEPS = 64  # limit on chain entries, including collisions
+_MAX_HITS = 6
+_MAX_STEPS = 64  # limit on visited entries of a hash chain
 _MAX_LENGTHS = 2
 
 
 class SuffixIndex:
-    """A ring buffer of the newest `capacity` tokens. They form texts, each with an owner.
+    """An index of the newest `capacity` tokens, which form texts. Each text has an owner.
 
-    Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to its latest position, which links
-    to the previous one.
+    Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to the latest position with this
+    hash, and each position links to the previous one.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -49,11 +49,11 @@ class SuffixIndex:
 
     @property
     def oldest(self) -> int:
-        """The first kept position."""
+        """Oldest kept position."""
         return max(self._oldest, self.num_tokens - self.capacity)
 
     def extend(self, token_ids: Iterable[int], owner: int = 0) -> None:
-        """Append tokens to the newest text. owner: of the whole text."""
+        """Append tokens to the newest text. owner: Owner of the whole text."""
         capacity, tokens, owners = self.capacity, self._tokens, self._owners
         previous, heads = self._previous, self._heads
         end = self.num_tokens
@@ -88,12 +88,13 @@ class SuffixIndex:
     ) -> tuple[list[int], float]:
         """Return the best continuation of the suffix in the owner's texts, and the expected number of accepted tokens.
 
-        A draft has at most `most` tokens, and at most factor times the match length. Its next token is the most
-        frequent one among the hits that agree with the draft so far, or the newest on a tie. The token's probability is
-        its share of these hits times the previous token's; the draft ends below min_probability. The match length with
-        the largest sum of probabilities wins (section 4 of SuffixDecoding).
+        A hit is an earlier occurrence of the suffix's last tokens. A draft has at most `most` tokens, and at most
+        factor times the match length. Its next token is the most frequent one among the hits that agree with the draft
+        so far, or the newest on a tie. The token's probability is its share of these hits times the previous token's
+        probability. The draft ends below min_probability. The match length with the largest sum of probabilities wins
+        (section 4 of SuffixDecoding).
 
-        If the newest text is not closed, the suffix must be its end. A repetition there is continued.
+        If the newest text is not closed, the suffix must be the end of this text. A repetition there is continued.
         """
         hits = self._find(suffix, owner)
         best: list[int] = []
@@ -140,7 +141,7 @@ class SuffixIndex:
         return hits
 
     def _runs(self, positions: list[int], length: int) -> list[list[int]]:
-        """Repeat runs that reach the newest token."""
+        """Return the tokens after each position. Repeat runs that reach the newest token."""
         capacity, tokens, end = self.capacity, self._tokens, self.num_tokens
         runs = [tokens[each % capacity : each % capacity + length].tolist() for each in positions]
         for index, position in enumerate(positions):

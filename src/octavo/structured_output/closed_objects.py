@@ -1,7 +1,7 @@
-"""Closes objects that have `properties`, unless the schema decides about further properties.
+"""Forbid further properties in objects that have `properties`, if the schema does not decide about further ones.
 
-In JSON Schema they are open, and a small model would invent properties without end. llama.cpp and xgrammar close them,
-too.
+JSON Schema allows further properties, and a small model would invent properties without end. llama.cpp and xgrammar
+also forbid further properties.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ MAX_MERGED = 50_000  # about 20 ms
 
 
 class MergeBudget:
-    """Limits merging, because products of options and properties grow fast."""
+    """Limits merging, because the product of options and properties grows fast."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED
 
     def take(self, amount: int) -> None:
-        """Raise `RequestError` above the limit."""
+        """Count merged parts. Raises `RequestError` above the limit."""
         self._left -= amount
         if self._left < 0:
             raise RequestError(
@@ -49,8 +49,8 @@ class MergeBudget:
 class Merged:
     """The combined constraints of several schemas on one object.
 
-    least: minimum number of properties. has_properties: a schema names properties or forbids unevaluated ones.
-    is_decided: a schema decides about further properties.
+    least: Minimum number of properties. has_properties: True if a schema names properties or forbids unevaluated ones.
+    is_decided: True if a schema allows or forbids further properties.
     """
 
     def __init__(self, budget: MergeBudget) -> None:
@@ -62,7 +62,7 @@ class Merged:
         self._referred: set[str] = set()
 
     def copy(self) -> Merged:
-        """Return an independent copy."""
+        """Return a copy."""
         self._budget.take(len(self.names) + 1)
         other = copy(self)
         other.names, other._referred = dict(self.names), set(self._referred)  # noqa: SLF001
@@ -103,11 +103,11 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """True if the object may have only named properties, and they reach its minimum."""
+        """True if further properties may be forbidden, and named ones reach the minimum number."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:
-        """Close the object with a member of `allOf`, if closable."""
+        """Return the schema with an `allOf` member that forbids further properties, if closable."""
         if not self.is_closable or not isinstance(schema, dict):
             return schema
         self._budget.take(len(self.names))
@@ -119,7 +119,7 @@ class Merged:
 
 
 def closed(schema: dict[str, Any], found: Any) -> Any:
-    """Close `found`, which is `schema` with rewritten properties, if possible."""
+    """Return `found`, which is `schema` with rewritten properties, closed if possible."""
     merged = Merged(MergeBudget())
     merged.add(schema, schema)
     if not merged.is_closable or not isinstance(found, dict):

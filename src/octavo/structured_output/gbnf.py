@@ -1,7 +1,7 @@
-"""Translates llama.cpp's GBNF into llguidance's Lark.
+"""Translate llama.cpp's GBNF into llguidance's Lark.
 
 Each character becomes a lexeme, except in parts that `gbnf_lexemes` finds. Other long lexemes would forbid allowed
-texts, such as "ba" for `root ::= word "a"` and `word ::= [a-z]+`. The notation:
+texts. With `root ::= word "a"` and `word ::= [a-z]+`, the lexeme `word` would take all of "ba". Notation:
 https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
@@ -55,7 +55,7 @@ def is_gbnf(grammar: str) -> bool:
 
 @functools.lru_cache(maxsize=128)
 def to_lark(grammar: str) -> str:
-    """Translate a grammar. Raises `ValueError`."""
+    """Translate a GBNF grammar. Raises `ValueError`."""
     rules = with_lexemes(read_rules(grammar))
     names = {"root": "start"}
     for name in rules:
@@ -66,7 +66,7 @@ def to_lark(grammar: str) -> str:
 
 
 def read_rules(grammar: str) -> Rules:
-    """Parse a grammar. Raises `ValueError`."""
+    """Parse a GBNF grammar. Raises `ValueError`."""
     reader = _Reader()
     place = 0
     while place < len(grammar):
@@ -167,7 +167,6 @@ def _joined(alternatives: list[list[Node]]) -> Node:
 
 
 def _written(root: Node, names: dict[str, str], terminals: dict[str, str]) -> str:
-    """Avoid recursion, because nodes may be deep."""
     written: list[str] = []
     left: list[Node | str] = [root]
     while left:

@@ -1,8 +1,8 @@
-"""Finds the parts of a grammar that can be one lexeme. A lexeme per character is exact, but slow.
+"""Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
-llguidance's lexer takes the longest lexeme and never backtracks. That is exact if no text of a lexeme is a prefix of
-another text. A grammar without recursion becomes one lexeme. In a recursive one, parts that mark their own end become
-lexemes, if the prefix condition holds for all lexemes and single characters together.
+llguidance's lexer takes the longest lexeme and never backtracks. The result is exact if no text of a lexeme is a prefix
+of another text. A grammar without recursion becomes one lexeme. In a recursive grammar, parts become lexemes if the
+prefix condition holds for all lexemes and single characters together.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from octavo.structured_output.gbnf_nodes import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-# Above these limits, an automaton could exceed the lexer's.
+# Above these limits, an automaton could exceed the lexer's limits.
 _MAX_CHARS = 1000  # counting repetitions
 _MAX_DEPTH = 64
 _MAX_STATES = 1000
 _MAX_ROUNDS = 100
-_MAX_WORK = 100_000  # about 5 us each; other threads wait
+_MAX_WORK = 100_000  # of about 5 us each, in which other threads wait
 
 
 class TooLargeError(Exception):
-    """An automaton has too many states."""
+    """Too many states."""
 
 
 class TooMuchWorkError(Exception):
-    """The search takes too long."""
+    """Too much work."""
 
 
 class _Work:
@@ -54,7 +54,7 @@ class _Work:
 
 
 def with_lexemes(rules: Rules) -> Rules:
-    """Return an equivalent grammar with lexemes."""
+    """Return an equivalent grammar with lexemes, if possible."""
     if any(level > _MAX_DEPTH for node in rules.values() for _, level in _nodes(node)):
         return rules
     sizes, work, root = _Sizes(rules), _Work(), Rule("root")
@@ -75,7 +75,7 @@ def _fits(rules: Rules, node: Node, work: _Work) -> bool:
 
 
 class _Sizes:
-    """Characters and levels of nodes with expanded rules. None if recursive or too large."""
+    """Sizes of nodes with expanded rules. None if recursive or too large."""
 
     def __init__(self, rules: Rules) -> None:
         self._of_rules: dict[str, tuple[int, int]] = {}
@@ -151,7 +151,7 @@ class _Automaton:
             self._owners += [index] * (len(self._edges) - len(self._owners))
 
     def continuing(self, *, until_found: bool = False) -> set[int]:
-        """Return the parts that have an empty text, or a text that continues a text of any part.
+        """Return the parts that match an empty text, or a text that begins with a text of any part.
 
         Raises `TooLargeError`.
         """
@@ -251,7 +251,7 @@ class _Run:
 
 
 class _Parts:
-    """Chooses runs of items that can be lexemes together with other runs and characters."""
+    """Chooses the runs of consecutive items that become lexemes."""
 
     def __init__(self, rules: Rules, sizes: _Sizes, work: _Work) -> None:
         self._rules, self._sizes, self._work = rules, sizes, work
@@ -311,7 +311,7 @@ class _Parts:
                 place = run.stop
 
     def _find_run(self, items: tuple[Node, ...], start: int) -> _Run | None:
-        """Return the shortest run of several characters that marks its own end."""
+        """Return the shortest run of several characters in which no text is a prefix of another one."""
         if (id(items), start) in self._refused:
             return None
         for stop in range(start + (2 if isinstance(items[start], Chars) else 1), len(items) + 1):

@@ -1,4 +1,4 @@
-"""GBNF's nodes, and their regular expressions."""
+"""The syntax tree of a GBNF grammar, and regular expressions for its nodes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _FIRST_SURROGATE, _LAST_SURROGATE = 0xD800, 0xDFFF
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of a set."""
+    """A character set."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Items in order."""
+    """Consecutive nodes."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One option."""
+    """Alternative nodes."""
 
     options: tuple[Node, ...]
 
@@ -42,14 +42,14 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule's name."""
+    """A named rule."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """The lexer's unit."""
+    """A lexeme's text."""
 
     regex: str
 
@@ -59,7 +59,7 @@ Rules: TypeAlias = dict[str, Node]
 
 
 def negated(ranges: Ranges) -> Ranges:
-    """Return the complement, without surrogates."""
+    """Return the complement of `ranges`, without surrogates."""
     rest, begin = [], 0
     for first, last in sorted(ranges):
         if begin < first:
@@ -78,14 +78,14 @@ def negated(ranges: Ranges) -> Ranges:
 
 
 def chars_regex(ranges: Ranges) -> str:
-    """Return a set's regular expression."""
+    """Return a regular expression for `ranges`."""
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return f"\\u{{{ranges[0][0]:X}}}"
     return "[" + "".join(f"\\u{{{first:X}}}-\\u{{{last:X}}}" for first, last in ranges) + "]"
 
 
 def regex(node: Node, rules: Rules) -> str:
-    """Return a node's regular expression, without recursion."""
+    """Return a regular expression for a node without recursive rules."""
     match node:
         case Chars(ranges):
             return chars_regex(ranges)

@@ -1,6 +1,6 @@
 """Compiles and matches grammars with llguidance (https://github.com/guidance-ai/llguidance).
 
-The allowed tokens depend only on the tokens so far, so scheduling cannot change them.
+The allowed tokens depend only on a request's own tokens, so scheduling does not change the allowed tokens.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _MAX_KEPT = 128  # a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20
-_STACK_BYTES = 512 << 20  # of address space; a text may have 16,000 rules in a chain, and 4,000 take 8 MB
+_STACK_BYTES = 512 << 20  # of address space; a grammar may have 16,000 nested rules, and 4,000 take 8 MB
 _MAX_WAITING = 1024  # grammars per tenant
 _LARGE_CHARS = 1 << 12  # shorter grammars process a token within 1 ms
 _PARAMETER = "structured_outputs"
-# About 20 ms for a regular expression, 20 ms for a step, 50 MB of states.
+# About 20 ms for a regular expression, 20 ms for a step, and 50 MB of states.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_items_in_row": 10_000,  # an object of MAX_OPTIONAL_PROPERTIES takes 8,000
+    "max_items_in_row": 10_000,
     "max_lexer_states": 30_000,
     "max_grammar_size": 200_000,
 }
@@ -62,7 +62,7 @@ class GrammarError(RequestError):
 
 
 class Matcher:
-    """The position of one output in its grammar. Raises `GrammarError` if the grammar exceeds its limits.
+    """The position of one output in its grammar. Methods raise `GrammarError` if the grammar exceeds its limits.
 
     Other threads can run during `allowed`, and with `large` also during `advance`.
     """
@@ -102,12 +102,12 @@ class Matcher:
         self.num_tokens -= num_tokens
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first on, may come next."""
+        """Return the number of leading tokens that the grammar allows next."""
         with _named_faults():
             return int(self._matcher.validate_tokens(list(token_ids)))
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return bool [vocab]: the tokens that may come next, and EOS if the text may end."""
+        """Return a bool [vocab] mask of the tokens that may come next, with EOS if the text may end."""
         with _named_faults():
             mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -118,14 +118,14 @@ class Matcher:
 
 
 class _LargeSteps:
-    """Lets other threads run: llguidance releases the interpreter lock for two or more matchers."""
+    """Advances two matchers, because llguidance releases the interpreter lock only for two or more."""
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
-        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)  # it refuses any token immediately
+        self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)
 
     def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
-        other = self._other.deep_copy()  # each thread needs its own
+        other = self._other.deep_copy()  # one per thread
         return all(self._executor.consume_token_par([(matcher, each), (other, each)])[0] for each in token_ids)
 
 
@@ -133,8 +133,8 @@ class _LargeSteps:
 class Vocabulary:
     """A tokenizer's properties that grammars need.
 
-    text: content of tokenizer.json. num_ids: the model may have more or fewer rows. added_ids: ids outside the trained
-    vocabulary.
+    text: Content of tokenizer.json. num_ids: Number of ids. The model may have more or fewer rows. added_ids: Ids
+    outside the trained vocabulary.
     """
 
     text: str
@@ -153,10 +153,10 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. Caches recently used grammars and those of unfinished requests.
+    """Compiles grammars for one vocabulary. Caches recently used grammars and the grammars of unfinished requests.
 
-    read_vocabulary: called by `read_ahead` or for the first grammar. For 150,000 tokens, it takes 110 MB and one or two
-    seconds, and blocks other threads. vocab_size: rows of the model; tokens without a row are never allowed.
+    read_vocabulary: Called by `read_ahead` or for the first grammar. Reading 150,000 tokens takes 110 MB and one or two
+    seconds, and blocks other threads. vocab_size: Rows of the model. Tokens without a row are never allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -172,21 +172,21 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def read_ahead(self) -> Future[None]:
-        """Read the vocabulary in the background. Later requests raise its errors."""
+        """Read the vocabulary in the background. If this fails, later requests raise the error."""
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
-        """Compile a grammar in the background. The future raises `GrammarError`.
+        """Start compiling a grammar in the background. The future raises `GrammarError`.
 
-        The grammar is kept while the object `wanted` lives, so no step waits for it. Tenants take turns; the future is
-        `running()` at the tenant's turn. Raises `GrammarError` if no thread can start, and `QueueFullError` if too many
-        of the tenant's grammars wait.
+        The grammar is kept while the object `wanted` exists, so no step waits for the compilation. Tenants take turns,
+        and the future is `running()` from the tenant's turn on. Raises `GrammarError` if no thread can start, and
+        `QueueFullError` if too many of the tenant's grammars wait.
         """
         with _named_faults():
             return _turns().submit(tenant, lambda: self._prepare(wanted))
 
     def compile(self, wanted: StructuredOutputsParams) -> Matcher:
-        """Return a new matcher, after compilation. Raises `GrammarError`."""
+        """Compile a grammar and return a new matcher. Raises `GrammarError`."""
         with _named_faults():
             compiled = self._waited_for.get(id(wanted))
             if compiled is None:
@@ -229,7 +229,7 @@ class GrammarCompiler:
             limits = llguidance.LLParserLimits(**_LIMITS)
             matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # shared by all copies
+                matcher.compute_bitmask()  # which all copies share
             if matcher.is_error():
                 raise _refusal(llguidance, wanted.kind, structure, matcher.get_error())
             compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
@@ -299,11 +299,11 @@ def _turns() -> Turns:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the only compiling thread. Its stack fits llguidance's recursion over the longest text."""
+    """Return the only compiling thread, with a stack for llguidance's recursion over the longest text."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:
-        executor.submit(int).result()  # creates the thread with that stack
+        executor.submit(int).result()
     finally:
         threading.stack_size(before)
     return executor

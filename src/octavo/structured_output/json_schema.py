@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.errors import RequestError
 
-MAX_OPTIONAL_PROPERTIES = 2000  # per object; llguidance has four states for each
+MAX_OPTIONAL_PROPERTIES = 2000  # per object; llguidance needs four states per property
 _VALUES = {"const", "enum", "default", "examples"}
 DEFINITIONS = frozenset(("$defs", "definitions"))
 NAMED_SCHEMAS = {"properties", "patternProperties", "dependentSchemas", *DEFINITIONS}

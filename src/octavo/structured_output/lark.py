@@ -21,10 +21,10 @@ JSON_OPTIONS = {
     "key_separator": ": ?",
     "coerce_one_of": True,
 }
-# Without this option, llguidance would force text that has only one continuation as ordinary tokens, and refuse an
-# added token such as "<think>".
+# Without this option, llguidance would force ordinary tokens if only one text can follow, and refuse an added token
+# such as "<think>" for the same text.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# Blanks at the start are limited, but some are needed: chat templates put up to two line feeds around reasoning.
+# White space at the start is limited. Some is needed, because templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
@@ -34,7 +34,7 @@ _VALUES = {"const", "enum", "required"}
 
 
 def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return the expression for a schema's JSON. Raises `RequestError` if it is too large."""
+    """Return the expression for JSON of a schema. Raises `RequestError` if the schema is too large."""
     fields = json.loads(schema) if isinstance(schema, str) else schema
     refuse_large_objects(fields, fields.get(FIELD) or "a function's parameters or the answer's schema", None)
     options = {**JSON_OPTIONS, "lenient": True} if LENIENT in fields else JSON_OPTIONS
@@ -57,17 +57,17 @@ def _bare(schema: Any) -> Any:
 
 
 def by_id(token_id: int) -> str:
-    """Return a token's name in a grammar: llguidance never uses an added token <...> by its text."""
+    """Return a token's name in a grammar. Text in a grammar never matches an added token such as <think>."""
     return f"<[{token_id}]>"
 
 
 def text_up_to(
     marker: str, token: str | None, *, head: str = "head", text: str = "TEXT", between: Sequence[int] = ()
 ) -> str:
-    """Return two rules: `head` is any text up to and including a marker, `text` is any text.
+    """Return two rules. `head` is any text up to and including a marker, and `text` is any text.
 
-    token: the marker's name if it is one token; then `text` excludes it in any tokenization. between: ids of added
-    tokens that `head` may contain.
+    token: Name of the marker if it is one token. Then `text` excludes the marker in any tokenization. between: Ids of
+    added tokens that `head` may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"
@@ -76,10 +76,10 @@ def text_up_to(
 
 
 def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int], *, is_exact: bool) -> str:
-    """Return the rules of an answer: free text up to and including the marker `ends`, then the structure `@answer`.
+    """Return the rules of an answer, which has free text up to and including the marker `ends`, then `@answer`.
 
-    opens: begins the free text; None if every answer has one. is_exact: no blanks may precede an answer without free
-    text.
+    opens: Marker that begins the free text, which is then optional, or None. is_exact: True if white space must not
+    precede an answer without free text.
     """
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
     if opens is None:
@@ -95,8 +95,8 @@ def pattern(text: str) -> str:
 
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
-    """Return the grammar for llguidance: `rules` around the structure. free_from: like `opens` of `free_start`."""
-    if free_from is not None:  # a text that begins like this would be ambiguous
+    """Return the grammar for llguidance, with `rules` around the structure. free_from: See `opens` of `free_start`."""
+    if free_from is not None:  # an answer must not begin like free text
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)
     inner = json.loads(structure)["grammars"] if structure.startswith("{") else [{"lark_grammar": structure}]

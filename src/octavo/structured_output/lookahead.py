@@ -1,7 +1,8 @@
-"""Replaces a regular expression with lookahead by several expressions without it that must all match.
+"""Replace a regular expression with lookahead by several expressions without lookahead, which must all match.
 
-llguidance has no lookahead, but pydantic uses it for `Decimal`, zod for `email()`, users for passwords. An assertion at
-the beginning becomes a separate pattern, or its complement if it is negative. Functions return None for unknown forms.
+llguidance has no lookahead, but pydantic uses it for `Decimal`, zod for `email()`, and users for passwords. A positive
+assertion at the beginning becomes a separate pattern. A negative assertion becomes a pattern for all other texts.
+Functions return None for unknown forms.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ANY, _SOME = r"[\s\S]*", r"[\s\S]+"
 _GROUP = re.compile(r"\((?:\?:)?(?P<inner>(?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")
 _MAX_LITERAL_CHARS = 64
-# pydantic's Decimal with a limit of digits, which the assertion counts.
+# pydantic's pattern for a Decimal with limited digits, which the assertion counts.
 _PLACES = r"\\d\{0,(?P<places>\d+)\}"
 _DECIMAL = re.compile(
     rf"\(\?:\\d\{{0,(?P<whole>\d+)\}}\|\(\?=\[\\d\.\]\{{1,(?P<most>\d+)\}}0\*\$\)"
@@ -29,9 +30,9 @@ _MAX_DIGITS = 100
 
 
 def without_lookahead(pattern: str) -> list[str] | None:
-    """Return patterns that together match the same texts as `pattern`, or fewer.
+    """Return patterns without lookahead. A text that matches all of them also matches `pattern`.
 
-    As in JSON schemas, a pattern may match any part of a text.
+    As in JSON Schema, a pattern may match any part of a text.
     """
     if not _LOOK_AROUND.search(pattern):
         return [pattern]
@@ -52,9 +53,9 @@ def without_lookahead(pattern: str) -> list[str] | None:
 
 
 def _decimal(found: re.Match[str]) -> str:
-    r"""Drop the assertion that counts digits.
+    r"""Return pydantic's pattern without the assertion that counts digits.
 
-    Pydantic's first alternative lets text follow the number. This one does not.
+    Pydantic's first alternative allows text after the number. The result does not.
     """
     whole, most, places = int(found["whole"]), int(found["most"]), found["places"]
     if places is not None and whole + int(places) < most:

@@ -1,6 +1,7 @@
-"""Merges the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema put on one value.
+"""Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema put on one value.
 
-Needed only for call formats other than JSON, which write properties one by one. References point into `root`.
+Call formats other than JSON need this, because they write properties one by one. References point into `root`, the
+whole schema.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NOTES = frozenset(("$comment", "$schema", "default", "deprecated", "description
 
 
 def is_merged(schema: dict[str, Any]) -> bool:
-    """Return True if the schema has no such keyword."""
+    """Return True if the schema has no `$ref`, `allOf`, `anyOf` or `oneOf`."""
     return not any(key in schema for key in _MERGED)
 
 
@@ -44,7 +45,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
         if not left and not found and is_merged(part):
             return part
         reference = part.get("$ref")
-        if isinstance(reference, str) and reference not in referred:  # only once: references may be cyclic
+        if isinstance(reference, str) and reference not in referred:
             referred.add(reference)
             left.insert(0, resolve(reference, root))
         left += _list(part, "allOf")
@@ -77,7 +78,7 @@ def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_small(schema: Any, root: dict[str, Any]) -> bool:
-    """Return True if a fully expanded schema has at most MAX_EXPANDED schemas."""
+    """Return True if a fully expanded schema has at most MAX_EXPANDED nested schemas."""
     left, num_seen = [schema], 0
     while left and num_seen <= MAX_EXPANDED:
         part = left.pop()
@@ -127,7 +128,7 @@ def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
 def is_open(schema: dict[str, Any]) -> bool:
     """Return True if an object may have properties that its merged schema does not name.
 
-    With `properties` and without `additionalProperties`, it is closed.
+    Unlike in JSON Schema, an object with `properties` and without `additionalProperties` is closed.
     """
     others = schema.get("additionalProperties")
     if others is not None:

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 
 def resolve(reference: str, root: Any) -> Any:
-    """Return the target of a reference (`#/$defs/name`), or None if missing or external."""
+    """Return the target of a reference, such as `#/$defs/name`, or None if missing or external."""
     if not reference.startswith("#") or (len(reference) > 1 and reference[1] != "/"):
         return None
     for key in reference[1:].split("/")[1:]:

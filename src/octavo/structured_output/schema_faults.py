@@ -1,4 +1,4 @@
-"""Finds the part of a JSON schema that llguidance refuses but does not name."""
+"""Find the part of a JSON schema that llguidance refuses, which llguidance's error does not name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from octavo.structured_output.references import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Keyword that llguidance ignores: the request's field that contains the schema.
+# Keyword that llguidance ignores. Its value names the request's field.
 FIELD = "x-octavo-field"
-# Keyword: unsupported keywords are ignored instead of refused.
+# Keyword of schemas in which unsupported keywords are ignored.
 LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
@@ -29,7 +29,7 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """A part that cannot be compiled. field: the request's field."""
+    """A part that cannot be compiled. place: JSON pointer. field: The request's field with the schema."""
 
     place: str
     message: str
@@ -40,7 +40,7 @@ class SchemaFault:
 
 
 def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the smallest part that fails alone, or None."""
+    """Return the fault of the smallest part that fails alone, or None. check: Returns a schema's error, or None."""
     message = check(schema)
     if message is None:
         return None
@@ -93,7 +93,7 @@ def _children(schema: dict[str, Any], place: str, root: dict[str, Any]) -> Itera
 
 
 def place_of_pattern(schema: dict[str, Any], pattern: str) -> str:
-    """Return a pattern's path in the schema, or "#" if it is missing."""
+    """Return a pattern's JSON pointer in the schema, or "#" if the pattern is missing."""
     left: list[tuple[str, Any]] = [("#", schema)]
     while left:
         place, part = left.pop(0)
@@ -120,7 +120,7 @@ def _explained(message: str, schema: dict[str, Any]) -> str:
 
 
 def reason_of(message: str) -> str:
-    """Return the first line of llguidance's error, or for a regular expression the reason after it."""
+    """Return the first line of llguidance's error. For an invalid regular expression, add the reason."""
     head, _, rest = message.strip().partition("\n")
     reason = rest.rpartition("error: ")[2].partition("\n")[0] if "regex parse error" in head else ""
     return f"{head.rpartition('regex parse error')[0]}{reason}" if reason else head

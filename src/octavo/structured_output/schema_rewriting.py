@@ -1,7 +1,7 @@
 """Rewrites a JSON schema for llguidance, with the meaning that clients expect.
 
-The result allows the same values or fewer, except that unknown formats are not checked, and options of `oneOf` may
-overlap.
+The result allows the same values or fewer. As an exception, unknown formats are not checked, and a value may match
+several options of `oneOf`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _KNOWN_DIALECTS = "json-schema.org/"
 def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema to compile. The argument is not changed.
 
-    * An object with `properties` and without `additionalProperties` is closed, taking `$ref`, `allOf` and `anyOf` into
-      account. It stays open if it has `patternProperties` or needs more properties than are named.
+    * An object with `properties` and without `additionalProperties` is closed, which forbids further properties. It
+      stays open if it has `patternProperties` or needs more properties than are named. `$ref`, `allOf` and `anyOf` are
+      taken into account.
     * An unknown `format` is dropped.
     * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
       or `properties`.
@@ -44,8 +45,8 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 class _Rewriter:
     """Rewrites one schema.
 
-    Whole values are closed. Members of a merge (`allOf`, or `$ref` with other keywords) stay open, and the merge is
-    closed.
+    Whole values are closed, which forbids further properties. Members of a merge (`allOf`, or `$ref` with other
+    keywords) stay open, and the merge is closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
@@ -97,7 +98,7 @@ class _Rewriter:
         return self._rewritten(schema, is_open=True)
 
     def _rewritten(self, schema: Any, *, is_open: bool) -> Any:
-        """Rewrite all parts. is_open: parts that describe the same value stay open."""
+        """Rewrite nested schemas. is_open: True if nested schemas for the same value stay open."""
         schema = _mended(schema) if isinstance(schema, dict) else schema
         if not isinstance(schema, dict):
             return schema
