@@ -1,4 +1,4 @@
-"""Handlers with types."""
+"""Handlers of routes, with the types of their bodies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ROOM = "octavo.server.api"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route's handler.
+    """A route's handler and its types.
 
-    handler: called with the service, the HTTP request and, unless `body` is None, the checked body. answer: type of the
-    answer's body, or None if the OpenAPI document shows no type.
+    handler: Function of the service, the HTTP request and, if `body` is not None, the checked body. answer: Type of the
+    response's body, or None to show no type in the OpenAPI document.
     """
 
     handler: Handler
@@ -34,14 +34,14 @@ class Endpoint:
 
     @property
     def __wrapped__(self) -> Handler:
-        """For `inspect.unwrap`."""
+        """The handler, for `inspect.unwrap`."""
         return self.handler
 
 
 def endpoint(
     *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False
 ) -> Callable[[Handler], Endpoint]:
-    """Declare a handler. The first line of its docstring becomes the summary."""
+    """Return a decorator for handlers. The first line of a handler's docstring becomes the summary."""
 
     def declare(handler: Handler) -> Endpoint:
         summary = (handler.__doc__ or "").partition("\n")[0]

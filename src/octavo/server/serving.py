@@ -1,4 +1,4 @@
-"""Makes HTTP servers."""
+"""Create the HTTP server."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def make_server(
     max_connections: int = MAX_CONNECTIONS,
     settings: Mapping[str, Any] | None = None,
 ) -> GracefulServer:
-    """Make a server. The caller still owns the engine.
+    """Return an HTTP server. The caller remains responsible for shutting down the engine.
 
-    Call the server's `run(sockets=[...])` with a socket from `bind`. Arguments and errors: see `Service`.
+    To start the server, call its `run(sockets=[...])` with a socket from `bind`. For arguments and errors, see
+    `Service`.
     """
     service = Service(engine, config, settings)
     return http_server(create_app(service), service, max_connections=max_connections)

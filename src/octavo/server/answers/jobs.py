@@ -1,4 +1,4 @@
-"""Jobs, and the protocols of objects that write answers."""
+"""Jobs, and protocols of the objects that write replies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: bytes that clients ignore."""
+    """Encoding of a streamed response. keep_alive: Bytes that clients ignore."""
 
     media_type: str
     keep_alive: bytes
@@ -41,11 +41,12 @@ LINES = StreamForm("application/x-ndjson", b" ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A client's request to answer.
+    """A client's request, ready to be answered.
 
-    place: permit that the job holds until it is answered. counts_completions: False if prompts are only scored or
-    computed. deadline: time on the event loop's clock. client_names: maps the engine's name of a field to the client's.
-    check: called with each tokenized prompt; may raise `RequestError`.
+    place: Permit that the job holds until it is answered. counts_completions: False to omit generated tokens from the
+    usage, for example for a prefill. deadline: Time on the event loop's clock, in seconds. client_names: Maps the
+    engine's name of a field to the client's name. check: Function called with each tokenized prompt, which may raise
+    `RequestError`.
     """
 
     request_id: str
@@ -66,7 +67,7 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # a copy skips the checks
+        params = copy(self.params)  # unlike `replace`, `copy` skips the checks
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
@@ -77,9 +78,9 @@ class Job:
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
 
-@dataclass(slots=True)  # frozen would double the time to create it for each token
+@dataclass(slots=True)  # `frozen` would double the time to create an update
 class ChoiceUpdate:
-    """New output of one choice. choice: its index over all prompts."""
+    """New output of one choice. choice: Index of the choice over all prompts of the job."""
 
     choice: int
     is_first: bool
@@ -88,22 +89,22 @@ class ChoiceUpdate:
 
 
 class WholeReply(Protocol):
-    """Writes whole answers."""
+    """Writes complete responses."""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
-        """Return the answer. outputs: complete, one for each prompt, in order."""
+        """Return the response. outputs: Complete outputs, one for each prompt, in order."""
         ...
 
 
 class Reply(WholeReply, Protocol):
-    """Writes streamed answers, too."""
+    """Writes complete responses and streams."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the events for an update, or b"". usage: None to show no counts."""
+        """Return the events for an update, or b"". usage: Counts to show, or None to show no counts."""
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """Return last events."""
+        """Return the last events of a complete stream."""
         ...
 
     def error(self, error: HttpError) -> bytes:
@@ -122,5 +123,5 @@ def line(data: Any) -> bytes:
 
 
 def json_response(reply: Any) -> Response:
-    """Encode a small object on the event loop."""
+    """Return a response with a small JSON object, which is encoded on the event loop."""
     return Response(encoder.encode(reply), media_type="application/json")

@@ -1,4 +1,4 @@
-"""Kimi K3's answers: tags, written with three special tokens."""
+"""Kimi K3's calls. Their tags consist of three special tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class KimiK3Format(TaggedFormat):
     frames = (f"{_OPEN}response{_SEP}", f"{_CLOSE}response{_SEP}", f"{_CLOSE}message{_SEP}")
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> KimiK3Parser:
-        """Parse these tags."""
+        """Return a parser."""
         return KimiK3Parser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
@@ -49,11 +49,11 @@ class KimiK3Format(TaggedFormat):
         return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Require the mark of a call, but no name, because attributes may have any order."""
+        """See `ToolFormat`. The function's name is not required, because attributes may have any order."""
         return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write tags."""
+        """See `SectionFormat`."""
         written = [f'{self.call_opens} tool="{name}" index="{index + 1}"{_SEP}']
         for key, value in arguments.items():
             text = value if isinstance(value, str) else json_text(value)
@@ -103,7 +103,7 @@ def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
 
 
 class KimiK3Parser(TaggedParser):
-    """Reads these tags. Attributes may have any order; unknown attributes are ignored."""
+    """Reads Kimi K3's tags. Attributes may have any order, and unknown attributes are ignored."""
 
     def _name(self) -> Wait[str]:
         attributes = yield from self._attributes()

@@ -1,4 +1,4 @@
-"""Find a malformed member's end."""
+"""Find the end of a malformed call in a list."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 def member_end(text: str) -> int | None:
     """Return the length of the object or Python call that begins the text, or None if it is uncertain.
 
-    An unescaped quote would end a string too early, so strings must be between punctuation marks of JSON or Python.
-    Brackets must match.
+    The length is certain if brackets match and all strings are between punctuation marks of JSON or Python. Any other
+    string may contain an unescaped quote.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:

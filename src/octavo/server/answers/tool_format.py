@@ -1,4 +1,4 @@
-"""Base of call formats."""
+"""Base class of call formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Function:
     """A client's tool.
 
-    parameters: JSON schema of the arguments. strict: True if calls must match the schema. field: name of the request's
+    parameters: JSON schema of the arguments. strict: True if calls must match the schema. field: Name of the request's
     field that has the schema.
     """
 
@@ -34,12 +34,13 @@ class Function:
 class ToolFormat:
     """A format of tool calls. Grammars are in llguidance's dialect of Lark.
 
-    takes_one: True if chat templates refuse several calls in one message; an answer then has several only if the client
-    asks for parallel calls. frames_content: True if marks also enclose content, so that the parser is needed without
-    tools, too. reserved_names: names that no tool may have. needs_grammar: True if the models write no calls without a
-    grammar. describes_tools: True if the chat templates cannot show tools, so that `messages_with_tools` writes the
-    tools as text. markers: texts that separate calls from other text; the detokenizer keeps them even if they are
-    special tokens. token_name: returns a text's name in a grammar (`<[123]>`), or None if the text is not one token.
+    takes_one: True if chat templates refuse several calls in one message. An answer then has several calls only if the
+    client asks for parallel calls. frames_content: True if markers also enclose content. The parser then reads all
+    answers, with or without tools. reserved_names: Names that no tool may have. needs_grammar: True if the models need
+    a grammar to write calls. describes_tools: True if the chat templates cannot show tools. `messages_with_tools` then
+    writes the tools as text. markers: Texts that separate calls from other text. The detokenizer keeps them even if
+    they are special tokens. token_name: Returns a text's name in a grammar (`<[123]>`), or None if the text is not one
+    token.
     """
 
     name: ClassVar[str]
@@ -55,15 +56,15 @@ class ToolFormat:
         self._token_name = token_name
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Make a parser. only_one: True to drop all calls after the first."""
+        """Return a parser. only_one: True to drop all calls after the first."""
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Map marks to texts. Within reasoning, a mark begins a call if one of its texts follows."""
+        """Map markers to texts. Within reasoning, a marker begins a call if one of its texts follows."""
         return {}
 
     def new_call_id(self) -> str:
-        """Return a new id."""
+        """Return a new id of a call."""
         return f"call_{new_id()[:24]}"
 
     def messages_with_tools(
@@ -74,11 +75,11 @@ class ToolFormat:
         is_required: bool,  # noqa: ARG002 - interface
         only_one: bool,  # noqa: ARG002 - interface
     ) -> list[dict[str, Any]]:
-        """Return the chat template's messages."""
+        """Return the messages that the chat template renders."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write calls (names and arguments) as the models do."""
+        """Return the text of calls (names and arguments), as the models write it."""
         raise NotImplementedError
 
     def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - interface
@@ -86,7 +87,7 @@ class ToolFormat:
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002 - interface
-        """Return a grammar for JSON of this schema within the format's marks, or None if no marks enclose content."""
+        """Return a grammar for JSON within the format's markers, or None if no markers enclose content."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -124,15 +125,15 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule `call`, a choice of `count` rules."""
+    """Return the rule `call`, a choice of the rules `call0`, `call1` and so on."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
     """Return rules for arguments in the schema's order. A call uses the rule `first<place>_0`.
 
-    `first<place>_<i>` allows argument i and later arguments if no argument precedes them, `further<place>_<i>` if one
-    does. are_needed: True for each required argument.
+    If no argument precedes, `first<place>_<i>` allows argument i and later arguments. After another argument,
+    `further<place>_<i>` allows them. are_needed: True for each required argument.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):
@@ -146,7 +147,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return rules for objects. The lexemes are JSON's, so a grammar may allow other JSON, too."""
+    """Return rules for calls that are JSON objects. The grammar may also contain rules for other JSON."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))
