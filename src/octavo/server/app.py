@@ -54,18 +54,15 @@ class _AppRoute(AppRoute):
         self.methods = set(methods)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Store this route in the scope even if the request's method is wrong.
-
-        Metrics and traces read the route's path from the scope.
-        """
+        """Store this route in the scope even for a wrong method, because metrics and traces read the route's path."""
         match, child = super().matches(scope)
         return match, {**child, "route": self} if match is not Match.NONE else child
 
 
 async def _serve(service: Service, route: Route, endpoint: Endpoint, request: Request) -> Response:
-    """Check the key's permissions, read the body if the endpoint takes one, and call the handler.
+    """Check the permissions, read the body, and call the handler.
 
-    Errors while or after the body is read have the format of the route's API.
+    If the endpoint takes a body, errors after the permission check have the format of the route's API.
     """
     if route.operators:
         check_operator(request.state.tenant, route.operators)

@@ -1,4 +1,4 @@
-"""Read and check the bodies of requests."""
+"""Check the bodies of requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _joined(chunks: list[bytes]) -> bytes:
 def _check_media_type(given: str | None) -> None:
     """Raise `MediaTypeError` unless the body is application/json.
 
-    For any web page, a browser sends forms, plain text and untyped bytes without asking this server first (CORS).
+    For any web page, browsers send forms, plain text and untyped bytes without asking this server first (CORS).
     """
     if given is None or given.partition(";")[0].strip().lower() != "application/json":
         said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
@@ -68,7 +68,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run `work` on a request's body, and on a thread if the body is large."""
+    """Run `work` on a request's body, on a thread if the body is large."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await run_text_work(
@@ -82,7 +82,7 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
-    """Parse a JSON object and validate it against `schema`. NaN and Infinity are refused.
+    """Parse and validate a JSON object without NaN and Infinity.
 
     Raises `RequestError` for the first invalid field.
     """

@@ -1,4 +1,4 @@
-"""Handlers of routes, with the types of their bodies."""
+"""Handlers of routes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ROOM = "octavo.server.api"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route's handler and its types.
+    """A route's handler.
 
-    handler: Function of the service, the HTTP request and, if `body` is not None, the checked body. answer: Type of the
-    response's body, or None to show no type in the OpenAPI document.
+    handler: Takes the service, the HTTP request and, unless `body` is None, the checked body. answer: Type of the
+    answer's body, or None if the OpenAPI document shows no type.
     """
 
     handler: Handler
@@ -41,7 +41,7 @@ class Endpoint:
 def endpoint(
     *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False
 ) -> Callable[[Handler], Endpoint]:
-    """Return a decorator for handlers. The first line of a handler's docstring becomes the summary."""
+    """Declare a handler. The first line of the handler's docstring becomes the summary."""
 
     def declare(handler: Handler) -> Endpoint:
         summary = (handler.__doc__ or "").partition("\n")[0]

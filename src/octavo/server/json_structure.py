@@ -1,7 +1,6 @@
 """Limit the number of values in JSON, because a parser blocks all other threads.
 
-A text of a few megabytes can contain millions of empty lists, which take seconds to parse. Long strings take almost no
-time.
+A few megabytes can contain millions of empty lists, which take seconds to parse. Long strings take almost no time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_SMALL_BYTES = 1 << 18  # such a body is parsed within milliseconds
+_SMALL_BYTES = 1 << 18  # parsed within milliseconds
 _BLOCK_BYTES = 1 << 18
 # A body at these limits is parsed in about 0.1 s.
 MAX_LISTS_AND_OBJECTS, MAX_NAMES, MAX_VALUES = 1 << 17, 1 << 18, (1 << 20) + (1 << 18)

@@ -46,7 +46,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # consecutive engine processes that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
-_ENGINE_GRACE_S = 1.0  # the engine's time to end aborted requests
+_ENGINE_GRACE_S = 1.0  # to end aborted requests
 _BODIES = 16  # bodies of the largest size, at the same time
 
 
@@ -66,10 +66,10 @@ class _Open:
 
 
 class Service(HttpService):
-    """One engine with its keys, limits and open requests. Used on one event loop only.
+    """One engine, with keys and limits. Used on one event loop only.
 
-    settings: Settings to show at GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be
-    used, or if packages for a requested feature are missing.
+    settings: Shown by GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be used, or if
+    packages for a requested feature are missing.
     """
 
     config: ServerConfig
@@ -117,7 +117,7 @@ class Service(HttpService):
         return name
 
     def check_alive(self) -> None:
-        """Raise `EngineDeadError` if the engine cannot recover and this process must be restarted."""
+        """Raise `EngineDeadError` if this process must be restarted."""
         if self.engine.is_dead or self.engine.client.num_failed_starts >= MAX_FAILED_STARTS:
             raise EngineDeadError("dead", retry_after_s=self.engine.client.retry_after_s)
 
@@ -135,15 +135,15 @@ class Service(HttpService):
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Return a permit for a request's streams, before any work for the request. See `RequestLimiter.enter`.
+        """Return a permit for a request's streams. Call it before any work for the request.
 
-        Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`.
+        Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`. See `RequestLimiter.enter`.
         """
         self.check_ready()
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Run `work`, which reads a request's texts, and return its result. See `TextWork.do`.
+        """Run `work` on a request's texts. See `TextWork.do`.
 
         The deadline or a disconnect stops the work. The tenant is charged for the tokens that were read, even if the
         request fails.
@@ -183,8 +183,8 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
-        check: Function called with the tokenized prompt, which may raise an error to refuse the request. unsent:
-        Function called with the last output of a failed request, which is not yielded. For errors, see `outputs_of`.
+        check: Called with the tokenized prompt, and may raise an error to refuse the request. unsent: Called with the
+        last output of a failed request, which is not yielded. For errors, see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -207,7 +207,7 @@ class Service(HttpService):
         with client_field_names(job.client_names):
             self._check_may_begin(tenant)
             prompt = await self._read_prompt(job, index)
-            self._check_may_begin(tenant)  # the state may have changed
+            self._check_may_begin(tenant)  # reading may take long
             options = self._options(job)
             opened = self._open[request_id] = _Open(tenant)
             try:
@@ -219,7 +219,7 @@ class Service(HttpService):
                     on_processed=reserve_prompt,
                     on_unread=lambda output: place.charge(_num_tokens(output)),  # computed, although not read
                 )
-                async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
+                async with aclosing(outputs) as stream:  # type: ignore[type-var]
                     async for output in stream:
                         place.charge(_num_tokens(output))
                         if (error := opened.error(output)) is not None:
@@ -297,4 +297,4 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 def _num_tokens(output: RequestOutput) -> int:
-    return sum([len(completion.token_ids) for completion in output.outputs])  # faster than a generator
+    return sum([len(completion.token_ids) for completion in output.outputs])

@@ -23,10 +23,9 @@ def make_server(
     max_connections: int = MAX_CONNECTIONS,
     settings: Mapping[str, Any] | None = None,
 ) -> GracefulServer:
-    """Return an HTTP server. The caller remains responsible for shutting down the engine.
+    """Return an HTTP server. The caller must shut down the engine.
 
-    To start the server, call its `run(sockets=[...])` with a socket from `bind`. For arguments and errors, see
-    `Service`.
+    To serve, call `run(sockets=[...])` with a socket from `bind`. For arguments and errors, see `Service`.
     """
     service = Service(engine, config, settings)
     return http_server(create_app(service), service, max_connections=max_connections)

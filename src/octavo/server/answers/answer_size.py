@@ -1,4 +1,4 @@
-"""Limit and estimate the sizes of answers."""
+"""Sizes of answers."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ _ANSWERING = "it was answered"
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
-    """Return the response to a job. If the client disconnects, the job's requests are aborted.
+    """Answer a job. If the client disconnects, abort the job's requests.
 
-    The HTTP status of a stream is sent after the first output or after `stream_keep_alive_s` seconds. An earlier error
-    can still change the status.
+    A stream's HTTP status is sent after the first output or after `stream_keep_alive_s` seconds. An earlier error can
+    still change the status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -66,7 +66,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 
 async def answer_complete(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
-    """Return one complete response to a job. If the client disconnects, the job's requests are aborted."""
+    """Answer a job with one complete response. If the client disconnects, abort the job's requests."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
@@ -155,7 +155,7 @@ class EventStreamResponse(StreamingResponse):
 
 
 class ChoiceUpdates:
-    """Splits outputs into one update for each choice."""
+    """Splits outputs by choice."""
 
     def __init__(self, job: Job) -> None:
         self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
@@ -163,9 +163,9 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return one update for each choice of an output that has new tokens, new text, or a finish reason.
+        """Return an update for each choice that has new tokens or text, or that ends.
 
-        A choice that has already finished gets no update.
+        A choice that ended before gets no update.
         """
         updates = []
         for completion in output.outputs:

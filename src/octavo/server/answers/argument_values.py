@@ -1,4 +1,4 @@
-"""Convert arguments from text without quotes to JSON, according to their schema.
+"""Convert arguments without quotes to JSON, by their schema.
 
 In all functions, `root` is the schema to which `$ref` refers.
 """
@@ -175,7 +175,7 @@ class LookaheadError(RequestError):
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
     """Return a Lark lexeme for the strings that a merged schema allows.
 
-    ending: Regular expression of the text after the string. Raises `LookaheadError` if a pattern has a lookahead.
+    ending: Regular expression after the string. Raises `LookaheadError` if a pattern has a lookahead.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
@@ -201,10 +201,9 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a grammar comment with the parameters' schema if the schema has a `pattern`, otherwise an empty text.
+    """Return a grammar comment with the parameters' schema, or "" if the schema has no `pattern`.
 
-    The grammar compiler's errors do not name the request's field. `octavo.structured_output.schema_faults` finds the
-    field in this comment.
+    The grammar compiler's errors do not name the request's field. `schema_faults` finds the field in this comment.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
@@ -221,7 +220,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     while left:
         part = left.pop()
         definitions[names[id(part)]] = _with_names(part, root, names, left)
-    if FIELD in root:  # the compiler's errors name this field
+    if FIELD in root:
         whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -232,9 +231,9 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 
 
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
-    """Return a copy of a schema in which each `$ref` names a definition that `json_of` writes.
+    """Return a copy of a schema in which each `$ref` names a definition of `json_of`.
 
-    Mutated: `left` receives each schema that was found for the first time, and `names` maps its `id()` to its name.
+    New schemas are added to `names` and `left`.
     """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]
@@ -244,7 +243,7 @@ def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: 
     reference = schema.get("$ref")
     referred = resolve(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
     if isinstance(referred, dict):
-        if id(referred) not in names:  # two spellings of a reference share a definition
+        if id(referred) not in names:
             names[id(referred)] = f"part{len(names)}"
             left.append(referred)
         renamed["$ref"] = f"#/$defs/{names[id(referred)]}"

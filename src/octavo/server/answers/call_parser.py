@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     """A generator that yields whenever it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024  # characters of streamed arguments that a parser holds back
+HELD_CHARS = 1024
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # surplus brackets before a closing marker
-HALF = "\ufffd"  # the text of an incomplete UTF-8 character
+HALF = "\ufffd"  # an incomplete UTF-8 character
 _AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"
-_AFTER_ARGUMENTS = "}],;{[<>`"  # also the characters that begin markers
+_AFTER_ARGUMENTS = "}],;{[<>`"
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
@@ -55,10 +55,9 @@ class MalformedError(Exception):
 
 @dataclass(slots=True)
 class Call:
-    """A tool call that is being read.
+    """A call that is being read.
 
-    arguments: JSON of the arguments if they are emitted at the end of the call, otherwise None. index: Index of the
-    call in the answer, or None until the name is emitted.
+    arguments: None unless the arguments are emitted at the end of the call. index: None until the name is emitted.
     """
 
     name: str | None = None
@@ -86,14 +85,14 @@ class ToolParser:
         self._parameters = {each.name: each.parameters for each in functions}
         self._only_one = only_one
         self._num_calls = 0
-        self._text = ""  # not yet emitted
+        self._text = ""
         self._num_reported = 0  # characters of the answer before `_text`
-        self._position = 0  # index in `_text`
+        self._position = 0
         self._is_over = False
-        self._is_cut = False  # True if the answer was cut off
+        self._is_cut = False
         self._parts: list[Part] = []
         self._held: list[Part] | None = None  # parts of a possible call
-        self._held_text: list[str] = []  # the text of `_held`
+        self._held_text: list[str] = []
         self._num_held_chars = 0
         self._broken = ""
         self._budget = SearchBudget()
@@ -118,7 +117,7 @@ class ToolParser:
         raise NotImplementedError
 
     def _content(self, *openers: str) -> Wait[str]:
-        """Emit the content before the next of `openers`. Return that opener, or "" at the end of the answer.
+        """Emit the content before the next opener. Return the opener, or "" at the end of the answer.
 
         White space before an opener is content only if no call follows.
         """
@@ -147,10 +146,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
-        """Return True if one of `call_starts` begins at `start`.
-
-        If the answer was cut off before the result is certain, drop the rest of the text.
-        """
+        """Return True if one of `call_starts` begins at `start`. If the answer is cut off there, drop the text."""
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -273,7 +269,7 @@ class ToolParser:
                 yield from self._recover(call, "".join(reported))
                 break
             if self._is_over:
-                self._position = len(self._text)  # a call within the arguments is not read
+                self._position = len(self._text)
                 self._reject(call)
             yield
         self._commit()
@@ -284,7 +280,7 @@ class ToolParser:
         if char == '"':
             self._position += 1
             yield from self._recover(call, reported)
-        # At the end of the answer, `char` is "", and every string contains "".
+        # At the end of the answer, `char` is "", which is in every string.
         elif char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
             while not self._is_over:
                 yield
@@ -375,7 +371,7 @@ class ToolParser:
                 run = _PLAIN.match(self._text, self._position)
                 assert run is not None
                 self._position = run.end()
-                continue  # a number may continue
+                continue
             elif depth:
                 raise MalformedError
             if depth == 0:
@@ -431,7 +427,7 @@ class ToolParser:
             yield
 
     def _follows(self, texts: Sequence[str]) -> Wait[str]:
-        """Return the member of `texts` that comes next, or "". If the answer was cut off within it, drop it."""
+        """Return the member of `texts` that comes next, or "". If the answer is cut off there, drop the text."""
         while True:
             seen = self._text[self._position :]
             if found := next((each for each in texts if seen.startswith(each)), ""):

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[\w.:/-]*")
 _MAX_FRAMES = 2
-MAX_HEAD_CHARS = 256  # of the name and id between two markers
+MAX_HEAD_CHARS = 256
 
 
 class SectionFormat(ToolFormat):
     """A format whose calls are in sections: `opens`, calls separated by `between`, and `closes`.
 
-    The white space in these markers is optional for the parser. opener: Beginning of `opens`, for which the parser
-    searches. strays: Markers that begin a call outside of a section. one_each: True if each call has its own section.
-    frames: Markers around content or before calls, which the parser drops.
+    The parser ignores white space in these markers. opener: Beginning of `opens`, for which the parser searches.
+    strays: Markers that begin a call outside of a section. one_each: True if each call has its own section. frames:
+    Markers around content or before calls, which the parser drops.
     """
 
     opens: ClassVar[str]
@@ -39,7 +39,7 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set `frames_content` if the format has `frames`, which also enclose content."""
+        """Set `frames_content` if the format has `frames`."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -49,7 +49,7 @@ class SectionFormat(ToolFormat):
         return self.opens + between.join(written) + self.closes
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Return the text of one call. index: Index of the call in the answer, from 0."""
+        """Write one call. index: Index of the call, from 0."""
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
@@ -116,10 +116,10 @@ class SectionParser(ToolParser):
         is_list_end = form.closes.lstrip().startswith("]")
         self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
         self._one_each = form.one_each
-        self._is_list = not form.one_each and not form.call_opens  # no markers around a call
+        self._is_list = not form.one_each and not form.call_opens
         self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
-        self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is not a marker
+        self._call_openers = tuple(each for each in marks if len(each) > 1)
         self._call_closers = tuple(each for each in (form.closes.strip(),) if len(each) > 1)
 
     def _read(self) -> Wait[None]:
@@ -146,7 +146,7 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Called after each call, for subclasses."""
+        """Called after each call."""
 
     def _skips_broken_member(self) -> Wait[bool]:
         """Emit a malformed call in a list as content. Return False if the end of the call is uncertain."""
@@ -168,10 +168,7 @@ class SectionParser(ToolParser):
         yield from self._drop_space()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip these markers and white space. Return False if a marker is missing.
-
-        A marker that is cut off at the end of the answer is dropped.
-        """
+        """Skip these markers and white space. Return False if a marker is missing or cut off."""
         for mark in (word for each in marks for word in each.split()):
             if not (yield from self._takes_next(mark)):
                 self._drop_cut(mark)

@@ -39,17 +39,17 @@ class GemmaFormat(SectionFormat):
     opener, opens, closes, one_each = "<|tool_call>", "<|tool_call>call:", "<tool_call|>", True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> GemmaParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return GemmaParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
         """See `SectionFormat`."""
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
         """See `SectionFormat`.
 
-        A schema without named properties allows any object. A schema with several types allows any value.
+        A schema without properties allows any object. A schema with several types allows any value.
         """
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')

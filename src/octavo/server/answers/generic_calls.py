@@ -1,7 +1,7 @@
 """Tool calls of models with chat templates that show no tools.
 
-As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. The prompt has
-earlier calls and results as JSON objects, too.
+As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. Earlier calls and
+results in the prompt are JSON objects, too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GenericFormat(ToolFormat):
     describes_tools = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return _GenericParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -66,7 +66,7 @@ class GenericFormat(ToolFormat):
     def messages_with_tools(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
     ) -> list[dict[str, Any]]:
-        """Return the messages with calls and results as text, and with a system message about the tools."""
+        """Write calls and results as text, and describe the tools in a system message."""
         names: dict[str, str] = {}
         history = [_as_text(message, names) for message in messages]
         if not tools:
@@ -102,10 +102,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return a message with its calls or result as text.
-
-    Mutated: `names` receives the function's name for the id of each call.
-    """
+    """Write a message's calls or result as text. Mutated: `names` maps call ids to functions' names."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
@@ -142,7 +139,7 @@ class _GenericParser(ToolParser):
             is_read = self._is_at_cut()
         if not is_read:
             yield from self._rest_is_content()
-        while True:  # drop the end of the object
+        while True:
             self._drop_rest()
             if self._is_over:
                 return
@@ -188,7 +185,7 @@ class _GenericParser(ToolParser):
             return
         self._drop()
         self._is_content = True
-        with contextlib.suppress(MalformedError):  # incomplete JSON is content, too
+        with contextlib.suppress(MalformedError):
             yield from self._value()
         self._report_content()
         self._is_content = False

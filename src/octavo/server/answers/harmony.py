@@ -35,7 +35,7 @@ class HarmonyFormat(ToolFormat):
     frames_content = reads_reasoning = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> HarmonyParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:

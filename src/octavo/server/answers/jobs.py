@@ -29,7 +29,7 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """Encoding of a streamed response. keep_alive: Bytes that clients ignore."""
+    """How a stream is sent. keep_alive: Bytes that clients ignore."""
 
     media_type: str
     keep_alive: bytes
@@ -41,12 +41,11 @@ LINES = StreamForm("application/x-ndjson", b" ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A client's request, ready to be answered.
+    """A client's request to answer.
 
     place: Permit that the job holds until it is answered. counts_completions: False to omit generated tokens from the
-    usage, for example for a prefill. deadline: Time on the event loop's clock, in seconds. client_names: Maps the
-    engine's name of a field to the client's name. check: Function called with each tokenized prompt, which may raise
-    `RequestError`.
+    usage. deadline: Time on the event loop's clock. client_names: Maps the engine's names of fields to the client's
+    names. check: Called with each tokenized prompt, and may raise `RequestError`.
     """
 
     request_id: str
@@ -67,7 +66,7 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # unlike `replace`, `copy` skips the checks
+        params = copy(self.params)  # unlike `replace`, skips the checks
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
@@ -78,9 +77,9 @@ class Job:
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
 
-@dataclass(slots=True)  # `frozen` would double the time to create an update
+@dataclass(slots=True)  # `frozen` would double the creation time
 class ChoiceUpdate:
-    """New output of one choice. choice: Index of the choice over all prompts of the job."""
+    """New output of one choice. choice: Index over all prompts."""
 
     choice: int
     is_first: bool
@@ -92,7 +91,7 @@ class WholeReply(Protocol):
     """Writes complete responses."""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
-        """Return the response. outputs: Complete outputs, one for each prompt, in order."""
+        """Return the response. outputs: One complete output for each prompt, in order."""
         ...
 
 
@@ -100,7 +99,7 @@ class Reply(WholeReply, Protocol):
     """Writes complete responses and streams."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the events for an update, or b"". usage: Counts to show, or None to show no counts."""
+        """Return the events for an update, or b"". usage: None to show no counts."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -123,5 +122,5 @@ def line(data: Any) -> bytes:
 
 
 def json_response(reply: Any) -> Response:
-    """Return a response with a small JSON object, which is encoded on the event loop."""
+    """Encode a small object on the event loop."""
     return Response(encoder.encode(reply), media_type="application/json")

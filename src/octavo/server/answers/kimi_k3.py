@@ -40,7 +40,7 @@ class KimiK3Format(TaggedFormat):
     frames = (f"{_OPEN}response{_SEP}", f"{_CLOSE}response{_SEP}", f"{_CLOSE}message{_SEP}")
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> KimiK3Parser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return KimiK3Parser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
@@ -48,8 +48,8 @@ class KimiK3Format(TaggedFormat):
         before = ["", *(f' type="{each}"' for each in ("string", *_JSON_TYPES))]
         return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """See `ToolFormat`. The function's name is not required, because attributes may have any order."""
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
+        """See `ToolFormat`. The function's name may follow other attributes, so it is not required."""
         return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
@@ -110,7 +110,7 @@ class KimiK3Parser(TaggedParser):
         self._position -= len(_SEP)
         return attributes.get("tool", "")
 
-    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002 - interface
+    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002
         attributes = yield from self._attributes()
         if "key" not in attributes:
             raise MalformedError

@@ -71,7 +71,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 _PROBE = (template_probe.NAME, template_probe.ARGUMENTS)
 _AS_CLIENTS = '"function": {'
 
-# An entry matches templates that contain all texts of the entry.
+# An entry matches a template that contains all of its texts.
 _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<tool_call>", "<function=", "<parameter="), tagged_calls.Qwen3CoderFormat),
     (("<tool_call>", "<arg_key>"), tagged_calls.GLMFormat),
@@ -99,7 +99,7 @@ def find_tool_format(
 
     If several formats have the name, the chat templates decide, and the first format is the default. For "auto", return
     the format that the templates show, `GenericFormat` if they show none, or None without templates. written: Sample
-    call of `octavo.server.answers.template_probe`, rendered by the templates, or None if they refuse the call.
+    call of `template_probe`, rendered by the templates, or None if they refuse the call.
     """
     if wanted == "none":
         return None
@@ -115,8 +115,7 @@ def find_tool_format(
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
     """Return the format that writes the sample call exactly as the templates do, or the first that can read it.
 
-    If the templates write no call, or the client's JSON, return the format with texts in `_MARKS` that the templates
-    contain.
+    If the templates write no call, or the client's JSON, return the first format in `_MARKS` that matches.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

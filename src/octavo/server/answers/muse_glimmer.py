@@ -46,7 +46,7 @@ class MuseGlimmerFormat(TaggedFormat):
     value_closes, argument_closes = "</atem:parameter>", "\n"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> MuseGlimmerParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return MuseGlimmerParser(self, functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:

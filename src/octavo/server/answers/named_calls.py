@@ -33,7 +33,7 @@ class NamedFormat(SectionFormat):
     call_closes: ClassVar[str] = ""
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> NamedParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return NamedParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:

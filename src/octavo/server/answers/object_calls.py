@@ -25,7 +25,7 @@ class ObjectFormat(SectionFormat):
     id_key: ClassVar[str | None] = None
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ObjectParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return ObjectParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
@@ -53,7 +53,6 @@ class ObjectParser(SectionParser):
         yield from self._members(call)
 
     def _has_next_call(self) -> Wait[bool]:
-        """See `SectionParser`. If no marker separates calls, any object is the next call."""
         return (yield from super()._has_next_call()) if self._between else (yield from self._skip_space()) == "{"
 
 
@@ -150,10 +149,10 @@ class ApertusFormat(SectionFormat):
     opener, opens, between, closes = "<|tools_prefix|>", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> SectionParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return _KeyedParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
         """See `SectionFormat`."""
         return json_text({name: arguments})
 

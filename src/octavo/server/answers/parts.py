@@ -1,6 +1,6 @@
 """Split an answer into parts while the answer arrives.
 
-The parts do not depend on the sizes of the pieces of text that arrive.
+The parts do not depend on the sizes of the pieces that arrive.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from octavo.engine.stop_strings import num_held_back_chars
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MAX_HELD_SPACE = 256  # characters of white space that may be held back
-MAX_BLANKS = 8  # between two characters of a text in `CallStarts`
+MAX_HELD_SPACE = 256
+MAX_BLANKS = 8
 _BLANKS = " \t\r\n"
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
@@ -26,8 +26,8 @@ class Part:
     """A piece of an answer.
 
     text: Tool's name if `kind` is `call`, JSON if `kind` is `arguments`. The JSON is incomplete if the answer was cut
-    off, and broken if a long call was malformed. call: Index of the call. start: Index of the part in the answer, or a
-    smaller index for a call.
+    off, and broken if a long call was malformed. start: Index in the answer at which the part begins. For a call, the
+    index may be smaller.
     """
 
     kind: PartKind
@@ -66,7 +66,7 @@ class AnswerParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join adjacent parts of one kind, and drop empty parts. Content on both sides of other text is not joined."""
+    """Join adjacent parts of one kind, and drop empty parts. Content is not joined across other text."""
     if len(parts) == 1 and parts[0].text:
         return [*parts]
     runs: list[list[Part]] = []
@@ -93,7 +93,7 @@ def without_space(text: str) -> int:
 
 
 class CallStarts:
-    """Recognizes texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters of a text."""
+    """Finds texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted(texts)
@@ -124,7 +124,7 @@ class PlainParser:
         start, self._num_chars = self._num_chars, self._num_chars + len(text)
         return [Part("content", text, start=start)] if text else []
 
-    def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002 - interface
+    def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002
         """See `AnswerParser`."""
         return []
 
@@ -132,9 +132,9 @@ class PlainParser:
 class ReasoningParser:
     """Emits the reasoning at the beginning of an answer, and passes the rest to `next_parser`.
 
-    White space around the reasoning is dropped. is_open: True if the prompt ends with the marker that opens reasoning.
-    interrupts: Maps markers of calls to texts. If one of its texts follows a marker, the marker ends the reasoning and
-    is passed to `next_parser`.
+    White space around the reasoning is dropped. is_open: True if the prompt ends with the opening marker. interrupts:
+    Maps markers of calls to texts. A marker that one of its texts follows ends the reasoning, and goes to
+    `next_parser`.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ReasoningParser:
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
         self._num_chars = 0
-        self._num_chars_before = 0  # of the text before that of `next_parser`
+        self._num_chars_before = 0
         self._has_begun = False
         self._has_next_text = False
 

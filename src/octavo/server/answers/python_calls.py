@@ -29,15 +29,15 @@ _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 class PythonFormat(SectionFormat):
-    """Base of these formats. Values are JSON with Python's True, False and None."""
+    """Base class of these formats. Values are JSON with Python's True, False and None."""
 
     between: ClassVar[str] = ", "
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return PythonParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
         """See `SectionFormat`."""
         written = [f"{key}={_value(value)}" for key, value in arguments.items()]
         return f"{name}({', '.join(written)})"
@@ -97,7 +97,7 @@ class PythonicFormat(PythonFormat):
     opener, opens, closes = "[", "[", "]"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -132,7 +132,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a pattern for each argument's name that may come first, and the rules of the text after the name."""
+    """Return a pattern for the name of each argument that may be first, and the rules of the text after the name."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:

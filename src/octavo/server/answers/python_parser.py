@@ -115,7 +115,6 @@ class PythonListParser(PythonParser):
                 self._report_content()
 
     def _list(self) -> Wait[None]:
-        """Read a list. A list without markers ends at a malformed call, because the list may be code."""
         self._is_list = self._is_tagged
         yield from self._calls()
 
@@ -156,7 +155,6 @@ class PythonListParser(PythonParser):
         super()._report_content()
 
     def _is_cut_here(self) -> bool:
-        """See `ToolParser`. Without markers, the text must also begin like a list of calls."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())

@@ -26,7 +26,7 @@ class RecipientsFormat(ToolFormat):
     reserved_names = frozenset({_USER})
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> RecipientsParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return RecipientsParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:

@@ -44,7 +44,7 @@ class TaggedFormat(SectionFormat):
     head_pattern: ClassVar[re.Pattern[str]] = NAME
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> TaggedParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return TaggedParser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
@@ -53,7 +53,7 @@ class TaggedFormat(SectionFormat):
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
         """See `SectionFormat`."""
         pad = "\n" if self.is_padded else ""
         written = [self.call_opens, name, self.named]

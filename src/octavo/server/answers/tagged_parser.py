@@ -26,7 +26,7 @@ class TaggedParser(ValueParser):
     """Emits strings piece by piece, and other values when they are complete.
 
     If a call has an argument, or its function has no parameters, the closing tag of the section also ends the call. A
-    call with neither closing tag is content.
+    call without a closing tag is content.
     """
 
     _given: set[str]  # names of arguments so far; empty after a complete call
@@ -46,7 +46,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content. Calls in the rest may be part of a value."""
+        """Emit the rest of a malformed call as content, because calls in the rest may be part of a value."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
@@ -58,7 +58,7 @@ class TaggedParser(ValueParser):
         yield from self._skip_space()
         name = yield from self._name()
         if not (yield from self._peek()):
-            raise MalformedError  # the name may be incomplete
+            raise MalformedError  # may be incomplete
         call.name = name
         if not (yield from self._takes_named()):
             raise MalformedError
@@ -142,10 +142,7 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Raise `MalformedError` if a value begins with the marker that precedes values.
-
-        The model may have written the marker twice.
-        """
+        """Refuse a value that begins with the marker before values, which the model may have written twice."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):

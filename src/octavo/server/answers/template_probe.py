@@ -32,8 +32,8 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 class TemplateProbe:
     """What a chat template writes for a test question and a test call.
 
-    prompt: Prompt with the question and a tool. call: Text that the call adds. A field is None if the template refuses
-    the messages.
+    prompt: Prompt with the question. call: Text that the call adds. A field is None if the template refuses the
+    messages.
     """
 
     prompt: str | None = None
@@ -41,7 +41,7 @@ class TemplateProbe:
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render both texts. render: Raises `RequestError` if the template refuses the messages."""
+        """Render the prompt and the call. render: Raises `RequestError` if the template refuses the messages."""
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])

@@ -35,12 +35,11 @@ class ToolFormat:
     """A format of tool calls. Grammars are in llguidance's dialect of Lark.
 
     takes_one: True if chat templates refuse several calls in one message. An answer then has several calls only if the
-    client asks for parallel calls. frames_content: True if markers also enclose content. The parser then reads all
-    answers, with or without tools. reserved_names: Names that no tool may have. needs_grammar: True if the models need
-    a grammar to write calls. describes_tools: True if the chat templates cannot show tools. `messages_with_tools` then
-    writes the tools as text. markers: Texts that separate calls from other text. The detokenizer keeps them even if
-    they are special tokens. token_name: Returns a text's name in a grammar (`<[123]>`), or None if the text is not one
-    token.
+    client asks for parallel calls. frames_content: True if markers also enclose content. The parser then reads answers
+    without tools, too. reserved_names: Names that no tool may have. needs_grammar: True if models need a grammar to
+    write calls. describes_tools: True if chat templates cannot show tools. `messages_with_tools` then writes the tools
+    as text. markers: Texts around calls. The detokenizer keeps them even if they are special tokens. token_name:
+    Returns a text's name in a grammar (`<[123]>`), or None if the text is not one token.
     """
 
     name: ClassVar[str]
@@ -59,21 +58,21 @@ class ToolFormat:
         """Return a parser. only_one: True to drop all calls after the first."""
         raise NotImplementedError
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
         """Map markers to texts. Within reasoning, a marker begins a call if one of its texts follows."""
         return {}
 
     def new_call_id(self) -> str:
-        """Return a new id of a call."""
+        """Return a new id."""
         return f"call_{new_id()[:24]}"
 
     def messages_with_tools(
         self,
         messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],  # noqa: ARG002 - interface
+        tools: Sequence[dict[str, Any]],  # noqa: ARG002
         *,
-        is_required: bool,  # noqa: ARG002 - interface
-        only_one: bool,  # noqa: ARG002 - interface
+        is_required: bool,  # noqa: ARG002
+        only_one: bool,  # noqa: ARG002
     ) -> list[dict[str, Any]]:
         """Return the messages that the chat template renders."""
         return [*messages]
@@ -82,11 +81,11 @@ class ToolFormat:
         """Return the text of calls (names and arguments), as the models write it."""
         raise NotImplementedError
 
-    def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - interface
+    def shows(self, text: str, name: str) -> bool:  # noqa: ARG002
         """Return True if a chat template's text has the call in a spelling that `write` does not produce."""
         return False
 
-    def content(self, schema: str) -> str | None:  # noqa: ARG002 - interface
+    def content(self, schema: str) -> str | None:  # noqa: ARG002
         """Return a grammar for JSON within the format's markers, or None if no markers enclose content."""
         return None
 
@@ -132,8 +131,8 @@ def choice_of(count: int) -> str:
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
     """Return rules for arguments in the schema's order. A call uses the rule `first<place>_0`.
 
-    If no argument precedes, `first<place>_<i>` allows argument i and later arguments. After another argument,
-    `further<place>_<i>` allows them. are_needed: True for each required argument.
+    `first<place>_<i>` allows argument i and later arguments at the beginning, `further<place>_<i>` after other
+    arguments. are_needed: True for each required argument.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):
@@ -147,7 +146,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return rules for calls that are JSON objects. The grammar may also contain rules for other JSON."""
+    """Return rules for calls that are JSON objects. The grammar may have rules for other JSON, too."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))

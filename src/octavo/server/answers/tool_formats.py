@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class HermesFormat(ToolFormat):
-    """Qwen and Hermes. A call is a JSON object in tags."""
+    """Qwen and Hermes. A call is an object in tags."""
 
     name = "hermes"
     markers = (HermesParser.opener, HermesParser.closer)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return HermesParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -49,14 +49,14 @@ class HermesFormat(ToolFormat):
 
 
 class LlamaFormat(ToolFormat):
-    """Llama 3. A call is a JSON object."""
+    """Llama 3. A call is an object."""
 
     name = "llama3_json"
     markers = (LlamaParser.opener,)
     takes_one = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser."""
+        """See `ToolFormat`."""
         return LlamaParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -92,7 +92,7 @@ class LlamaFormat(ToolFormat):
 
 
 class MistralFormat(ToolFormat):
-    """Mistral's models before 2025. Calls are a list of JSON objects."""
+    """Mistral's models before 2025. Calls are a list of objects."""
 
     name = "mistral"
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)

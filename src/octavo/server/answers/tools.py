@@ -119,10 +119,10 @@ class Toolbox:
         return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the structure of an answer, or None if any text is allowed.
+        """Return the structured-output parameters of an answer, or None if any text is allowed.
 
-        content: Structure of an answer without calls. Raises `RequestError` if `content` is not JSON, or if the grammar
-        cannot express a schema.
+        content: Parameters of an answer without calls. Raises `RequestError` if `content` is not JSON, or if the
+        grammar cannot express a schema.
         """
         if self.format is None:
             return content
@@ -174,12 +174,12 @@ NO_TOOLS = Toolbox()
 
 
 def _lenient(function: Function) -> Function:
-    """Return a function with a schema whose unsupported keywords the grammar ignores."""
+    """Return a function for which the grammar ignores unsupported schema keywords."""
     return replace(function, parameters={**function.parameters, LENIENT: True})
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Store the name of the request's field in each schema, for errors of the grammar compiler.
+    """Return the functions with the name of the request's field in each schema, for the grammar compiler's errors.
 
     Raises `RequestError` if a schema is malformed, or if all schemas together are too long.
     """
@@ -238,7 +238,7 @@ def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
 
 
 def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_tools: bool) -> Choice:
-    """Read OpenAI's `tool_choice`. Raises `RequestError` if it is invalid."""
+    """Read OpenAI's `tool_choice`. Raises `RequestError`."""
     if wanted is None or wanted == "none":
         return Choice(wanted or "auto")
     if not has_tools:
@@ -273,7 +273,7 @@ def _read_allowed(fields: Any, name_of: Callable[[dict[str, Any]], Any]) -> Choi
 def read_chat_tools(
     tools: Any, tool_choice: Any, parallel_tool_calls: bool | None, tool_format: ToolFormat | None
 ) -> Toolbox:
-    """Read `tools` and `tool_choice`. Raises `RequestError` if a field is invalid."""
+    """Read `tools` and `tool_choice`. Raises `RequestError`."""
     described = []
     for index, tool in enumerate(tools or []):
         place = f"tools[{index}]"

@@ -1,4 +1,4 @@
-"""Token counts of requests."""
+"""Token counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CompletionTokensDetails(Struct):
 
 
 class Receipt(Struct):
-    """The computation for a request. octavo adds this object to the API's usage.
+    """The cost of a request. This object is octavo's extension.
 
     computed_tokens: Positions that the model computed. recomputed_tokens: Positions computed again after a preemption,
     and rejected drafts. wasted_tokens: Tokens generated after a stop string. Positions after a request's end do not
@@ -74,7 +74,7 @@ class UsageCounter:
 
     @property
     def metrics(self) -> list[RequestMetrics]:
-        """The metrics of ended requests."""
+        """Metrics of ended requests."""
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:

@@ -21,10 +21,7 @@ _NO_BLANK = re.compile(r"\S")
 
 
 def slips_of(tag: str) -> str:
-    """Return a pattern of a marker.
-
-    For a closing tag `</a>`, the pattern also matches the misspellings `</a/>`, `</a >` and `</a`.
-    """
+    """Return a pattern of a marker that also matches misspelled closing tags: `</a/>`, `</a >`, `</a` for `</a>`."""
     if tag.startswith("</") and tag.endswith(">"):
         return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
     return re.escape(tag)
@@ -57,7 +54,7 @@ class ValueEnd(Protocol):
 
 
 class MarkEnd:
-    """Ends a value at its closing marker. An opening marker before it means that the closing marker is missing."""
+    """Ends a value at its closing marker. If an opening marker comes first, the closing marker is missing."""
 
     def __init__(self, opens: str, closes: str) -> None:
         self._marks, self._closes, self.looked_at = (opens, closes), closes, 0
@@ -91,7 +88,7 @@ class TagEnd:
     the end of the call.
 
     call_starts: Opening texts of the arguments that may follow. is_text: False if the value is JSON, which contains no
-    tag.
+    tag. Private methods return None if more text is needed.
     """
 
     def __init__(
@@ -166,9 +163,9 @@ class TagEnd:
         return self._judged_mark(text, place, is_over=is_over)
 
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if a marker belongs to a call within the value, or None if more text is needed.
+        """Return True if a marker belongs to a call within the value.
 
-        The marker belongs to such a call if, after the marker, all open calls end and then one more call ends.
+        After the marker, all open calls within the value must end, and then one more call must end.
         """
         if not self._num_open:
             return False
@@ -227,19 +224,19 @@ class TagEnd:
         if ends is not False:
             return None if ends is None else False
         if self._breaks[0] in text[place + 1 : self._next_call(text, place, is_over=is_over)[0]]:
-            raise MalformedError  # this end may be part of the value
+            raise MalformedError  # ambiguous
         return self._broken_off(text, place)
 
     def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
         if not self._is_padded and not self._is_loose and self._is_text:
-            raise MalformedError  # the argument may be part of the value
+            raise MalformedError  # ambiguous
         if self._is_padded and text[end : end + 1] != "\n":
             return None if end == len(text) and not is_over else False
         is_line = self._written(text, place)[-1:] == "\n" or not self._is_text
         return self._broken_off(text, place) if is_line else False
 
     def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
-        """Treat an argument that is not in the schema as part of the value.
+        """Treat an argument that is not in the schema as text of the value.
 
         Raises `MalformedError` if a damaged closing tag precedes the argument.
         """
@@ -253,13 +250,10 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if the marker at `place` ends the call, or None if more text is needed.
-
-        A call or section must end or begin directly after the marker.
-        """
+        """Return True if the marker ends the call. A call or section must end or begin directly after it."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
-        if not rest:  # the answer may be cut
+        if not rest:
             return len(self._breaks) == 1 if is_over else None
         after = (*self._breaks, *self._openers)
         if rest.startswith(after):
@@ -277,11 +271,11 @@ class TagEnd:
             return False
         is_ended = self._is_ended(text, closer, follows, is_over=is_over)
         if is_ended and closer.group() != self._closes and not self._is_only_slip(text, closer):
-            raise MalformedError  # the tag may be part of the value
+            raise MalformedError  # ambiguous
         return closer.span() if is_ended else is_ended
 
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
-        """Return True if a closing tag ends the value, or None if more text is needed.
+        """Return True if a closing tag ends the value.
 
         A known argument must follow, or exactly the text that the format writes after a value. Any other closing tag
         ends the value only if no later tag can.
@@ -321,7 +315,7 @@ class TagEnd:
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
-        """Return the kind of the text after a closing tag, or None if more text is needed.
+        """Return the kind of the text after a closing tag.
 
         "head": A known argument begins, or the answer ends here or within a marker. "argument": An unknown argument
         begins, or the closing tag is repeated. "end": The call or its section ends. "": None of these.
@@ -338,10 +332,7 @@ class TagEnd:
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if another closing tag precedes the next call, or None if more text is needed.
-
-        The end of the answer may cut off this closing tag.
-        """
+        """Return True if another closing tag, perhaps cut off by the end of the answer, precedes the next call."""
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
