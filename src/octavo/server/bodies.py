@@ -1,4 +1,4 @@
-"""Check the bodies of requests."""
+"""Check request bodies."""
 
 from __future__ import annotations
 

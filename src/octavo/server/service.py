@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # consecutive engine processes that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
 _ENGINE_GRACE_S = 1.0  # to end aborted requests
-_BODIES = 16  # bodies of the largest size, at the same time
+_BODIES = 16  # of the largest size
 
 
 @dataclass(slots=True)
@@ -297,4 +297,4 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 def _num_tokens(output: RequestOutput) -> int:
-    return sum([len(completion.token_ids) for completion in output.outputs])
+    return sum([len(completion.token_ids) for completion in output.outputs])  # faster than a generator

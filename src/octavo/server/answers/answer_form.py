@@ -85,8 +85,8 @@ class AnswerForm:
     """How to read the answers to one request.
 
     in_reasoning: True if the prompt ends with the opening marker of reasoning. shown_ids: Special tokens that stay in
-    the text as markers. frame: Format of calls, if its markers also enclose content. Its parser then reads answers
-    without tools, too. is_whole: True to emit only complete calls.
+    the text as markers. frame: Format of calls, if its markers also enclose content. The format's parser then reads
+    answers without tools, too. is_whole: True to emit only complete calls.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -99,7 +99,7 @@ class AnswerForm:
 
     @classmethod
     def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str, *, is_whole: bool = False) -> AnswerForm:
-        """Return the form for a prompt.
+        """Return the form of the answers to a prompt.
 
         If the prompt ends with the closing marker of reasoning, answers have no reasoning.
         """
@@ -167,7 +167,7 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of tokens up to the end of the reasoning, or 0 if the end is not one token."""
+        """The number of tokens up to the end of the reasoning, or 0 if the end marker is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:

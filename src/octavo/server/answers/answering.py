@@ -102,8 +102,8 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 class EventStreamResponse(StreamingResponse):
     """Streams events. Between events it sends keep-alive bytes, because proxies close idle connections.
 
-    When the response ends, even before the first event, it aborts the job's open requests and releases the job's
-    permit.
+    When the response ends, even before the first event, the job's open requests are aborted and the job's permit is
+    released.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class EventStreamResponse(StreamingResponse):
 
 
 class ChoiceUpdates:
-    """Splits outputs by choice."""
+    """Splits outputs into updates of choices."""
 
     def __init__(self, job: Job) -> None:
         self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
@@ -186,7 +186,7 @@ async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait for `task`, but at most `patience_s` seconds. Return the task, which may still run."""
+    """Wait for `task` at most `patience_s` seconds. Return the task, which may still run."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:

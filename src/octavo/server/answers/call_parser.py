@@ -44,7 +44,7 @@ def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
     is_wrapped: True if a closing bracket may precede the marker.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
-    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" only ends the answer
+    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" must end the answer
     bracket = r"(?:\}\s*+)?" if is_wrapped else ""
     return re.compile(rf"\s*+{bracket}(?:{'|'.join([*either, _END_OF_TEXT])})")
 

@@ -36,10 +36,11 @@ class ToolFormat:
 
     takes_one: True if chat templates refuse several calls in one message. An answer then has several calls only if the
     client asks for parallel calls. frames_content: True if markers also enclose content. The parser then reads answers
-    without tools, too. reserved_names: Names that no tool may have. needs_grammar: True if models need a grammar to
-    write calls. describes_tools: True if chat templates cannot show tools. `messages_with_tools` then writes the tools
-    as text. markers: Texts around calls. The detokenizer keeps them even if they are special tokens. token_name:
-    Returns a text's name in a grammar (`<[123]>`), or None if the text is not one token.
+    without tools, too. reads_reasoning: True if the parser also reads reasoning. reserved_names: Names that no tool may
+    have. needs_grammar: True if models need a grammar to write calls. describes_tools: True if chat templates cannot
+    show tools. `messages_with_tools` then writes the tools as text. markers: Texts around calls. The detokenizer keeps
+    markers even if they are special tokens. token_name: Returns a text's name in a grammar (`<[123]>`), or None if the
+    text is not one token.
     """
 
     name: ClassVar[str]
@@ -74,11 +75,11 @@ class ToolFormat:
         is_required: bool,  # noqa: ARG002
         only_one: bool,  # noqa: ARG002
     ) -> list[dict[str, Any]]:
-        """Return the messages that the chat template renders."""
+        """Return the messages for the chat template."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Return the text of calls (names and arguments), as the models write it."""
+        """Write calls (names and arguments) as the models do."""
         raise NotImplementedError
 
     def shows(self, text: str, name: str) -> bool:  # noqa: ARG002
@@ -156,5 +157,5 @@ def object_rules(functions: Sequence[Function], name_key: str, arguments_key: st
 
 
 def json_text(value: Any) -> str:
-    """Return JSON in the style of chat templates."""
+    """Return JSON as chat templates write it."""
     return json.dumps(value, ensure_ascii=False)
