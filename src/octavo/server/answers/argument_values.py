@@ -155,7 +155,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Repair a malformed list or object. If several readings are possible, return `value` and `written`."""
+    """Repair a malformed list or object. Without exactly one reading, return `value` and `written`."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
