@@ -1,1 +1,1 @@
-"""octavo over HTTP: the APIs of one engine."""
+"""The HTTP server of one engine, with all APIs."""

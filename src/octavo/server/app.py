@@ -1,4 +1,4 @@
-"""ASGI applications."""
+"""The server's ASGI application."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
-    """Make the ASGI application. If API keys are configured, all routes except /health and /ready require one.
+    """Return the ASGI application. If API keys are configured, every route except /health and /ready requires a key.
 
     Raises `ImportError` or `AttributeError` if a route's endpoint does not exist.
     """
@@ -47,20 +47,23 @@ def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
 
 
 class _AppRoute(AppRoute):
-    """Serves exactly its declared methods. Starlette's own class would add HEAD to GET."""
+    """A route that serves only its declared methods. Starlette's own class would add HEAD to GET."""
 
     def __init__(self, path: str, serve: Callable[..., object], methods: Sequence[str], is_described: bool) -> None:
         super().__init__(path, serve, include_in_schema=is_described)
         self.methods = set(methods)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Store this route even for a wrong method, because metrics and traces read the route's path."""
+        """Store this route in the scope even for a wrong method, because metrics and traces read the route's path."""
         match, child = super().matches(scope)
         return match, {**child, "route": self} if match is not Match.NONE else child
 
 
 async def _serve(service: Service, route: Route, endpoint: Endpoint, request: Request) -> Response:
-    """If the endpoint takes a body, errors after the operator check have the form of the route's API."""
+    """Check the permissions, read the body, and call the handler.
+
+    If the endpoint takes a body, errors after the permission check have the format of the route's API.
+    """
     if route.operators:
         check_operator(request.state.tenant, route.operators)
     if endpoint.body is None:

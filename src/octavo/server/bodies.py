@@ -1,4 +1,4 @@
-"""Checks bodies."""
+"""Check request bodies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def read_body(
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
-    if not any_type or "origin" in request.headers:  # browsers send it
+    if not any_type or "origin" in request.headers:  # only browsers send Origin
         _check_media_type(request.headers.get("content-type"))
     state.kv_transfer = read_kv_transfer(request.headers, service.engine.client.capacity.role)
     async with received(request, config, service.limiter.body_bytes, service.timeouts) as chunks:
@@ -58,10 +58,9 @@ def _joined(chunks: list[bytes]) -> bytes:
 
 
 def _check_media_type(given: str | None) -> None:
-    """Require application/json.
+    """Raise `MediaTypeError` unless the body is application/json.
 
-    A browser sends forms, plain text and untyped bytes on behalf of any web page, without asking this server first
-    (CORS).
+    For any web page, browsers send forms, plain text and untyped bytes without asking this server first (CORS).
     """
     if given is None or given.partition(";")[0].strip().lower() != "application/json":
         said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
@@ -69,7 +68,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run `work`, on a thread if the body is large."""
+    """Run `work` on a request's body, on a thread if the body is large."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await run_text_work(
@@ -83,7 +82,10 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
-    """Parse a JSON object without NaN and Infinity, and check it. Raises `RequestError` for the first invalid field."""
+    """Parse and validate a JSON object without NaN and Infinity.
+
+    Raises `RequestError` for the first invalid field.
+    """
     check_structure(body)
     try:
         values = msgspec.json.decode(body)
@@ -105,7 +107,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Find NaN, Infinity or 1e999, which Python's own parser accepts."""
+    """Return the first field with NaN, Infinity or 1e999, which Python's own parser accepts."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -124,7 +126,7 @@ def _not_finite(body: bytes) -> str | None:
 
 
 def field_name(location: tuple[int | str, ...]) -> str:
-    """Write a path like messages[0].content, without the names of a union's alternatives."""
+    """Return a Pydantic location as a path like messages[0].content, without the names of a union's types."""
     name = str(location[0])
     for part in location[1:]:
         if isinstance(part, int):

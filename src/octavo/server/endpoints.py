@@ -1,4 +1,4 @@
-"""Handlers with types."""
+"""Handlers of routes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOM = "octavo.server.api"
 class Endpoint:
     """A route's handler.
 
-    handler: called with the service, the HTTP request and, unless `body` is None, the checked body. answer: type of the
+    handler: Takes the service, the HTTP request and, unless `body` is None, the checked body. answer: Type of the
     answer's body, or None if the OpenAPI document shows no type.
     """
 
@@ -34,14 +34,14 @@ class Endpoint:
 
     @property
     def __wrapped__(self) -> Handler:
-        """For `inspect.unwrap`."""
+        """The handler, for `inspect.unwrap`."""
         return self.handler
 
 
 def endpoint(
     *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False
 ) -> Callable[[Handler], Endpoint]:
-    """Declare a handler. The first line of its docstring becomes the summary."""
+    """Declare a handler. The first line of the handler's docstring becomes the summary."""
 
     def declare(handler: Handler) -> Endpoint:
         summary = (handler.__doc__ or "").partition("\n")[0]

@@ -1,7 +1,6 @@
-"""Limits the number of values in JSON, because a parser blocks all other threads.
+"""Limit the number of values in JSON, because a parser blocks all other threads.
 
-A text of a few megabytes can hold millions of empty lists, and parsing them takes seconds. Long strings are parsed
-almost for free.
+A few megabytes can contain millions of empty lists, which take seconds to parse. Long strings take almost no time.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
 
 _SMALL_BYTES = 1 << 18  # parsed within milliseconds
 _BLOCK_BYTES = 1 << 18
-# Texts at these limits are parsed in about 0.1 s.
+# A body at these limits is parsed in about 0.1 s.
 MAX_LISTS_AND_OBJECTS, MAX_NAMES, MAX_VALUES = 1 << 17, 1 << 18, (1 << 20) + (1 << 18)
 _QUOTE, _MARKS = ord('"'), (b"[{", b":", b",")
 
 
 def check_structure(body: bytes) -> None:
-    """Raise `RequestError` if a text cannot be parsed quickly."""
+    """Raise `RequestError` if a body has too many values to be parsed quickly."""
     if len(body) <= _SMALL_BYTES:
         return
     counts = _count_outside_strings(body)
@@ -48,7 +47,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
 
 
 def _blocks(body: bytes) -> Iterator[NDArray[np.uint8]]:
-    """Yield arrays of uint8 [num_bytes], without escaped backslashes and quotes."""
+    """Yield a body as arrays of uint8 [num_bytes], without escaped backslashes and quotes."""
     start = 0
     while start < len(body):
         end = start + _BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""A server's state."""
+"""The state of a server."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-MAX_FAILED_STARTS = 5  # engine processes in a row that ended before they were ready
+MAX_FAILED_STARTS = 5  # consecutive engine processes that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
 _ENGINE_GRACE_S = 1.0  # to end aborted requests
-_BODIES = 16  # bodies of the largest size
+_BODIES = 16  # of the largest size
 
 
 @dataclass(slots=True)
 class _Open:
-    """cut_off: the error to raise if the request is aborted."""
+    """An open request. cut_off: Error to raise if the request is aborted."""
 
     tenant: Tenant
     cut_off: OctavoError | None = None
@@ -68,7 +68,7 @@ class _Open:
 class Service(HttpService):
     """One engine, with keys and limits. Used on one event loop only.
 
-    settings: for GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be used, or if
+    settings: Shown by GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be used, or if
     packages for a requested feature are missing.
     """
 
@@ -107,7 +107,7 @@ class Service(HttpService):
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
         """Return the model name to write in the answer. Raises `ModelNotFoundError`.
 
-        If `name` is None, or is in `aliases` and not served, this is the first served name.
+        The first served name is returned if `name` is None, or if `name` is in `aliases` and not served.
         """
         if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]
@@ -122,7 +122,7 @@ class Service(HttpService):
             raise EngineDeadError("dead", retry_after_s=self.engine.client.retry_after_s)
 
     def check_engine(self) -> None:
-        """Raise `EngineDeadError` or `EngineRestartingError` unless the engine works."""
+        """Raise `EngineDeadError` or `EngineRestartingError` unless the engine is ready."""
         self.check_alive()
         if not self.engine.is_alive:
             raise EngineRestartingError("not ready", retry_after_s=self.engine.client.retry_after_s)
@@ -135,17 +135,18 @@ class Service(HttpService):
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Reserve the places of a request's streams before any work for the request (`RequestLimiter.enter`).
+        """Return a permit for a request's streams. Call it before any work for the request.
 
-        Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`.
+        Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`. See `RequestLimiter.enter`.
         """
         self.check_ready()
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Run `work` on a request's texts; see `TextWork.do`.
+        """Run `work` on a request's texts. See `TextWork.do`.
 
-        The deadline or a disconnect stops the work. The tokens that were read are charged even if the request fails.
+        The deadline or a disconnect stops the work. The tenant is charged for the tokens that were read, even if the
+        request fails.
         """
         state = http_request.state
         reading = self.engine.text.do(
@@ -182,8 +183,8 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
-        check: called with the prompt's tokens; may raise to refuse the request. unsent: called with the output that
-        ends a failed request. Errors: see `outputs_of`.
+        check: Called with the tokenized prompt, and may raise an error to refuse the request. unsent: Called with the
+        last output of a failed request, which is not yielded. For errors, see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -200,7 +201,7 @@ class Service(HttpService):
             num_waiting = num_tokens
             if "prompt" not in prompt:
                 place.charge(num_tokens)
-            if opened.cut_off is not None:  # cut off before it began
+            if opened.cut_off is not None:  # aborted while the prompt waited
                 raise opened.cut_off
 
         with client_field_names(job.client_names):
@@ -218,7 +219,7 @@ class Service(HttpService):
                     on_processed=reserve_prompt,
                     on_unread=lambda output: place.charge(_num_tokens(output)),  # computed, although not read
                 )
-                async with aclosing(outputs) as stream:  # type: ignore[type-var]  # an async generator, by its protocol
+                async with aclosing(outputs) as stream:  # type: ignore[type-var]
                     async for output in stream:
                         place.charge(_num_tokens(output))
                         if (error := opened.error(output)) is not None:
@@ -278,7 +279,7 @@ class Service(HttpService):
             logger.warning("the engine is already dead; its requests have failed")
 
     def _announce(self, open_ids: list[str]) -> None:
-        """Fail the requests that the engine has not ended, because it may be in a long step."""
+        """Fail the requests that the engine has not ended yet, because the engine may be in a long step."""
         for request_id in open_ids:
             opened = self._open.get(request_id)
             if opened is not None and opened.cut_off is not None:
@@ -289,7 +290,7 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
     if endpoint is None:
         return None
     try:
-        from octavo.server.telemetry.tracing import Tracing  # noqa: PLC0415 - packages that few need
+        from octavo.server.telemetry.tracing import Tracing  # noqa: PLC0415 - optional packages
     except ImportError as error:
         raise ConfigError(f"OpenTelemetry needs {error.name}: pip install 'octavo[otel]'") from error
     return Tracing(endpoint)

@@ -1,4 +1,4 @@
-"""Makes HTTP servers."""
+"""Create the HTTP server."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def make_server(
     max_connections: int = MAX_CONNECTIONS,
     settings: Mapping[str, Any] | None = None,
 ) -> GracefulServer:
-    """Make a server. The caller still owns the engine.
+    """Return an HTTP server. The caller must shut down the engine.
 
-    Call the server's `run(sockets=[...])` with a socket from `bind`. Arguments and errors: see `Service`.
+    To serve, call `run(sockets=[...])` with a socket from `bind`. For arguments and errors, see `Service`.
     """
     service = Service(engine, config, settings)
     return http_server(create_app(service), service, max_connections=max_connections)

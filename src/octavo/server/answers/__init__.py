@@ -1,1 +1,1 @@
-"""Turn prompts into answers; split them into reasoning, content and calls."""
+"""Generate answers, and split them into reasoning, content and tool calls."""

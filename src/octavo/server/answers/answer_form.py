@@ -1,4 +1,4 @@
-"""Detect the form of a model's answers, and read answers."""
+"""Detect how a model writes reasoning and tool calls, and read its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.server.answers.template_probe import TemplateProbe
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
-_PIECE = 4096  # a parser copies its unread text for each `feed`
+_PIECE = 4096  # characters for each `feed`, which copies the unread text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark if the chat template shows no tools or no calls, otherwise ""."""
+    """Return a remark for the log, or "" if the chat template shows tools and calls."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -39,7 +39,7 @@ def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
 class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
-    reasoning_end_id: None if the mark that ends reasoning is not one token. special_ids: ids of the marks that are
+    reasoning_end_id: None if the closing marker of reasoning is not one token. special_ids: Ids of the markers that are
     special tokens.
     """
 
@@ -51,7 +51,7 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """One log line."""
+        """One log line with the names of the formats."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
@@ -63,7 +63,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Find the forms with these names. For "auto", detect the form in the chat templates."""
+        """Return the style with these formats. For "auto", detect the format in the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
@@ -84,9 +84,9 @@ class AnswerStyle:
 class AnswerForm:
     """How to read the answers to one request.
 
-    in_reasoning: True if the prompt ends with the opening mark of the reasoning. shown_ids: special tokens that stay in
-    the text as marks. frame: the call format, if its marks also enclose content. Its parser then reads answers without
-    tools, too. is_whole: True to emit only complete calls.
+    in_reasoning: True if the prompt ends with the opening marker of reasoning. shown_ids: Special tokens that stay in
+    the text as markers. frame: Format of calls, if its markers also enclose content. The format's parser then reads
+    answers without tools, too. is_whole: True to emit only complete calls.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -99,9 +99,9 @@ class AnswerForm:
 
     @classmethod
     def of(cls, style: AnswerStyle, toolbox: Toolbox, prompt: str, *, is_whole: bool = False) -> AnswerForm:
-        """Derive the form from the prompt.
+        """Return the form of the answers to a prompt.
 
-        If the prompt ends with the closing mark of reasoning, answers have no reasoning.
+        If the prompt ends with the closing marker of reasoning, answers have no reasoning.
         """
         end, reasoning = prompt.rstrip(), style.reasoning
         if reasoning is not None and end.endswith(reasoning.closes):
@@ -123,7 +123,7 @@ class AnswerForm:
         return self.toolbox.format is None and self.frame is None and not self.has_reasoning
 
     def parser(self) -> AnswerParser:
-        """Make a parser."""
+        """Return a parser for one answer."""
         frame, toolbox = self.frame, self.toolbox
         parser = toolbox.parser() if frame is None else frame.parser(toolbox.functions, only_one=toolbox.only_one)
         if self.is_whole and isinstance(parser, ToolParser):
@@ -134,7 +134,7 @@ class AnswerForm:
         return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with `shown_ids` and with a grammar for the text after the reasoning."""
+        """Return `params` with `shown_ids` and with a grammar, which applies after the reasoning."""
         structure = self._framed(self.toolbox.structure(params.structured_outputs))
         if structure is not None and self.reasoning is not None and structure.starts_after is None:
             free_from = None if self.in_reasoning else self.reasoning.opens
@@ -156,25 +156,25 @@ def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[
 
 
 class AnswerReader:
-    """Reads one answer."""
+    """Splits one answer into parts."""
 
     def __init__(self, form: AnswerForm) -> None:
         self._parser = form.parser()
         self._end_id = form.reasoning_end_id
-        self._num_tokens = 0  # until the reasoning ends
+        self._num_tokens = 0
         self._is_counting = True
         self._has_reasoning = False
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of reasoning tokens, with the end token; 0 if the end is not one token."""
+        """The number of tokens up to the end of the reasoning, or 0 if the end marker is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:
         """Return the parts in a completion's new text."""
         self._count(completion.token_ids)
         text, parts = completion.text, list[Part]()
-        for start in range(0, len(text), _PIECE):  # any size gives the same parts
+        for start in range(0, len(text), _PIECE):
             parts += self._parser.feed(text[start : start + _PIECE])
         if completion.finished:
             is_regular_end = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)

@@ -19,7 +19,7 @@ _NUMBERS_PER_ENTRY = 16
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
     """Return the size of an answer: the number of tokens, log probabilities, and groups of 16 embedding numbers.
 
-    with_prompt: True to also count the prompt, once for each completion.
+    with_prompt: True to count the prompt, too, once for each completion.
     """
     prompt = len(output.prompt_token_ids) + _num_logprobs(output.prompt_logprobs) if with_prompt else 0
     vector = len(output.pooled or b"") // (4 * _NUMBERS_PER_ENTRY)
@@ -33,10 +33,7 @@ def _num_logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> int:
 
 
 class LogprobLimit:
-    """Limits the log probabilities over all prompts of a request.
-
-    The log probabilities of the answers are checked before any prompt starts.
-    """
+    """Limits the number of log probabilities over all prompts of a request."""
 
     def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:
         """Count n x maximum tokens x (logprobs + 1) for every prompt. Raises `RequestError` above the limit."""
@@ -47,7 +44,7 @@ class LogprobLimit:
             self._take(num_prompts * params.n * num_tokens * (params.logprobs + 1), "logprobs")
 
     def check(self, processed: ProcessedInput) -> None:
-        """Count a tokenized prompt. Raises `RequestError` above the limit."""
+        """Count a prompt's log probabilities. Raises `RequestError` above the limit."""
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         if params.prompt_logprobs is not None:
             self._take(params.n * num_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")

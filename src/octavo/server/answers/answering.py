@@ -1,4 +1,4 @@
-"""Answer prompts for every API."""
+"""Answer jobs, for all APIs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _ANSWERING = "it was answered"
 
 
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
-    """Answer a job. Abort its requests if the client disconnects.
+    """Answer a job. If the client disconnects, abort the job's requests.
 
-    A stream's HTTP status is sent after the first output or after `stream_keep_alive_s`, so that a refusal before then
-    can have an error status.
+    A stream's HTTP status is sent after the first output or after `stream_keep_alive_s` seconds. An earlier error can
+    still change the status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -66,7 +66,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 
 async def answer_complete(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
-    """Answer a job with one complete response. Abort its requests if the client disconnects."""
+    """Answer a job with one complete response. If the client disconnects, abort the job's requests."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))
@@ -100,10 +100,10 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 
 
 class EventStreamResponse(StreamingResponse):
-    """Streams events, and keep-alive bytes because proxies close idle connections.
+    """Streams events. Between events it sends keep-alive bytes, because proxies close idle connections.
 
-    When the response ends, even before the first event, it aborts the job's open requests and releases the job's
-    permit.
+    When the response ends, even before the first event, the job's open requests are aborted and the job's permit is
+    released.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class EventStreamResponse(StreamingResponse):
             self._place.release()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
-        """Send keep-alive bytes. They never split an event, because an event is one ASGI message."""
+        """Send keep-alive bytes. They cannot split an event, because each event is one ASGI message."""
         while True:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
             if self._is_open and clock() >= self._last_sent + self._keep_alive_s:
@@ -155,7 +155,7 @@ class EventStreamResponse(StreamingResponse):
 
 
 class ChoiceUpdates:
-    """Splits outputs by choice."""
+    """Splits outputs into updates of choices."""
 
     def __init__(self, job: Job) -> None:
         self._first_choice = {name: index * job.params.n for index, name in enumerate(job.request_ids)}
@@ -163,7 +163,10 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return one update for each choice of an output that has something new and did not end before."""
+        """Return an update for each choice that has new tokens or text, or that ends.
+
+        A choice that ended before gets no update.
+        """
         updates = []
         for completion in output.outputs:
             choice = self._first_choice[output.request_id] + completion.index
@@ -178,12 +181,12 @@ class ChoiceUpdates:
 
 
 async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, or cancel it and raise `ClientDisconnect`."""
+    """Return the result of `work`. If the client disconnects, cancel `work` and raise `ClientDisconnect`."""
     return (await _begun(http_request, asyncio.create_task(work))).result()
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait at most `patience_s` seconds. Return the task, which may still run."""
+    """Wait for `task` at most `patience_s` seconds. Return the task, which may still run."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:

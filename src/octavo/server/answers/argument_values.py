@@ -1,4 +1,7 @@
-"""Convert arguments from text without quotes to JSON by their schema. `root` is the schema that `$ref` refers to."""
+"""Convert arguments without quotes to JSON, by their schema.
+
+In all functions, `root` is the schema to which `$ref` refers.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,13 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class UnreadableError(Exception):
-    """The text is neither a value of the schema's types nor plain words."""
+    """The text of an argument is neither a value of an allowed type nor plain words."""
 
 
 def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
-    """Return a property's schema, or {} if no option of `parameters` has the property.
+    """Return the schema of a property, or {} if `parameters` has no such property.
 
-    If the options have different schemas for it, return an `anyOf` of these schemas.
+    If options of `anyOf` or `oneOf` have different schemas for the property, return an `anyOf` of these schemas.
     """
     found = list[Any]()
     for each in [parameters] if is_merged(parameters) else alternatives(parameters, root):
@@ -65,13 +68,13 @@ def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the names of all properties, including the properties of references and options."""
+    """Return the names of all properties, including those in `$ref`, `anyOf` and `oneOf`."""
     named = [each.get("properties") for each in alternatives(schema, root)]
     return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the part of a schema that describes objects or arrays (`kind`), or {}."""
+    """Return the part of a schema that describes objects or arrays, or {}. kind: `object` or `array`."""
     for part in _parts(schema, root):
         types = _declared_types(part)
         if kind in types or (
@@ -124,11 +127,11 @@ def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
 
 
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-    """Return an argument's JSON, or None to omit the argument because it is blank and the schema allows no string.
+    """Return an argument's JSON, or None to omit a blank argument if the schema allows no string.
 
-    Accepts Python's literals unless only strings are allowed. If no string is allowed, a value of a wrong type is kept
-    and plain words become a string, so that the client can report the error to the model. Any other text then raises
-    `UnreadableError`.
+    If the schema allows only strings, the text becomes a string. Otherwise, JSON and Python's literals are read. If the
+    schema allows no string, a value of a wrong type is kept, and plain words become a string, so the client can report
+    the error to the model. Any other text then raises `UnreadableError`.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
@@ -152,7 +155,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Repair a faulty list or object; return its value and JSON. Return the arguments if it has no single reading."""
+    """Repair a malformed list or object. Without exactly one reading, return `value` and `written`."""
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
@@ -172,7 +175,7 @@ class LookaheadError(RequestError):
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
     """Return a Lark lexeme for the strings that a merged schema allows.
 
-    ending: an appended regular expression. Raises `LookaheadError` if a pattern has a lookahead.
+    ending: Regular expression after the string. Raises `LookaheadError` if a pattern has a lookahead.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
@@ -198,17 +201,16 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a comment with the parameters' schema if the schema has a `pattern`, otherwise "".
+    """Return a grammar comment with the parameters' schema, or "" if the schema has no `pattern`.
 
-    The compiler's errors do not name the request's field. `octavo.structured_output.schema_faults` finds it in this
-    comment.
+    The grammar compiler's errors do not name the request's field. `schema_faults` finds the field in this comment.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return a grammar expression for the JSON of `schema`, with the definitions in `root` that the schema uses.
+    """Return a grammar expression for the JSON of `schema`, with the definitions in `root` that `schema` uses.
 
     Raises `RequestError` if the expression is too long for any grammar.
     """
@@ -218,7 +220,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     while left:
         part = left.pop()
         definitions[names[id(part)]] = _with_names(part, root, names, left)
-    if FIELD in root:  # for the compiler's errors
+    if FIELD in root:
         whole[FIELD] = root[FIELD]
     text = lark_json({**whole, "$defs": definitions} if definitions else whole)
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -231,7 +233,7 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
     """Return a copy of a schema in which each `$ref` names a definition of `json_of`.
 
-    Mutated: new schemas are appended to `left`, and named in `names` by their `id()`.
+    New schemas are added to `names` and `left`.
     """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]
@@ -241,7 +243,7 @@ def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: 
     reference = schema.get("$ref")
     referred = resolve(reference, root) if isinstance(reference, str) and reference.startswith("#") else None
     if isinstance(referred, dict):
-        if id(referred) not in names:  # two spellings of a reference share a definition
+        if id(referred) not in names:
             names[id(referred)] = f"part{len(names)}"
             left.append(referred)
         renamed["$ref"] = f"#/$defs/{names[id(referred)]}"

@@ -1,8 +1,8 @@
-"""Base of the parsers that read tool calls while an answer arrives.
+"""Base class of parsers that read tool calls while an answer arrives.
 
-A parser holds a call back until the call ends. In a stream, it emits a call as soon as the arguments have more than
-`HELD_CHARS` characters; if the rest is malformed, the client gets broken JSON. Text that looks like a call is content
-if its arguments can be read in several ways, no tool has its name, or a tag is not closed.
+A parser emits a call when the call is complete. In a stream, it emits a call as soon as the arguments have more than
+`HELD_CHARS` characters. If the rest of such a call is malformed, the client gets broken JSON. Text that looks like a
+call is content if its arguments are ambiguous, if no tool has its name, or if a tag is not closed.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ if TYPE_CHECKING:
     """A generator that yields whenever it needs more text."""
 
 _SPACE = " \t\r\n"
-HELD_CHARS = 1024  # characters of streamed arguments that are held back
+HELD_CHARS = 1024
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # surplus brackets before a closing mark
-HALF = "\ufffd"  # an incomplete character
+_MAX_CLOSERS = 8  # surplus brackets before a closing marker
+HALF = "\ufffd"  # an incomplete UTF-8 character
 _AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"
-_AFTER_ARGUMENTS = "}],;{[<>`"  # a mark may begin with these
+_AFTER_ARGUMENTS = "}],;{[<>`"
 _STRING_STOPS = re.compile(r'["\\]')
 _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
 
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
-    """Return a pattern for the text after a call's arguments: one of `marks`, or the end of the answer.
+    """Return a pattern that matches one of `marks` or the end of the answer, after a call's arguments.
 
-    is_wrapped: True if a closing bracket may precede the mark.
+    is_wrapped: True if a closing bracket may precede the marker.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
-    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" within text is no mark
+    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" must end the answer
     bracket = r"(?:\}\s*+)?" if is_wrapped else ""
     return re.compile(rf"\s*+{bracket}(?:{'|'.join([*either, _END_OF_TEXT])})")
 
 
 class MalformedError(Exception):
-    """The text is not a call."""
+    """The text is not a valid call."""
 
 
 @dataclass(slots=True)
 class Call:
     """A call that is being read.
 
-    arguments: set only if the arguments are emitted at the end of the call. index: None until the name is emitted.
+    arguments: None unless the arguments are emitted at the end of the call. index: None until the name is emitted.
     """
 
     name: str | None = None
@@ -68,7 +68,7 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    _ends: pattern of the text that must follow repaired arguments. num_held_chars: how many characters of arguments to
+    _ends: Pattern of the text that must follow repaired arguments. num_held_chars: Number of characters of arguments to
     hold back, or None to hold back whole calls.
     """
 
@@ -85,15 +85,15 @@ class ToolParser:
         self._parameters = {each.name: each.parameters for each in functions}
         self._only_one = only_one
         self._num_calls = 0
-        self._text = ""  # not yet emitted
+        self._text = ""
         self._num_reported = 0  # characters of the answer before `_text`
-        self._position = 0  # in `_text`
+        self._position = 0
         self._is_over = False
-        self._is_cut = False  # True if the model did not end the answer
+        self._is_cut = False
         self._parts: list[Part] = []
         self._held: list[Part] | None = None  # parts of a possible call
-        self._held_text: list[str] = []  # the text of `_held`
-        self._num_held_chars = 0  # of arguments in `_held`
+        self._held_text: list[str] = []
+        self._num_held_chars = 0
         self._broken = ""
         self._budget = SearchBudget()
         self._steps = self._read()
@@ -146,7 +146,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
-        """Return True if a call begins at `start`. If the answer was cut off within the call's head, drop the text."""
+        """Return True if one of `call_starts` begins at `start`. If the answer is cut off there, drop the text."""
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -166,7 +166,7 @@ class ToolParser:
         return (yield from self._attempt(call, self._members(call)))
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
-        """Read a call. If the text is not a call, emit it as content and return False."""
+        """Read a call and return True. If the text is not a call, emit the text as content and return False."""
         self._held, self._held_text, self._num_held_chars = [], [], 0
         start = self._position
         try:
@@ -269,18 +269,18 @@ class ToolParser:
                 yield from self._recover(call, "".join(reported))
                 break
             if self._is_over:
-                self._position = len(self._text)  # a value contains no calls
+                self._position = len(self._text)
                 self._reject(call)
             yield
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair the arguments if the quote and bracket that seem to end them may belong to a string."""
+        """Repair the arguments if the quote and the bracket at their apparent end may be part of a string."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
             yield from self._recover(call, reported)
-        # at the end of the answer, `char` is "", which every text contains
+        # At the end of the answer, `char` is "", which is in every string.
         elif char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
             while not self._is_over:
                 yield
@@ -325,7 +325,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the index at which a malformed call ends.
 
-        Another call before the closing mark may be part of a string, so it is content.
+        A call that begins before the closing marker may be part of a string, so it belongs to the malformed call.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -371,7 +371,7 @@ class ToolParser:
                 run = _PLAIN.match(self._text, self._position)
                 assert run is not None
                 self._position = run.end()
-                continue  # a number may continue
+                continue
             elif depth:
                 raise MalformedError
             if depth == 0:
@@ -427,7 +427,7 @@ class ToolParser:
             yield
 
     def _follows(self, texts: Sequence[str]) -> Wait[str]:
-        """Return the text of `texts` that follows, or "". If the answer was cut off within such a text, drop it."""
+        """Return the member of `texts` that comes next, or "". If the answer is cut off there, drop the text."""
         while True:
             seen = self._text[self._position :]
             if found := next((each for each in texts if seen.startswith(each)), ""):

@@ -1,4 +1,4 @@
-"""Base of call formats with sections. A section is an opening mark, calls, and a closing mark."""
+"""Base of call formats with sections. A section is an opening marker, calls, and a closing marker."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from octavo.server.answers.tool_format import Function
 
 NAME = re.compile(r"[\w.:/-]*")
-_MAX_FRAMES = 2  # in a row
-MAX_HEAD_CHARS = 256  # between two marks: a name, an id or both
+_MAX_FRAMES = 2
+MAX_HEAD_CHARS = 256
 
 
 class SectionFormat(ToolFormat):
-    """A section is `opens`, calls and `closes`; `between` separates two calls.
+    """A format whose calls are in sections: `opens`, calls separated by `between`, and `closes`.
 
-    The parser does not require the white space in these marks. opener: beginning of `opens` that the parser searches
-    for. strays: marks that begin a call outside of a section. one_each: True if each call has its own section. frames:
-    marks around content or before calls; the parser drops them.
+    The parser ignores white space in these markers. opener: Beginning of `opens`, for which the parser searches.
+    strays: Markers that begin a call outside of a section. one_each: True if each call has its own section. frames:
+    Markers around content or before calls, which the parser drops.
     """
 
     opens: ClassVar[str]
@@ -39,21 +39,21 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set `frames_content`, because answers without tools have frames, too."""
+        """Set `frames_content` if the format has `frames`."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write sections."""
+        """See `ToolFormat`."""
         written = [self.write_call(index, name, arguments) for index, (name, arguments) in enumerate(calls)]
         between = f"{self.closes}{self.between}{self.opens}" if self.one_each else self.between
         return self.opens + between.join(written) + self.closes
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write one call. index: from 0."""
+        """Write one call. index: Index of the call, from 0."""
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return grammar rules for `call`. Arguments have the schema's order."""
+        """Return grammar rules that define `call`. Arguments have the schema's order."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -104,7 +104,7 @@ class SectionFormat(ToolFormat):
 
 
 class SectionParser(ToolParser):
-    """Reads sections. A section without a call is content."""
+    """Reads calls in sections. A section without a call is content."""
 
     def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(functions, only_one=only_one)
@@ -116,10 +116,10 @@ class SectionParser(ToolParser):
         is_list_end = form.closes.lstrip().startswith("]")
         self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
         self._one_each = form.one_each
-        self._is_list = not form.one_each and not form.call_opens  # calls have no marks
+        self._is_list = not form.one_each and not form.call_opens
         self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
-        self._call_openers = tuple(each for each in marks if len(each) > 1)  # a bracket alone is not a mark
+        self._call_openers = tuple(each for each in marks if len(each) > 1)
         self._call_closers = tuple(each for each in (form.closes.strip(),) if len(each) > 1)
 
     def _read(self) -> Wait[None]:
@@ -127,7 +127,7 @@ class SectionParser(ToolParser):
             if opener in self._frames:
                 self._drop()
                 if not (yield from self._skip_space()):
-                    self._drop()  # not content
+                    self._drop()
                 continue
             if opener == self._openers[0] and not (yield from self._takes_all(self._opens, self._call_opens)):
                 self._report_content()
@@ -146,11 +146,11 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Handle a member's end."""
+        """Called after each call."""
 
     def _skips_broken_member(self) -> Wait[bool]:
-        """Emit a malformed member of a list of calls as content. Returns False if the member's end is uncertain."""
-        while not self._is_over:  # search once
+        """Emit a malformed call in a list as content. Return False if the end of the call is uncertain."""
+        while not self._is_over:
             yield
         num_chars = member_end(self._broken + self._text)
         if num_chars is None or num_chars < len(self._broken):
@@ -168,7 +168,7 @@ class SectionParser(ToolParser):
         yield from self._drop_space()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip these marks and white space. Returns False if a mark is missing. Drops a mark that was cut off."""
+        """Skip these markers and white space. Return False if a marker is missing or cut off."""
         for mark in (word for each in marks for word in each.split()):
             if not (yield from self._takes_next(mark)):
                 self._drop_cut(mark)

@@ -1,4 +1,4 @@
-"""Find code in Markdown. A call within backticks is an example."""
+"""Find code in Markdown. A call within backticks is an example, so it is content."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _FENCE = 3
 
 
 class CodeSpans:
-    """Finds out whether a growing text ends within code. last: the text's last character, or ""."""
+    """Tracks whether a growing text ends within Markdown code. last: Last character of the text, or ""."""
 
     def __init__(self) -> None:
         self.last = ""
-        self._num_open = 0  # of opening backticks
-        self._num_seen = 0  # final backticks, which may open or close code
+        self._num_open = 0  # backticks that opened the code
+        self._num_seen = 0  # backticks at the end of the text
 
     @property
     def is_outside(self) -> bool:
-        """True if the next character is outside of code, unless it is a backtick."""
+        """True if the next character is outside of code, unless the character is a backtick."""
         return not self._num_open and not self._num_seen
 
     def feed(self, text: str) -> None:
-        """Add text."""
+        """Append text."""
         self.last = text[-1:] or self.last
         for piece in _PIECES.findall(text):
             if piece == "`":

@@ -1,4 +1,4 @@
-"""Gemma 4's calls: keys without quotes, strings between special marks."""
+"""Gemma 4's calls. Keys have no quotes, and special tokens enclose strings."""
 
 from __future__ import annotations
 
@@ -32,22 +32,25 @@ _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
 class GemmaFormat(SectionFormat):
-    """A call is `call:name{key:value,...}` between two marks."""
+    """A call is `call:name{key:value,...}` between two markers."""
 
     name = "gemma4"
     markers = ("<|tool_call>", "<tool_call|>", QUOTE)
     opener, opens, closes, one_each = "<|tool_call>", "<|tool_call>call:", "<tool_call|>", True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> GemmaParser:
-        """Parse such calls."""
+        """See `ToolFormat`."""
         return GemmaParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
-        """Write a call."""
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
+        """See `SectionFormat`."""
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Allow any object if no properties are named, and any value if several types are allowed."""
+        """See `SectionFormat`.
+
+        A schema without properties allows any object. A schema with several types allows any value.
+        """
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")
@@ -116,7 +119,7 @@ def _written(value: Any) -> str:
 
 
 class GemmaParser(ValueParser):
-    """Reads such calls. JSON's quotes may also enclose strings."""
+    """Reads Gemma 4's calls. JSON's quotes may also enclose strings."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()

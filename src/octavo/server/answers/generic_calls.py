@@ -1,7 +1,7 @@
 """Tool calls of models with chat templates that show no tools.
 
 As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. Earlier calls and
-results in the prompt are such objects, too.
+results in the prompt are JSON objects, too.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class GenericFormat(ToolFormat):
     describes_tools = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse an object."""
+        """See `ToolFormat`."""
         return _GenericParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write an object."""
+        """See `ToolFormat`."""
         written = [{"name": name, "arguments": arguments} for name, arguments in calls]
         return json_text({_CALL: written[0]} if len(written) == 1 else {_CALLS: written})
 
@@ -66,7 +66,7 @@ class GenericFormat(ToolFormat):
     def messages_with_tools(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
     ) -> list[dict[str, Any]]:
-        """Write calls and results as text; describe the tools in a system message."""
+        """Write calls and results as text, and describe the tools in a system message."""
         names: dict[str, str] = {}
         history = [_as_text(message, names) for message in messages]
         if not tools:
@@ -102,7 +102,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Write a message's calls or result as text. Mutated: `names` maps a call's id to its function's name."""
+    """Write a message's calls or result as text. Mutated: `names` maps call ids to functions' names."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
@@ -130,7 +130,7 @@ def _with_text(content: Any, text: str) -> str:
 
 
 class _GenericParser(ToolParser):
-    _is_content = False  # reading a response
+    _is_content = False
 
     def _read(self) -> Wait[None]:
         try:
@@ -139,14 +139,14 @@ class _GenericParser(ToolParser):
             is_read = self._is_at_cut()
         if not is_read:
             yield from self._rest_is_content()
-        while True:  # drop the end of the object
+        while True:
             self._drop_rest()
             if self._is_over:
                 return
             yield
 
     def _object(self) -> Wait[bool]:
-        """Return False if the first key is unknown, or if a call is malformed."""
+        """Read the answer. Return False if the first key is unknown, or if a call is malformed."""
         match (yield from self._key()):
             case "response":
                 yield from self._response()
@@ -185,7 +185,7 @@ class _GenericParser(ToolParser):
             return
         self._drop()
         self._is_content = True
-        with contextlib.suppress(MalformedError):  # cut-off text is content
+        with contextlib.suppress(MalformedError):
             yield from self._value()
         self._report_content()
         self._is_content = False

@@ -1,4 +1,4 @@
-"""Messages of gpt-oss (the Harmony format)."""
+"""Tool calls of gpt-oss, in the Harmony format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
 class HarmonyFormat(ToolFormat):
-    """A call is a message to a function. The mark that ends a call also ends the answer, so an answer has one call."""
+    """A call is a message to a function. The marker at its end also ends the answer, so an answer has one call."""
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
@@ -35,11 +35,11 @@ class HarmonyFormat(ToolFormat):
     frames_content = reads_reasoning = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> HarmonyParser:
-        """Parse messages."""
+        """See `ToolFormat`."""
         return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write calls as the models do; the chat templates differ."""
+        """Write calls as the models do, which differs from the chat templates."""
         return "<|start|>assistant".join(
             f"{self._head(name)}{json_text(arguments)}<|call|>" for name, arguments in calls
         )

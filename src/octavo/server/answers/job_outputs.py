@@ -1,4 +1,4 @@
-"""Outputs of prompts."""
+"""Outputs of a job's prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Outputs: TypeAlias = "AsyncGenerator[RequestOutput, None] | MergedOutputs"  # `aclose` aborts open requests
 
-_MERGED = 16  # outputs; each stream also limits its unread outputs
+_MERGED = 16
 _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
     ErrorCode.DEADLINE_PASSED: DeadlineError,
     ErrorCode.GRAMMAR_EXCEEDED: partial(RequestError, parameter="structured_outputs"),
@@ -36,7 +36,7 @@ _ERRORS: dict[ErrorCode, Callable[[str], OctavoError]] = {
 
 
 def error_of(output: RequestOutput) -> OctavoError | None:
-    """Return a request's error."""
+    """Return the error of a failed request, otherwise None."""
     code = output.error_code
     return None if code is None else _ERRORS[code](output.error or code.text)
 
@@ -44,10 +44,10 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     """Return a generator of the outputs of all prompts, in their order of arrival.
 
-    The job's permit limits how many prompts run in parallel. usage: the generator adds the last output of a request
-    that failed or was cut off, because it does not yield this output. The caller adds all other outputs. Iteration
-    raises the request's error: `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`,
-    `AuthenticationError` or `ServerClosingError`.
+    The job's permit limits how many prompts run in parallel. usage: The generator adds the last output of a failed or
+    aborted request, which is not yielded. The caller adds all yielded outputs. Iteration raises the request's error:
+    `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`, `AuthenticationError` or
+    `ServerClosingError`.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
@@ -68,7 +68,7 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 class MergedOutputs:
     """Yields the outputs of streams in their order of arrival.
 
-    At most `at_once` streams are open. Raises the first error; the caller must then call `aclose`.
+    At most `at_once` streams are open. Raises the first error of a stream. The caller must then call `aclose`.
     """
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:
@@ -110,6 +110,6 @@ async def _pump(
     except BaseException as error:
         if not is_fault(error):
             raise
-        await queue.put(error)  # for `__anext__`
+        await queue.put(error)
     else:
         await queue.put(None)

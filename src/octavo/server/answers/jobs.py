@@ -1,4 +1,4 @@
-"""Jobs, and the protocols of objects that write answers."""
+"""Jobs, and protocols of the objects that write replies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: bytes that clients ignore."""
+    """How a stream is sent. keep_alive: Bytes that clients ignore."""
 
     media_type: str
     keep_alive: bytes
@@ -43,9 +43,9 @@ LINES = StreamForm("application/x-ndjson", b" ")
 class Job:
     """A client's request to answer.
 
-    place: permit that the job holds until it is answered. counts_completions: False if prompts are only scored or
-    computed. deadline: time on the event loop's clock. client_names: maps the engine's name of a field to the client's.
-    check: called with each tokenized prompt; may raise `RequestError`.
+    place: Permit that the job holds until it is answered. counts_completions: False to omit generated tokens from the
+    usage. deadline: Time on the event loop's clock. client_names: Maps the engine's names of fields to the client's
+    names. check: Called with each tokenized prompt, and may raise `RequestError`.
     """
 
     request_id: str
@@ -66,7 +66,7 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # a copy skips the checks
+        params = copy(self.params)  # unlike `replace`, skips the checks
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
@@ -77,9 +77,9 @@ class Job:
         return [self.request_id] if count == 1 else [f"{self.request_id}-{index}" for index in range(count)]
 
 
-@dataclass(slots=True)  # frozen would double the time to create it for each token
+@dataclass(slots=True)  # `frozen` would double the creation time
 class ChoiceUpdate:
-    """New output of one choice. choice: its index over all prompts."""
+    """New output of one choice. choice: Index over all prompts."""
 
     choice: int
     is_first: bool
@@ -88,22 +88,22 @@ class ChoiceUpdate:
 
 
 class WholeReply(Protocol):
-    """Writes whole answers."""
+    """Writes complete responses."""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> msgspec.Struct | Sequence[msgspec.Struct]:
-        """Return the answer. outputs: complete, one for each prompt, in order."""
+        """Return the response. outputs: One complete output for each prompt, in order."""
         ...
 
 
 class Reply(WholeReply, Protocol):
-    """Writes streamed answers, too."""
+    """Writes complete responses and streams."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
         """Return the events for an update, or b"". usage: None to show no counts."""
         ...
 
     def end(self, usage: Usage) -> bytes:
-        """Return last events."""
+        """Return the last events of a complete stream."""
         ...
 
     def error(self, error: HttpError) -> bytes:

@@ -1,4 +1,4 @@
-"""Kimi K3's answers: tags, written with three special tokens."""
+"""Kimi K3's calls. Their tags consist of three special tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class KimiK3Format(TaggedFormat):
     frames = (f"{_OPEN}response{_SEP}", f"{_CLOSE}response{_SEP}", f"{_CLOSE}message{_SEP}")
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> KimiK3Parser:
-        """Parse these tags."""
+        """See `ToolFormat`."""
         return KimiK3Parser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
@@ -48,12 +48,12 @@ class KimiK3Format(TaggedFormat):
         before = ["", *(f' type="{each}"' for each in ("string", *_JSON_TYPES))]
         return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Require the mark of a call, but no name, because attributes may have any order."""
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
+        """See `ToolFormat`. The function's name may follow other attributes, so it is not required."""
         return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write tags."""
+        """See `SectionFormat`."""
         written = [f'{self.call_opens} tool="{name}" index="{index + 1}"{_SEP}']
         for key, value in arguments.items():
             text = value if isinstance(value, str) else json_text(value)
@@ -103,14 +103,14 @@ def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
 
 
 class KimiK3Parser(TaggedParser):
-    """Reads these tags. Attributes may have any order; unknown attributes are ignored."""
+    """Reads Kimi K3's tags. Attributes may have any order, and unknown attributes are ignored."""
 
     def _name(self) -> Wait[str]:
         attributes = yield from self._attributes()
         self._position -= len(_SEP)
         return attributes.get("tool", "")
 
-    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002 - interface
+    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002
         attributes = yield from self._attributes()
         if "key" not in attributes:
             raise MalformedError

@@ -97,10 +97,9 @@ def find_tool_format(
 ) -> ToolFormat | None:
     """Return the format named `wanted`, or None if it is "none".
 
-    If several formats have this name, return the one that the templates show, or the first if they show none. For
-    "auto", return the format that the templates show, `GenericFormat` if they show none, or None without a chat
-    template. written: the sample call of `octavo.server.answers.template_probe`, rendered by the templates, or None if
-    they refuse it.
+    If several formats have the name, the chat templates decide, and the first format is the default. For "auto", return
+    the format that the templates show, `GenericFormat` if they show none, or None without templates. written: Sample
+    call of `template_probe`, rendered by the templates, or None if they refuse the call.
     """
     if wanted == "none":
         return None
@@ -114,9 +113,9 @@ def find_tool_format(
 
 
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
-    """Return the format that writes the templates' call exactly, or the first format that can read it.
+    """Return the format that writes the sample call exactly as the templates do, or the first that can read it.
 
-    If the templates write no call, or copy the client's JSON, return the format that the templates describe.
+    If the templates write no call, or the client's JSON, return the first format in `_MARKS` that matches.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

@@ -1,4 +1,4 @@
-"""Find a malformed member's end."""
+"""Find the end of a malformed call in a list."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 
 
 def member_end(text: str) -> int | None:
-    """Return the length of the object or Python call that begins the text, or None if it is uncertain.
+    """Return the length of the object or Python call that begins the text, or None if the length is uncertain.
 
-    An unescaped quote would end a string too early, so strings must be between punctuation marks of JSON or Python.
-    Brackets must match.
+    The brackets must match, and strings must be between punctuation marks of JSON or Python. Any other string may
+    contain an unescaped quote.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:
         char, place = found.group(), found.end()
         if char in _STRINGS:
             string = _STRINGS[char].match(text, found.start())
-            before = text[last : found.start()].rstrip()  # since the last string or bracket
+            before = text[last : found.start()].rstrip()
             if string is None or (before or text[max(last - 1, 0) : last])[-1:] not in _BEFORE:
                 return None
             place = string.end()

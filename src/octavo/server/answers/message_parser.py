@@ -1,4 +1,4 @@
-"""Base of the parsers of messages. A message is a head with the recipient, text, and an end mark."""
+"""Base of the parsers of messages. A message is a head with the recipient, text, and an end marker."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class MessageParser(ToolParser):
     """Reads messages. Text without a head is content.
 
-    If a message calls no known function, its text is content or reasoning, as its head says. begins: texts that begin a
-    head. head_parts: marks within a head. head_closes: mark that ends a head. ends: marks that end a message. breaks:
-    marks that end a message and begin the next.
+    If the recipient is not a known function, the head decides whether the text is content or reasoning. begins: Texts
+    that begin a head. head_parts: Markers within a head. head_closes: Marker that ends a head. ends: Markers that end a
+    message. breaks: Markers that end a message and begin the next message.
     """
 
     begins: ClassVar[tuple[str, ...]]
@@ -28,11 +28,11 @@ class MessageParser(ToolParser):
     ends: ClassVar[tuple[str, ...]]
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
-        """Return the name of the function that a head addresses, or None, and the kind of the message's text."""
+        """Return the function that a head addresses, or None, and the kind of the message's text."""
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length of a head that lacks `head_closes`, and the kind of its text; or None."""
+        """Return the length of a head without `head_closes`, and the kind of its text, or None."""
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:

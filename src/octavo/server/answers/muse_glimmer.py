@@ -46,11 +46,11 @@ class MuseGlimmerFormat(TaggedFormat):
     value_closes, argument_closes = "</atem:parameter>", "\n"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> MuseGlimmerParser:
-        """Parse messages."""
+        """See `ToolFormat`."""
         return MuseGlimmerParser(self, functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write messages."""
+        """See `ToolFormat`."""
         bodies = [(name, self.write_call(index, name, arguments)) for index, (name, arguments) in enumerate(calls)]
         written = [f" to={name}{_MESSAGE}{self.opens}{body}{self.closes}" for name, body in bodies]
         return f"<|eom|>{_BEGINS}".join(written) + "<|eot|>"
@@ -97,7 +97,7 @@ class MuseGlimmerFormat(TaggedFormat):
 
 
 class MuseGlimmerParser(MessageParser, TaggedParser):
-    """Reads messages."""
+    """Reads Muse Glimmer's messages."""
 
     begins, head_closes, ends = ("<|start|>", "to="), _MESSAGE, _ENDS
 

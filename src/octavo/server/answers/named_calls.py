@@ -1,4 +1,4 @@
-"""Call formats that write a name, a mark, and the arguments as JSON."""
+"""Call formats that write a name, a marker, and the arguments as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INDEX_RULE = "/[0-9]{1,3}/"
 class NamedFormat(SectionFormat):
     """A call is `call_opens`, a head, `arguments_open`, the arguments and `call_closes`.
 
-    head: a template with {name} and {index}. head_pattern: matches a head.
+    head: Template with {name} and {index}. head_pattern: Matches a head.
     """
 
     head: ClassVar[str] = "{name}"
@@ -33,11 +33,11 @@ class NamedFormat(SectionFormat):
     call_closes: ClassVar[str] = ""
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> NamedParser:
-        """Parse named calls."""
+        """See `ToolFormat`."""
         return NamedParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write a call."""
+        """See `SectionFormat`."""
         head = self.head.replace("{name}", name).replace("{index}", str(index))
         return f"{self.call_opens}{head}{self.arguments_open}{json_text(arguments)}{self.call_closes}"
 
@@ -53,7 +53,7 @@ class NamedFormat(SectionFormat):
 
 
 class NamedParser(SectionParser):
-    """Reads such calls."""
+    """Reads calls in a `NamedFormat`."""
 
     def __init__(self, form: NamedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -74,7 +74,7 @@ class NamedParser(SectionParser):
 
 
 class DeepSeekV3Format(NamedFormat):
-    """DeepSeek V3, R1 and its derivatives."""
+    """DeepSeek V3, R1 and derived models."""
 
     name = "deepseek_v3"
     markers = (
@@ -156,7 +156,7 @@ class SolarFormat(NamedFormat):
 
 
 class FunctionaryFormat(NamedFormat):
-    """Functionary 3.1, and Llama 3.1 if the prompt asks for it: a tag with the function's name."""
+    """Functionary 3.1, and Llama 3.1 if the prompt asks for this format."""
 
     name = "functionary_v3_1"
     markers = ("<function=", "</function>")

@@ -33,12 +33,12 @@ MARK = "]<]minimax[>["
 _ITEM = "item"
 _MAX_DEPTH = 64
 _ANY_TAG = "/[A-Za-z0-9_.$-]{1,64}/"
-_ANY_TEXT = "/[^\\]](.|\\n)*/"  # cannot be read as a tag, even if the mark is not a token
+_ANY_TEXT = "/[^\\]](.|\\n)*/"  # cannot begin with a tag
 _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
 class MiniMaxM3Format(SectionFormat):
-    """An object has a tag for each key, a list has `item` tags. Other values are text without quotes."""
+    """An object has a tag for each key, and a list has `item` tags. Other values are text without quotes."""
 
     name = "minimax_m3"
     markers = (MARK, "<tool_call>", "</tool_call>")
@@ -47,15 +47,15 @@ class MiniMaxM3Format(SectionFormat):
     named, call_closes = '">', f"{MARK}</invoke>"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> NestedParser:
-        """Parse nested tags."""
+        """See `ToolFormat`."""
         return NestedParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
-        """Write tags."""
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
+        """See `SectionFormat`."""
         return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return rules. A part without a schema may be any value."""
+        """See `SectionFormat`. A value without a schema may be any value."""
         mark = self._marker(MARK)
         rules = [
             choice_of(len(functions)),
@@ -132,7 +132,7 @@ def _written(value: Any) -> str:
 
 
 class NestedParser(ValueParser):
-    """Takes the type of a value from the schema, or from the value's form if it has no schema."""
+    """Reads MiniMax M3's calls. If a value has no schema, its text decides the type."""
 
     def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -177,7 +177,7 @@ class NestedParser(ValueParser):
         return key
 
     def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[bool]:
-        """Return False if the value is omitted."""
+        """Emit a value, or return False if the value is omitted."""
         end = MarkEnd(f"{MARK}<{tag}>", f"{MARK}</{tag}>")
         if is_text(schema, self._root):
             self._say('"', call)

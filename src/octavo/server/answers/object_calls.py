@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class ObjectFormat(SectionFormat):
-    """A call is an object. id_key: key of the call's number, or None if calls have no numbers."""
+    """A call is a JSON object. id_key: Key of the call's number, or None if calls have no numbers."""
 
     name_key: ClassVar[str] = "name"
     arguments_key: ClassVar[str] = "arguments"
     id_key: ClassVar[str | None] = None
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ObjectParser:
-        """Parse objects."""
+        """See `ToolFormat`."""
         return ObjectParser(self, functions, only_one=only_one)
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write an object."""
+        """See `SectionFormat`."""
         counted = {} if self.id_key is None else {self.id_key: str(index)}
         return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
 
@@ -41,7 +41,7 @@ class ObjectFormat(SectionFormat):
 
 
 class ObjectParser(SectionParser):
-    """Reads objects."""
+    """Reads calls that are JSON objects."""
 
     def __init__(self, form: ObjectFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -53,7 +53,6 @@ class ObjectParser(SectionParser):
         yield from self._members(call)
 
     def _has_next_call(self) -> Wait[bool]:
-        """See `SectionParser`. If no mark separates calls, any object is the next call."""
         return (yield from super()._has_next_call()) if self._between else (yield from self._skip_space()) == "{"
 
 
@@ -143,18 +142,18 @@ class OldGigaChat3Format(ObjectFormat):
 
 
 class ApertusFormat(SectionFormat):
-    """Apertus: each object's only key is the tool's name."""
+    """Apertus. The only key of a call is the tool's name."""
 
     name = "apertus"
     markers = ("<|tools_prefix|>", "<|tools_suffix|>")
     opener, opens, between, closes = "<|tools_prefix|>", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> SectionParser:
-        """Parse such objects."""
+        """See `ToolFormat`."""
         return _KeyedParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
-        """Write an object."""
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
+        """See `SectionFormat`."""
         return json_text({name: arguments})
 
     def call_rules(self, functions: Sequence[Function]) -> str:

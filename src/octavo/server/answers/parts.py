@@ -1,4 +1,7 @@
-"""Split an answer into parts while it arrives. The parts do not depend on the sizes of the pieces that arrive."""
+"""Split an answer into parts while the answer arrives.
+
+The parts do not depend on the sizes of the pieces that arrive.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from octavo.engine.stop_strings import num_held_back_chars
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-MAX_HELD_SPACE = 256  # characters; longer white space is emitted
-MAX_BLANKS = 8  # between characters of a call's head
+MAX_HELD_SPACE = 256
+MAX_BLANKS = 8
 _BLANKS = " \t\r\n"
 
 PartKind = Literal["content", "reasoning", "call", "arguments"]
@@ -22,9 +25,9 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    text: the tool's name if `kind` is `call`; a piece of JSON if it is `arguments`. The JSON is incomplete if the
-    answer was cut off, and broken if a long call was malformed. start: index of the part in the answer; a call may
-    begin later.
+    text: Tool's name if `kind` is `call`, JSON if `kind` is `arguments`. The JSON is incomplete if the answer was cut
+    off, and broken if a long call was malformed. start: Index in the answer at which the part begins. For a call, the
+    index may be smaller.
     """
 
     kind: PartKind
@@ -35,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """The marks around reasoning of a model family.
+    """The markers around a model family's reasoning.
 
     is_found_by_opens: True to detect the form by `opens`, because chat templates of other families also contain
     `closes`.
@@ -58,12 +61,12 @@ class AnswerParser(Protocol):
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Flush the buffered text. If the answer was cut off, drop an incomplete mark or head of a call."""
+        """Return the remaining parts. If the answer was cut off, drop an incomplete marker or head of a call."""
         ...
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join neighbouring parts of one kind, and drop empty parts. Content is joined only if no text lies between."""
+    """Join adjacent parts of one kind, and drop empty parts. Content is not joined across other text."""
     if len(parts) == 1 and parts[0].text:
         return [*parts]
     runs: list[list[Part]] = []
@@ -90,7 +93,7 @@ def without_space(text: str) -> int:
 
 
 class CallStarts:
-    """Texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters."""
+    """Finds texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted(texts)
@@ -121,16 +124,17 @@ class PlainParser:
         start, self._num_chars = self._num_chars, self._num_chars + len(text)
         return [Part("content", text, start=start)] if text else []
 
-    def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002 - interface
+    def finish(self, *, is_cut: bool = False) -> list[Part]:  # noqa: ARG002
         """See `AnswerParser`."""
         return []
 
 
 class ReasoningParser:
-    """Splits off the reasoning at the beginning, and drops the white space around the marks of the reasoning.
+    """Emits the reasoning at the beginning of an answer, and passes the rest to `next_parser`.
 
-    is_open: True if the prompt ends with the opening mark. interrupts: maps other marks to texts. Such a mark ends the
-    reasoning if one of its texts follows; `next_parser` gets the mark.
+    White space around the reasoning is dropped. is_open: True if the prompt ends with the opening marker. interrupts:
+    Maps markers of calls to texts. A marker that one of its texts follows ends the reasoning, and goes to
+    `next_parser`.
     """
 
     def __init__(
@@ -147,8 +151,8 @@ class ReasoningParser:
         self._ends = (form.closes, *self._interrupts)
         self._place: Literal["before", "inside", "after", "behind"] = "inside" if is_open else "before"
         self._pending = ""
-        self._num_chars = 0  # so far
-        self._num_chars_before = 0  # before the text for `next_parser`
+        self._num_chars = 0
+        self._num_chars_before = 0
         self._has_begun = False
         self._has_next_text = False
 
@@ -200,9 +204,9 @@ class ReasoningParser:
             self._pending, self._place = rest, "after"
 
     def _end(self) -> tuple[int, str | None]:
-        """Return the end of the reasoning and the mark that ends it.
+        """Return the index at which the reasoning ends, and the marker that ends it.
 
-        Without such a mark, return the index at which a mark may begin, and None.
+        Without a complete marker, return the index at which a marker may begin, and None.
         """
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:

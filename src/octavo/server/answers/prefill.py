@@ -1,4 +1,4 @@
-"""Prefills for another engine."""
+"""Prefills for a decode engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Prefilled(Struct):
-    """The response after all prompts are computed."""
+    """The response to a prefill."""
 
     id: str
     model: str
@@ -29,7 +29,7 @@ class Prefilled(Struct):
 def prefill_of(job: Job) -> Job:
     """Return a job that only computes another job's prompts.
 
-    The engine cannot compute a prompt without sampling a token. So one is sampled for each prompt, and discarded.
+    The engine samples one token for each prompt, because it cannot compute a prompt otherwise. The token is discarded.
     The decode engine applies the client's parameters.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _BLANKS = r"[ \t\r\n]*"
 _KEY = r"""[^\s=,()\[\]{}"']+"""
-_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # a bracket after it is neither subscript nor code
+_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # a bracket after this is neither a subscript nor code
 _NOTHING = '""'
 _WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
 _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 class PythonFormat(SectionFormat):
-    """Writes JSON with Python's True, False and None; reads Python's strings, too."""
+    """Base class of these formats. Values are JSON with Python's True, False and None."""
 
     between: ClassVar[str] = ", "
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse marked lists."""
+        """See `ToolFormat`."""
         return PythonParser(self, functions, only_one=only_one)
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
-        """Write keyword arguments."""
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
+        """See `SectionFormat`."""
         written = [f"{key}={_value(value)}" for key, value in arguments.items()]
         return f"{name}({', '.join(written)})"
 
@@ -90,21 +90,21 @@ def _value_rules(name: str, schema: dict[str, Any], root: dict[str, Any]) -> lis
 
 
 class PythonicFormat(PythonFormat):
-    """Llama 4 and 3.2, Gemma 3, ToolACE: a list of calls, also within text."""
+    """Llama 4 and 3.2, Gemma 3, ToolACE. The list of calls may follow other text."""
 
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
     opener, opens, closes = "[", "[", "]"
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse lists."""
+        """See `ToolFormat`."""
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar of text and a list of calls.
+        """Return a grammar that allows text and a list of calls.
 
-        An answer that begins with a bracket must be a list of calls. Within text, a list must begin with the call of a
-        function.
+        An answer that begins with a bracket must be a list of calls. After other text, a list must begin with the call
+        of a function.
         """
         call_starts = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(call_starts)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
@@ -132,7 +132,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a pattern for the name of each argument that may be first, with the rules of the text after the name."""
+    """Return a pattern for the name of each argument that may be first, and the rules of the text after the name."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:

@@ -1,4 +1,4 @@
-"""Read calls in Python's syntax as JSON. Nothing is evaluated."""
+"""Convert calls in Python's syntax to JSON. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STARTS, _ENDS = "<|python_start|>", "<|python_end|>"
 
 
 class PythonParser(ValueParser):
-    """Reads a list of calls between marks. Values are the literals that `ast` reads."""
+    """Reads a list of calls between markers. Values are literals, as for `ast.literal_eval`."""
 
     def _call_steps(self, call: Call) -> Wait[None]:
         yield from self._skip_space()
@@ -66,7 +66,7 @@ class PythonParser(ValueParser):
         return key
 
     def _python_value(self, call: Call) -> Wait[str]:
-        """Skip a value, and return its JSON.
+        """Skip a value, and return the value's JSON.
 
         If the answer was cut off within a string, list or dict, emit the beginning of the value and raise
         `MalformedError`.
@@ -88,10 +88,11 @@ class PythonParser(ValueParser):
 
 
 class PythonListParser(PythonParser):
-    """Reads lists of calls, with or without Llama 4's marks.
+    """Reads lists of calls, with or without Llama 4's markers.
 
-    A list without marks may be code. So, within text, it must begin with the name of a function, and be neither a
-    subscript nor in Markdown's code. Each call in it must begin with a keyword argument or have no arguments.
+    A list without markers may be code. After other text, such a list must therefore begin with the name of a function,
+    and be neither a subscript nor in Markdown's code. Each call must begin with a keyword argument or have no
+    arguments.
     """
 
     _is_tagged = False
@@ -114,7 +115,6 @@ class PythonListParser(PythonParser):
                 self._report_content()
 
     def _list(self) -> Wait[None]:
-        """Read a list. Without marks around the list, a malformed member ends it: it may be code and no call."""
         self._is_list = self._is_tagged
         yield from self._calls()
 
@@ -155,7 +155,6 @@ class PythonListParser(PythonParser):
         super()._report_content()
 
     def _is_cut_here(self) -> bool:
-        """Without marks, the text must also begin like a list of calls."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())

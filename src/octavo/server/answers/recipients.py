@@ -1,4 +1,4 @@
-"""Functionary 3.2's answers. Each part begins with a mark and a recipient: `all` or a function."""
+"""Functionary 3.2's answers. Each part begins with a marker and a recipient, which is `all` or a function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARK, _USER = ">>>", "all"
 
 
 class RecipientsFormat(ToolFormat):
-    """A call is a line with the function's name, then JSON. The prompt ends with the first mark."""
+    """A call is a line with the function's name, then JSON. The prompt ends with the first marker."""
 
     name = "functionary_v3_2"
     markers = ()
@@ -26,11 +26,11 @@ class RecipientsFormat(ToolFormat):
     reserved_names = frozenset({_USER})
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> RecipientsParser:
-        """Parse the parts."""
+        """See `ToolFormat`."""
         return RecipientsParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write marked calls."""
+        """See `ToolFormat`."""
         return "".join(f"{_MARK}{name}\n{json_text(arguments)}" for name, arguments in calls)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -74,7 +74,7 @@ _HEAD_RULE = f'head: "{_MARK}"? {_head(_USER)}'
 
 
 class RecipientsParser(ToolParser):
-    """Reads the parts. A mark without a known recipient is content."""
+    """Reads Functionary 3.2's answers. A marker without a known recipient is content."""
 
     _ends = ending(_MARK)
     _call_openers = (_MARK,)

@@ -26,9 +26,9 @@ class TaggedFormat(SectionFormat):
     """A call is `call_opens`, the name, `named`, the arguments, and `call_closes`.
 
     An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
-    is_padded: True if the line feeds directly before and after a value do not belong to the value. raw_marks: pair of
-    marks that may enclose any value. head_pattern: matches the text between `call_opens` and `named`. text_mark:
-    follows the name of a string argument. json_mark: follows the name of any other argument.
+    is_padded: True if the line feeds directly before and after a value do not belong to the value. raw_marks: Pair of
+    markers that may enclose any value. head_pattern: Matches the text between `call_opens` and `named`. text_mark:
+    Marker after the name of a string argument. json_mark: Marker after the name of any other argument.
     """
 
     named: ClassVar[str]
@@ -44,17 +44,17 @@ class TaggedFormat(SectionFormat):
     head_pattern: ClassVar[re.Pattern[str]] = NAME
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> TaggedParser:
-        """Parse tags."""
+        """See `ToolFormat`."""
         return TaggedParser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts that begin arguments of these names."""
+        """Return the texts that begin arguments with these names."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
 
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002 - interface
-        """Write tags."""
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
+        """See `SectionFormat`."""
         pad = "\n" if self.is_padded else ""
         written = [self.call_opens, name, self.named]
         for key, value in arguments.items():
@@ -199,7 +199,7 @@ class GLM47Format(TaggedFormat):
 
 
 class DeepSeekV32Format(TaggedFormat):
-    """DeepSeek V3.2: the tag of an argument shows whether the value is a string."""
+    """DeepSeek V3.2. The tag of an argument shows whether the value is a string."""
 
     name = "deepseek_v32"
     markers = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
@@ -212,7 +212,7 @@ class DeepSeekV32Format(TaggedFormat):
 
 
 class DeepSeekV4Format(DeepSeekV32Format):
-    """DeepSeek V4: V3.2 with another enclosing tag."""
+    """DeepSeek V4. Only the enclosing tag differs from V3.2."""
 
     name = "deepseek_v4"
     markers = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")

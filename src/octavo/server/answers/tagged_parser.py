@@ -1,4 +1,4 @@
-"""Read tagged calls."""
+"""Read calls in tags."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 class TaggedParser(ValueParser):
     """Emits strings piece by piece, and other values when they are complete.
 
-    If a call has an argument, or its function has no parameters, the closing tag of the section also ends the call. Any
-    call without both closing tags is text.
+    If a call has an argument, or its function has no parameters, the closing tag of the section also ends the call. A
+    call without a closing tag is content.
     """
 
     _given: set[str]  # names of arguments so far; empty after a complete call
@@ -36,7 +36,7 @@ class TaggedParser(ValueParser):
         self._form, self.is_padded = form, form.is_padded
         closes = form.closes if form.one_each else ""
         opens = form.opener if closes else form.call_opens or form.opener
-        self._pair = opens.strip(), (closes or form.call_closes).strip()  # around a call
+        self._pair = opens.strip(), (closes or form.call_closes).strip()  # markers around a call
 
     def _attempt(self, call: Call, steps: Wait[None]) -> Wait[bool]:
         self._given = set()
@@ -46,7 +46,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content, because a call in it may be part of a value."""
+        """Emit the rest of a malformed call as content, because calls in the rest may be part of a value."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
@@ -74,7 +74,7 @@ class TaggedParser(ValueParser):
         self._report("arguments", "}" if reported else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:
-        """Skip the mark after the name. Returns whether an argument or the end of the call follows."""
+        """Skip the marker after the name. Return whether an argument or the end of the call follows."""
         form = self._form
         if not (yield from self._takes_all(form.named)):
             return False
@@ -88,7 +88,7 @@ class TaggedParser(ValueParser):
             for char in "/>":  # a misspelled tag
                 yield from self._takes(char)
             return True
-        # Otherwise the text may be a sentence about the marks.
+        # Without arguments, the text may be a sentence about the tags.
         parameters = self._parameters.get(call.name or "", {})
         may_end = self._given or not closes or not property_names(parameters, parameters)
         return bool(may_end) and (yield from self._sees(self._closes))
@@ -105,7 +105,7 @@ class TaggedParser(ValueParser):
         return (yield from self._run(NAME))
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Emit `separator` and an argument. Returns "" if no argument of the call was emitted yet."""
+        """Emit `separator` and an argument. Return "" if no argument of the call was emitted yet."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         is_named = key in property_names(parameters, parameters)
@@ -142,14 +142,14 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Refuse a value that begins with the mark before it, because the model may have written the mark twice."""
+        """Refuse a value that begins with the marker before values, which the model may have written twice."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):
                 raise MalformedError
 
     def _value_end(self) -> Wait[str]:
-        """Skip the first of `raw_marks`, if it follows. Returns the mark that closes the value."""
+        """Skip the opening marker of `raw_marks`, if it follows. Return the marker that ends the value."""
         marks = self._form.raw_marks
         if marks is None or not (yield from self._takes(marks[0])):
             self._drop_cut("" if marks is None else marks[0])
@@ -162,7 +162,7 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Return the argument's name, and whether its mark means a string, or None without such a mark."""
+        """Return the argument's name, and whether its marker means a string, or None without such a marker."""
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

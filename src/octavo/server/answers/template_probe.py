@@ -30,9 +30,10 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
-    """The prompt of a test question, and the text that a test call adds to it.
+    """What a chat template writes for a test question and a test call.
 
-    A field is None if the template refuses the messages.
+    prompt: Prompt with the question. call: Text that the call adds. A field is None if the template refuses the
+    messages.
     """
 
     prompt: str | None = None
@@ -40,7 +41,7 @@ class TemplateProbe:
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render both texts. render: raises `RequestError` if the template refuses the messages."""
+        """Render the prompt and the call. render: Raises `RequestError` if the template refuses the messages."""
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])

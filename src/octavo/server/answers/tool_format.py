@@ -1,4 +1,4 @@
-"""Base of call formats."""
+"""Base class of call formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Function:
     """A client's tool.
 
-    parameters: JSON schema of the arguments. strict: True if calls must match the schema. field: name of the request's
+    parameters: JSON schema of the arguments. strict: True if calls must match the schema. field: Name of the request's
     field that has the schema.
     """
 
@@ -34,12 +34,13 @@ class Function:
 class ToolFormat:
     """A format of tool calls. Grammars are in llguidance's dialect of Lark.
 
-    takes_one: True if chat templates refuse several calls in one message; an answer then has several only if the client
-    asks for parallel calls. frames_content: True if marks also enclose content, so that the parser is needed without
-    tools, too. reserved_names: names that no tool may have. needs_grammar: True if the models write no calls without a
-    grammar. describes_tools: True if the chat templates cannot show tools, so that `messages_with_tools` writes the
-    tools as text. markers: texts that separate calls from other text; the detokenizer keeps them even if they are
-    special tokens. token_name: returns a text's name in a grammar (`<[123]>`), or None if the text is not one token.
+    takes_one: True if chat templates refuse several calls in one message. An answer then has several calls only if the
+    client asks for parallel calls. frames_content: True if markers also enclose content. The parser then reads answers
+    without tools, too. reads_reasoning: True if the parser also reads reasoning. reserved_names: Names that no tool may
+    have. needs_grammar: True if models need a grammar to write calls. describes_tools: True if chat templates cannot
+    show tools. `messages_with_tools` then writes the tools as text. markers: Texts around calls. The detokenizer keeps
+    markers even if they are special tokens. token_name: Returns a text's name in a grammar (`<[123]>`), or None if the
+    text is not one token.
     """
 
     name: ClassVar[str]
@@ -55,11 +56,11 @@ class ToolFormat:
         self._token_name = token_name
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Make a parser. only_one: True to drop all calls after the first."""
+        """Return a parser. only_one: True to drop all calls after the first."""
         raise NotImplementedError
 
-    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002 - interface
-        """Map marks to texts. Within reasoning, a mark begins a call if one of its texts follows."""
+    def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
+        """Map markers to texts. Within reasoning, a marker begins a call if one of its texts follows."""
         return {}
 
     def new_call_id(self) -> str:
@@ -69,24 +70,24 @@ class ToolFormat:
     def messages_with_tools(
         self,
         messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],  # noqa: ARG002 - interface
+        tools: Sequence[dict[str, Any]],  # noqa: ARG002
         *,
-        is_required: bool,  # noqa: ARG002 - interface
-        only_one: bool,  # noqa: ARG002 - interface
+        is_required: bool,  # noqa: ARG002
+        only_one: bool,  # noqa: ARG002
     ) -> list[dict[str, Any]]:
-        """Return the chat template's messages."""
+        """Return the messages for the chat template."""
         return [*messages]
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Write calls (names and arguments) as the models do."""
         raise NotImplementedError
 
-    def shows(self, text: str, name: str) -> bool:  # noqa: ARG002 - interface
+    def shows(self, text: str, name: str) -> bool:  # noqa: ARG002
         """Return True if a chat template's text has the call in a spelling that `write` does not produce."""
         return False
 
-    def content(self, schema: str) -> str | None:  # noqa: ARG002 - interface
-        """Return a grammar for JSON of this schema within the format's marks, or None if no marks enclose content."""
+    def content(self, schema: str) -> str | None:  # noqa: ARG002
+        """Return a grammar for JSON within the format's markers, or None if no markers enclose content."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -124,15 +125,15 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule `call`, a choice of `count` rules."""
+    """Return the rule `call`, a choice of the rules `call0`, `call1` and so on."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
     """Return rules for arguments in the schema's order. A call uses the rule `first<place>_0`.
 
-    `first<place>_<i>` allows argument i and later arguments if no argument precedes them, `further<place>_<i>` if one
-    does. are_needed: True for each required argument.
+    `first<place>_<i>` allows argument i and later arguments at the beginning, `further<place>_<i>` after other
+    arguments. are_needed: True for each required argument.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):
@@ -146,7 +147,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return rules for objects. The lexemes are JSON's, so a grammar may allow other JSON, too."""
+    """Return rules for calls that are JSON objects. The grammar may have rules for other JSON, too."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))
@@ -156,5 +157,5 @@ def object_rules(functions: Sequence[Function], name_key: str, arguments_key: st
 
 
 def json_text(value: Any) -> str:
-    """Return JSON in the style of chat templates."""
+    """Return JSON as chat templates write it."""
     return json.dumps(value, ensure_ascii=False)

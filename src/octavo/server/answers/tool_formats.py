@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class HermesFormat(ToolFormat):
-    """Qwen and Hermes: objects between tags."""
+    """Qwen and Hermes. A call is an object in tags."""
 
     name = "hermes"
     markers = (HermesParser.opener, HermesParser.closer)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse tagged objects."""
+        """See `ToolFormat`."""
         return HermesParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -33,7 +33,7 @@ class HermesFormat(ToolFormat):
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in written)
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow calls only."""
+        """See `ToolFormat`."""
         opener = self._marker(HermesParser.opener)
         more = "" if only_one else f' ("\\n" {opener} rest)*'
         return f"start: {opener} rest{more}\n{self._rest(functions)}"
@@ -49,14 +49,14 @@ class HermesFormat(ToolFormat):
 
 
 class LlamaFormat(ToolFormat):
-    """Llama 3: objects."""
+    """Llama 3. A call is an object."""
 
     name = "llama3_json"
     markers = (LlamaParser.opener,)
     takes_one = True
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Parse objects."""
+        """See `ToolFormat`."""
         return LlamaParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -68,10 +68,10 @@ class LlamaFormat(ToolFormat):
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Allow text and calls.
+        """See `ToolFormat`.
 
-        An object at the beginning must be a call. Within text, an object is a call if it begins with a function's name
-        and the key of the arguments.
+        An object at the beginning must be a call. After other text, an object is a call if it begins with a function's
+        name and the key of the arguments.
         """
         text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
@@ -92,7 +92,7 @@ class LlamaFormat(ToolFormat):
 
 
 class MistralFormat(ToolFormat):
-    """Mistral's models before 2025: a list of objects."""
+    """Mistral's models before 2025. Calls are a list of objects."""
 
     name = "mistral"
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
@@ -102,7 +102,7 @@ class MistralFormat(ToolFormat):
         return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write a list."""
+        """See `ToolFormat`."""
         written = [json_text({"name": name, "arguments": arguments}) for name, arguments in calls]
         return f"[TOOL_CALLS][{', '.join(written)}]"
 
@@ -125,10 +125,10 @@ class MistralFormat(ToolFormat):
 
 
 class NamedMistralFormat(MistralFormat):
-    """Mistral's models since 2025: a mark, a name, a mark and the arguments."""
+    """Mistral's models since 2025. A call is a marker, a name, a marker and the arguments."""
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write marked calls."""
+        """See `ToolFormat`."""
         return "".join(f"[TOOL_CALLS]{name}[ARGS]{json_text(arguments)}" for name, arguments in calls)
 
     def _rest(self, functions: Sequence[Function], only_one: bool) -> str:

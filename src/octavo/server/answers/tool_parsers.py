@@ -17,7 +17,7 @@ _LLAMA_STARTS = ('{"name":"', '{"type":"function","name":"')  # without white sp
 
 
 class HermesParser(ToolParser):
-    """<tool_call>{"name": ..., "arguments": ...}</tool_call>, anywhere in the answer."""
+    """Reads <tool_call>{"name": ..., "arguments": ...}</tool_call> anywhere in the answer."""
 
     opener, closer = "<tool_call>", "</tool_call>"
     _ends = ending(closer, opener, is_wrapped=True)
@@ -31,9 +31,9 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """Llama 3 writes {"name": ..., "parameters": ...}. Semicolons or line feeds separate several calls.
+    """Reads {"name": ..., "parameters": ...}. Semicolons or line feeds separate several calls.
 
-    Within text, the name must be first and the arguments second, because other objects may describe a tool.
+    After other text, the name must be first and the arguments second, because other objects may describe a tool.
     """
 
     opener = "<|python_tag|>"
@@ -67,7 +67,6 @@ class LlamaParser(ToolParser):
         return True
 
     def _is_cut_here(self) -> bool:
-        """Without a tag, the text must also begin like a call."""
         if not super()._is_cut_here():
             return False
         begun = "".join(self._text.split())
@@ -76,7 +75,7 @@ class LlamaParser(ToolParser):
 
 
 class MistralParser(ToolParser):
-    """Mistral writes [TOOL_CALLS] and a list.
+    """Reads [TOOL_CALLS] and a list.
 
     Newer models write [TOOL_CALLS], a name, [ARGS] and arguments for each call.
     """
@@ -123,7 +122,7 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a head, or raise `MalformedError`. If the answer was cut off there, skip all text."""
+        """Skip the text before the arguments, or raise `MalformedError`. Cut-off text is skipped."""
         if head is not None:
             self._position = brace
             return

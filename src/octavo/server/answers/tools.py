@@ -1,4 +1,4 @@
-"""A request's tools."""
+"""The tools of a request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class Choice:
     """A request's `tool_choice`.
 
-    mode: auto, none or required. named: the tool that must be called, or None for any. allowed: the tools that may be
+    mode: "auto", "none" or "required". named: Tool that must be called, or None for any. allowed: Tools that may be
     called, or None for all.
     """
 
@@ -46,7 +46,7 @@ class Choice:
 class Toolbox:
     """A request's tools.
 
-    functions: tools that may be called. given: all tools, in the form for chat templates. is_limited: True if some
+    functions: Tools that may be called. given: All tools, in the form for chat templates. is_limited: True if some
     tools of `given` may not be called. is_required: True if the answer must have a call. format: None if no tool may be
     called.
     """
@@ -70,7 +70,7 @@ class Toolbox:
     ) -> Toolbox:
         """Make a toolbox. Raises `RequestError` if the tools or the choice are invalid.
 
-        parallel: True to allow several calls in an answer; None for the format's default.
+        parallel: True to allow several calls in an answer, or None for the format's default.
         """
         choice = choice or Choice()
         if len(described) > MAX_TOOLS:
@@ -113,16 +113,16 @@ class Toolbox:
         return shown, None if tool_format.describes_tools else [*self.given] or None
 
     def parser(self) -> AnswerParser:
-        """Make a parser."""
+        """Return a parser."""
         if self.format is None:
             return PlainParser()
         return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the structure of an answer, or None if any text is allowed.
+        """Return the structured-output parameters of an answer, or None if any text is allowed.
 
-        content: the structure of an answer without calls. Raises `RequestError` if it is not JSON, or if the grammar
-        cannot express a schema.
+        content: Parameters of an answer without calls. Raises `RequestError` if `content` is not JSON, or if the
+        grammar cannot express a schema.
         """
         if self.format is None:
             return content
@@ -174,12 +174,12 @@ NO_TOOLS = Toolbox()
 
 
 def _lenient(function: Function) -> Function:
-    """Enforce only what a grammar can express."""
+    """Return a function for which the grammar ignores unsupported schema keywords."""
     return replace(function, parameters={**function.parameters, LENIENT: True})
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Store the name of the request's field in each schema, for errors of the grammar compiler.
+    """Return the functions with the name of the request's field in each schema, for the grammar compiler's errors.
 
     Raises `RequestError` if a schema is malformed, or if all schemas together are too long.
     """
@@ -222,7 +222,7 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
 
 
 def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
-    """Raise `RequestError` unless the tool's type is `served`. form: an example for the error."""
+    """Raise `RequestError` unless the tool's type is `served`. form: Example of a tool, for the error."""
     if not isinstance(tool, dict):
         raise RequestError(f"{place} must be {form}", parameter=place)
     kind = tool.get("type")
@@ -238,7 +238,7 @@ def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
 
 
 def read_choice(wanted: Any, name_of: Callable[[dict[str, Any]], Any], *, has_tools: bool) -> Choice:
-    """Read OpenAI's tool_choice. Raises `RequestError`."""
+    """Read OpenAI's `tool_choice`. Raises `RequestError`."""
     if wanted is None or wanted == "none":
         return Choice(wanted or "auto")
     if not has_tools:

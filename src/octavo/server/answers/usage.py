@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PromptTokensDetails(Struct):
-    """Kinds of prompt tokens. cached_tokens: tokens found in the prefix cache."""
+    """Kinds of prompt tokens. cached_tokens: Tokens found in the prefix cache."""
 
     cached_tokens: int = 0
 
@@ -21,7 +21,7 @@ class PromptTokensDetails(Struct):
 class CompletionTokensDetails(Struct):
     """Kinds of generated tokens.
 
-    rejected_prediction_tokens: rejected draft tokens, which do not count as generated tokens.
+    rejected_prediction_tokens: Rejected draft tokens, which do not count as generated tokens.
     """
 
     reasoning_tokens: int = 0
@@ -30,10 +30,11 @@ class CompletionTokensDetails(Struct):
 
 
 class Receipt(Struct):
-    """The cost of a request, octavo's extension.
+    """The cost of a request. This object is octavo's extension.
 
-    computed_tokens: positions that the model computed. recomputed_tokens: positions lost by a preemption, and rejected
-    drafts. wasted_tokens: tokens generated after a stop string. Positions after a request's end do not count.
+    computed_tokens: Positions that the model computed. recomputed_tokens: Positions computed again after a preemption,
+    and rejected drafts. wasted_tokens: Tokens generated after a stop string. Positions after a request's end do not
+    count.
     """
 
     computed_tokens: int = 0
@@ -51,7 +52,7 @@ class Receipt(Struct):
 
 
 class Usage(Struct):
-    """Token counts over all prompts and choices. receipt: set after a request ends."""
+    """Token counts over all prompts and choices. receipt: Set after a request ends."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -73,7 +74,7 @@ class UsageCounter:
 
     @property
     def metrics(self) -> list[RequestMetrics]:
-        """Ended requests' metrics."""
+        """Metrics of ended requests."""
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:

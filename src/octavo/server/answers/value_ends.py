@@ -21,7 +21,7 @@ _NO_BLANK = re.compile(r"\S")
 
 
 def slips_of(tag: str) -> str:
-    """Return a pattern of a mark that also matches misspelled closing tags: `</a/>`, `</a >`, `</a` for `</a>`."""
+    """Return a pattern of a marker that also matches misspelled closing tags: `</a/>`, `</a >`, `</a` for `</a>`."""
     if tag.startswith("</") and tag.endswith(">"):
         return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
     return re.escape(tag)
@@ -33,7 +33,7 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 class ValueEnd(Protocol):
-    """Searches a growing text for the end of a value. looked_at: index before which the value cannot end."""
+    """Searches a growing text for the end of a value. looked_at: Index before which the value does not end."""
 
     looked_at: int
 
@@ -42,20 +42,19 @@ class ValueEnd(Protocol):
         ...
 
     def drop(self, text: str) -> None:
-        """Adjust the indices because the caller removes `text` from the beginning."""
+        """Adjust the indices, because the caller removes `text` from the beginning."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
-        """Return the indices at which the value and its closing mark end, or None if more text is needed.
+        """Return the indices at which the value and its closing marker end, or None if more text is needed.
 
-        is_over: True if no more text follows. Raises `MalformedError` if the value has no end or can be read in two
-        ways.
+        is_over: True if no more text follows. Raises `MalformedError` if the value has no end or is ambiguous.
         """
         ...
 
 
 class MarkEnd:
-    """Ends a value at its closing mark. If the opening mark comes first, the closing mark is missing."""
+    """Ends a value at its closing marker. If an opening marker comes first, the closing marker is missing."""
 
     def __init__(self, opens: str, closes: str) -> None:
         self._marks, self._closes, self.looked_at = (opens, closes), closes, 0
@@ -82,14 +81,14 @@ class MarkEnd:
 
 
 class TagEnd:
-    """Ends a value at its closing tag, or before another mark.
+    """Ends a value at its closing tag, or before another marker.
 
-    A closing tag is text unless an argument, the end of the call or the end of the answer follows. If the closing
-    tag is missing, the value ends before an argument of the schema that the call has not given yet, or before the
-    end of the call.
+    A closing tag is part of the value unless an argument, the end of the call or the end of the answer follows. If the
+    closing tag is missing, the value ends before an argument of the schema that the call has not given yet, or before
+    the end of the call.
 
-    call_starts: the opening texts of the arguments that may follow. is_text: False if the value is JSON, which
-    contains no tag.
+    call_starts: Opening texts of the arguments that may follow. is_text: False if the value is JSON, which contains no
+    tag. Private methods return None if more text is needed.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class TagEnd:
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._call_starts, self._opens, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
-        # The marks that begin a call, in order ("" is a name). One of `_call_follows` must come next.
+        # Markers that begin a call, in order, with "" for the name. One of `_call_follows` must come next.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
         self._num_open = 0  # open calls within the value
@@ -119,7 +118,7 @@ class TagEnd:
         # The text before these indices was searched.
         self._ahead_at = self._inner_at = self._call_at = 0
         self._inner_depth = 0  # open calls at `_inner_at`
-        self._surplus_at = 0  # marks before this index belong to calls within the value
+        self._surplus_at = 0  # markers before this index belong to calls within the value
         self.looked_at = 0
         self._before = ""  # the end of the removed text
 
@@ -164,9 +163,9 @@ class TagEnd:
         return self._judged_mark(text, place, is_over=is_over)
 
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether a mark belongs to a call within the value.
+        """Return True if a marker belongs to a call within the value.
 
-        It does if, after the mark, all open calls within the value end and then one more call ends.
+        After the marker, all open calls within the value must end, and then one more call must end.
         """
         if not self._num_open:
             return False
@@ -216,7 +215,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # The closing mark of a section is text if it is alone, because two tags would be missing.
+        # A section's closing marker alone is part of the value, because two tags would be missing.
         is_placed = self._is_alone_on_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -225,19 +224,22 @@ class TagEnd:
         if ends is not False:
             return None if ends is None else False
         if self._breaks[0] in text[place + 1 : self._next_call(text, place, is_over=is_over)[0]]:
-            raise MalformedError  # the first end may be text
+            raise MalformedError  # ambiguous
         return self._broken_off(text, place)
 
     def _judged_head(self, text: str, place: int, end: int, *, is_over: bool) -> _Verdict:
         if not self._is_padded and not self._is_loose and self._is_text:
-            raise MalformedError  # the head may be text
+            raise MalformedError  # ambiguous
         if self._is_padded and text[end : end + 1] != "\n":
             return None if end == len(text) and not is_over else False
         is_line = self._written(text, place)[-1:] == "\n" or not self._is_text
         return self._broken_off(text, place) if is_line else False
 
     def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
-        """Treat an argument that is not in the schema as text. Raises `MalformedError` after a damaged closing tag."""
+        """Treat an argument that is not in the schema as text of the value.
+
+        Raises `MalformedError` if a damaged closing tag precedes the argument.
+        """
         rest = text[place : place + _MAX_MARK_CHARS]
         if not is_over and any(each.startswith(rest) for each in self._call_starts):
             return None
@@ -248,10 +250,10 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether the mark at `place` ends the call: a call or section must end or begin directly after it."""
+        """Return True if the marker ends the call. A call or section must end or begin directly after it."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
-        if not rest:  # the value may be cut
+        if not rest:
             return len(self._breaks) == 1 if is_over else None
         after = (*self._breaks, *self._openers)
         if rest.startswith(after):
@@ -269,14 +271,14 @@ class TagEnd:
             return False
         is_ended = self._is_ended(text, closer, follows, is_over=is_over)
         if is_ended and closer.group() != self._closes and not self._is_only_slip(text, closer):
-            raise MalformedError  # the tag may be text
+            raise MalformedError  # ambiguous
         return closer.span() if is_ended else is_ended
 
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
-        """Return whether a closing tag ends the value.
+        """Return True if a closing tag ends the value.
 
-        It does if a known argument follows, or exactly the text that the format writes after a value. Otherwise it does
-        if no later closing tag may end the value.
+        A known argument must follow, or exactly the text that the format writes after a value. Any other closing tag
+        ends the value only if no later tag can.
         """
         if follows == "head":
             return True
@@ -313,10 +315,10 @@ class TagEnd:
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
-        """Return the kind of the text after a closing tag, or None if more text is needed.
+        """Return the kind of the text after a closing tag.
 
-        "head": a known argument begins, or the answer ends here or within a mark. "argument": an unknown argument
-        begins, or the closing tag is repeated. "end": the call or its section ends. "": the text is plain.
+        "head": A known argument begins, or the answer ends here or within a marker. "argument": An unknown argument
+        begins, or the closing tag is repeated. "end": The call or its section ends. "": None of these.
         """
         place = _after_blanks(text, place)
         rest = text[place : place + _MAX_MARK_CHARS]
@@ -326,11 +328,11 @@ class TagEnd:
         if any(rest.startswith(each) for each in self._call_starts):
             return "head"
         if rest.startswith((self._opens, self._closes)):
-            return "argument"  # a doubled tag breaks the call
+            return "argument"
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return whether another closing tag, complete or cut off by the end of the answer, precedes the next call."""
+        """Return True if another closing tag, perhaps cut off by the end of the answer, precedes the next call."""
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
@@ -348,7 +350,7 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return the index of the next call (or the length of the text), and whether the call is certain."""
+        """Return the index of the next call or the text's length, and whether the call is certain."""
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
         while (found := text.find(opener, self._call_at)) >= 0:
@@ -370,7 +372,7 @@ class TagEnd:
         return place - is_line, place
 
     def _ends_in_part_of_tag(self, written: str, num_chars: int) -> bool:
-        """Return whether a text ends with a damaged closing tag that has at least `num_chars` of its characters."""
+        """Return True if a text ends with at least `num_chars` characters of a damaged closing tag."""
         pad, closes, size = "\n" if self._is_padded else "", self._closes, len(self._closes)
         nums = range(num_chars, size)
         parts = tuple(pad + closes[:end] + closes[size - num + end :] for num in nums for end in range(num + 1))

@@ -20,7 +20,7 @@ _MAX_WORD_CHARS = 512
 
 
 class ValueParser(SectionParser):
-    """Emits the name of an argument together with the first piece of its value."""
+    """Emits the name of an argument together with the first piece of the argument's value."""
 
     is_padded = False
     _held_piece = ""  # emitted before the next value
@@ -58,7 +58,7 @@ class ValueParser(SectionParser):
         except UnreadableError:
             raise MalformedError from None
 
-    # --- values that end at a mark
+    # --- values that end at a marker
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool = False) -> Wait[None]:
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
@@ -72,7 +72,7 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
-        """Return the indices at which a string and its mark end, or None if more text is needed.
+        """Return the indices at which a string and its closing marker end, or None if more text is needed.
 
         If the answer was cut off, emit the known text and raise `MalformedError`.
         """
