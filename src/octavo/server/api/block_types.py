@@ -43,7 +43,10 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class BlockTypes:
-    """The object types that one place accepts. taken: maps a type to its fields. refused: maps a type to the reason."""
+    """The object types that one place of a request accepts.
+
+    taken: maps an accepted type to its fields. refused: maps a refused type to the reason.
+    """
 
     taken: Mapping[str, Fields]
     refused: Mapping[str, str] = field(default_factory=dict)

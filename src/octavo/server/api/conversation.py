@@ -121,7 +121,7 @@ def _read_part(part: Any, place: str, types: BlockTypes) -> dict[str, str]:
 
 
 def text_part(text: str) -> dict[str, str]:
-    """Make a part."""
+    """Make a text part."""
     return {"type": "text", "text": text}
 
 

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. Metrics that vLLM also has have vLLM's names."""
+"""Metrics for Prometheus. A metric that vLLM also has uses vLLM's name."""
 
 from __future__ import annotations
 

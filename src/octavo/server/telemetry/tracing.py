@@ -1,4 +1,4 @@
-"""Reports requests as OpenTelemetry spans. Attributes that vLLM also has have vLLM's names.
+"""Reports requests as OpenTelemetry spans. Attributes that vLLM also has use vLLM's names.
 
 Each admitted request becomes a span `llm_request`, even if the request fails later. The span's parent is the client's
 `traceparent`, and its children are the phases `queue`, `prefill` and `decode`. Spans contain no prompt or answer.

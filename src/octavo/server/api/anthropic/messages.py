@@ -331,7 +331,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Return a hash, because clients send back only thoughts with a signature. This server never reads signatures."""
+    """Return a hash. Clients send back only thoughts with a signature, which this server never reads."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @endpoint(body=EmbedRequest, answer=Vectors)
 async def embed(service: Service, http_request: Request, request: EmbedRequest) -> Response:
-    """Compute embeddings of texts."""
+    """Compute text embeddings."""
     model = request.settle(service)
     if request.input in (None, "", []):
         return _none(service, Vectors(request.model, []))
@@ -51,7 +51,7 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
 
 @endpoint(body=EmbeddingsRequest, answer=Vector)
 async def embed_one(service: Service, http_request: Request, request: EmbeddingsRequest) -> Response:
-    """Compute a text's embedding."""
+    """Compute an embedding."""
     model = request.settle(service)
     if not request.prompt:
         return _none(service, Vector([]))

@@ -57,7 +57,8 @@ _LAST_N = 64  # Ollama's default, in tokens
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _NO_LIMIT = (-2, 0)  # like -1, no limit except the context length
-_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # Go's zero durations
+# A duration of zero, as in Go.
+_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")
 _CLIENT_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
@@ -98,7 +99,7 @@ class AnswerRequest(Body):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: types.NumLogprobs | None = None
-    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends it here
+    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends num_predict here
     keep_alive: Annotated[Any, Shown(float | str | None)] = None
     cache_salt: types.CacheSalt | None = None  # vLLM's
 
@@ -188,7 +189,7 @@ class _VectorsRequest(Body):
 
 
 class EmbedRequest(_VectorsRequest):
-    """POST /api/embed. truncate: False to refuse inputs that are too long. By default, their end is cut off."""
+    """POST /api/embed. truncate: False to refuse inputs that are too long. By default, the end of a long input is cut off."""
 
     input: Annotated[Any, Shown(str | list[str])] = None
     truncate: bool | None = None
@@ -209,7 +210,7 @@ class ShowRequest(Body):
 
 
 def served_name(service: Service, name: str) -> str:
-    """Return the served name that a client means, which may add the tag `:latest`. Raises `ModelNotFoundError`."""
+    """Return the served name for a client's name, which may end with `:latest`. Raises `ModelNotFoundError`."""
     try:
         return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
     except ModelNotFoundError:

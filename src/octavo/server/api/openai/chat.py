@@ -121,7 +121,8 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         answer = self._answers[update.choice]
         delta = answer.grow(completion)
         token_ids = completion.token_ids if self._request.return_token_ids else None
-        is_step = self._form.is_plain and not completion.finished  # its chunk shows when tokens arrive
+        # If all text is content, each step sends a chunk, which shows clients when tokens arrive.
+        is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
             return None
         choice = ChatChunkChoice(update.choice, delta or ChatDelta(content=""), self._logprobs(completion))
@@ -189,7 +190,7 @@ class _Answer:
         self._has_calls = False
 
     def message(self, completion: CompletionOutput) -> ChatMessage:
-        """Return the whole message."""
+        """Return the message."""
         delta = self._delta(completion)
         message = ChatMessage(delta.content or (None if delta.tool_calls else ""))
         message.reasoning_content, message.tool_calls = delta.reasoning_content, delta.tool_calls
@@ -200,7 +201,7 @@ class _Answer:
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
-        """Return the next delta, or None."""
+        """Return the next delta, or None without new text."""
         delta = self._delta(completion)
         return None if delta == ChatDelta() else self._named(delta)
 

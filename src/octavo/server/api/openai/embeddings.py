@@ -100,7 +100,7 @@ class EmbeddingList(Struct):
 
 @endpoint(body=EmbeddingRequest, answer=EmbeddingList)
 async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
-    """Compute embeddings of texts."""
+    """Compute text embeddings."""
     model = service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     request.check(service.model_info.max_model_len)

@@ -45,7 +45,7 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs log probabilities with the places of their tokens, when the places are known."""
+    """Pairs log probabilities with the places of their tokens in the text, when the places are known."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
@@ -155,7 +155,7 @@ def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenText
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
-    """Convert to vLLM's form."""
+    """Convert prompt logprobs."""
     text_of = positions.texts.__getitem__
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:

@@ -14,7 +14,7 @@ from octavo.server.answers.usage import (  # noqa: TC001
 
 
 class TopLogprob(Struct):
-    """A token's probability."""
+    """A token's logprob."""
 
     token: str
     logprob: float
@@ -80,7 +80,7 @@ class ChatMessage(Struct):
 
 
 class ChatChoice(Struct):
-    """One of n answers."""
+    """One generated answer."""
 
     index: int
     message: ChatMessage
@@ -206,7 +206,7 @@ class Completion(Struct):
 
 
 class InputTokensDetails(Struct):
-    """Kinds of prompt tokens."""
+    """Prompt token counts."""
 
     cached_tokens: int
     cache_write_tokens: int = 0

@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingControls(Body):
-    """Fields that control sampling. A field means the same as the field of `SamplingParams` with its name."""
+    """Fields that control sampling. A field has the meaning of the same field of `SamplingParams`."""
 
     seed: Annotated[int, within("seed")] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
@@ -84,7 +84,7 @@ class OtherNames(BaseModel):
 
 
 class Aliased(BaseModel):
-    """A request with aliases of fields."""
+    """Base of requests with field aliases."""
 
     aliases: ClassVar[dict[str, As]]
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)

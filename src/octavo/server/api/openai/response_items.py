@@ -87,7 +87,7 @@ class _Turn:
         self.calls += other.calls
 
     def message(self) -> dict[str, Any]:
-        """Return a chat message."""
+        """Return the message."""
         content: Any = None if self.calls else ""
         if self.role in {"assistant", "system"}:
             content = ("" if self.role == "assistant" else "\n\n").join(self.texts) or content

@@ -190,7 +190,7 @@ _ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "fun
 
 
 class ResponseReply:
-    """Formats Responses answers."""
+    """Formats response objects."""
 
     def __init__(self, outputs: OutputProcessor, request: ResponsesRequest, job: Job, form: AnswerForm) -> None:
         self._form = form

@@ -1,4 +1,4 @@
-"""Viewers' frames."""
+"""Collects the dashboard's changes for each viewer."""
 
 from __future__ import annotations
 

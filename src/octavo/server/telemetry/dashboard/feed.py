@@ -44,13 +44,13 @@ class Dashboard:
         self._closing: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        """Count a new viewer. Raises `QueueFullError` if `MAX_WATCHERS` are open."""
+        """Add a viewer. Raises `QueueFullError` above `MAX_WATCHERS` viewers."""
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboard pages are open, which is the limit; close one")
         self._num_watchers += 1
 
     def exit(self) -> None:
-        """Uncount a viewer."""
+        """Remove a viewer."""
         self._num_watchers -= 1
         if not self._num_watchers and self._closing is None:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)

@@ -1,4 +1,4 @@
-"""KV cache tiers."""
+"""Rows of the dashboard's table of tiers."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state. If the snapshot `is_first`, first drop all earlier state."""
+        """Update the state from a snapshot. If the snapshot `is_first`, drop all earlier state first."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -196,7 +196,7 @@ class LiveView:
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
         """Return rows for the seconds before `now` that changed after `revision` or are not before `second`.
 
-        A past second can change, because prompt tokens count in the second in which their step began.
+        A past second can change, because prompt tokens count in the second in which their step was scheduled.
         """
         self._fill(now)
         return [
@@ -363,7 +363,7 @@ class LiveView:
         opened = self._open_steps.pop(end.step, None)
         if opened is not None:
             event, parts = opened
-            start = max(event.time, self._last_end)  # it may be scheduled during the previous step
+            start = max(event.time, self._last_end)  # the step may be scheduled during the previous step
             self.steps.append(Step(event.step, start, end.time - start, parts, self._drafts))
             self.num_steps += 1
         self._last_end = end.time
