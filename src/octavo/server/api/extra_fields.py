@@ -17,7 +17,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _MAX_NAMED = 100  # logged names
 _MAX_NAME_CHARS = 40
-_MAX_LOOKED_AT = 1000  # fields of a request
+_MAX_LOOKED_AT = 1000  # checked fields of a request
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Grammar(BaseModel):
 
 
 class GenerateParameters(Body):
-    """Parameters of generation. It is greedy unless do_sample, temperature, top_k, top_p or typical_p is set."""
+    """Parameters of generation. It is greedy unless do_sample, temperature, top_k, top_p or typical_p requests sampling."""
 
     decoder_input_details: bool | None = None
     details: bool | None = None
@@ -240,7 +240,7 @@ def _structure(grammar: Grammar | None) -> StructuredOutputsParams | None:
     value = grammar.value
     if kind == "json" and isinstance(value, str):
         value = _parsed(value)
-    if grammar.type == "json_schema" and isinstance(value, dict):  # an object with name and schema, as in OpenAI's API
+    if grammar.type == "json_schema" and isinstance(value, dict):  # with name and schema, as in OpenAI's API
         value = value.get("schema")
     if kind is None or (kind == "json" and not isinstance(value, dict)):
         raise RequestError("grammar must be {type: json, value: a schema} or {type: regex, ...}", parameter="grammar")

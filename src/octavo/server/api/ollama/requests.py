@@ -189,7 +189,10 @@ class _VectorsRequest(Body):
 
 
 class EmbedRequest(_VectorsRequest):
-    """POST /api/embed. truncate: False to refuse inputs that are too long. By default, the end of a long input is cut off."""
+    """POST /api/embed.
+
+    truncate: False to refuse inputs that are too long. By default, the end of a long input is cut off.
+    """
 
     input: Annotated[Any, Shown(str | list[str])] = None
     truncate: bool | None = None

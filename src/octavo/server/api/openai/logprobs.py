@@ -30,8 +30,8 @@ def chat_logprobs(
 ) -> replies.ChatLogprobs | None:
     """Convert the log probabilities of a chat choice.
 
-    num_top: number of the most probable tokens at each position. as_ids: True to write tokens as token_id:123,
-    as in vLLM.
+    num_top: number of the most probable tokens at each position. as_ids: True to write tokens as token_id:123, as
+    in vLLM.
     """
     if positions is None:
         return None

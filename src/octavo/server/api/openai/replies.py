@@ -64,8 +64,8 @@ class ToolCall(Struct):
 class ChatMessage(Struct):
     """The answer. content is null if the answer has only tool calls.
 
-    An option of the server decides whether reasoning_content or reasoning is present. Clients of vLLM read
-    the fields that are always null.
+    An option of the server decides whether reasoning_content or reasoning is present. Clients of vLLM read the fields
+    that are always null.
     """
 
     content: str | None
@@ -179,7 +179,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One choice, or an update of a choice in a stream. index: counts the n choices of all prompts."""
+    """One choice, or an update of a choice in a stream. index: number of the choice, counted over all prompts."""
 
     index: int
     text: str

@@ -19,7 +19,7 @@ class TokenPlace(NamedTuple):
     """A token's place in a text.
 
     offset: number of characters before the token. text: the token's text, or the name of a skipped special token.
-    num_chars:     number of characters that come wholly or partly from the token.
+    num_chars: number of characters that come wholly or partly from the token.
     """
 
     offset: int

@@ -1,4 +1,4 @@
-"""Collects the dashboard's changes for each viewer."""
+"""Changes for each viewer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the dashboard's table of tiers."""
+"""Rows of the tier table."""
 
 from __future__ import annotations
 
