@@ -62,7 +62,7 @@ class Grammar(BaseModel):
 
 
 class GenerateParameters(Body):
-    """Parameters of generation. It is greedy unless do_sample, temperature, top_k, top_p or typical_p requests sampling."""
+    """Generation is greedy unless do_sample, temperature, top_k, top_p or typical_p requests sampling."""
 
     decoder_input_details: bool | None = None
     details: bool | None = None

@@ -1,4 +1,4 @@
-"""Changes for each viewer."""
+"""The dashboard's changes for one viewer."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ class LiveView:
             shown.num_left -= count
             parts.append((shown.number, count, is_prompt))
         self._open_steps[event.step] = event, parts
-        if len(self._open_steps) > _MOST_OPEN_STEPS:  # its end is missing
+        if len(self._open_steps) > _MOST_OPEN_STEPS:  # the end of a step is missing
             del self._open_steps[min(self._open_steps)]
         self.num_running, self.num_waiting = event.num_running, event.num_waiting
         second = self._second(event.time)
@@ -399,7 +399,7 @@ class LiveView:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return a percentile by the nearest-rank method, or None. share: 0.5 for the median."""
+    """Return the nearest-rank percentile of `values`, or None without values. share: 0.5 for the median."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
