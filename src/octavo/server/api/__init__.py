@@ -1,1 +1,1 @@
-"""HTTP APIs. Functions that read fields raise `RequestError`, which names the field's path."""
+"""HTTP APIs. Functions that read request fields raise `RequestError` with the path of an invalid field."""

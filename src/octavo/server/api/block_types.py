@@ -1,4 +1,4 @@
-"""Types of the objects in a conversation, and their fields."""
+"""Checks types and fields of objects in a conversation, such as content blocks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ MEDIA = "this server reads text only, no images, sound or files"
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The fields of one type.
+    """The fields of objects of one type.
 
-    harmless: maps a field to the reason why it changes nothing. unsupported: maps a field to the only allowed values.
+    read: names of the fields that this server uses. harmless: maps an ignored field to the reason. unsupported: maps a
+    field to its allowed values, which change nothing.
     """
 
     read: frozenset[str]
@@ -30,7 +31,7 @@ class Fields:
     unsupported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], place: str) -> None:
-        """Raise `RequestError` for an unsupported value. place: the object's path."""
+        """Raise `RequestError` if an unsupported field has a value that is not allowed. place: the object's path."""
         further = given.keys() - self.read - self.harmless.keys()
         for name in further & self.unsupported.keys():
             if not any(given[name] == neutral for neutral in self.unsupported[name]):
@@ -42,7 +43,10 @@ class Fields:
 
 @dataclass(frozen=True, slots=True)
 class BlockTypes:
-    """The types that one place accepts. taken: maps a type to its fields. refused: maps a type to the reason."""
+    """The object types that one place of a request accepts.
+
+    taken: maps an accepted type to its fields. refused: maps a refused type to the reason.
+    """
 
     taken: Mapping[str, Fields]
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -63,12 +67,12 @@ class BlockTypes:
 
 
 def fields(*read: str, harmless: Mapping[str, str] | None = None, **unsupported: tuple[Any, ...]) -> Fields:
-    """Make `Fields`. `read` always includes `type`."""
+    """Make `Fields`. The name `type` is added to `read`."""
     return Fields(frozenset({"type", *read}), harmless or {}, unsupported)
 
 
 def text_field(given: Mapping[str, Any], name: str, place: str) -> str:
-    """Return a string."""
+    """Return a string field."""
     text = given.get(name)
     if not isinstance(text, str):
         raise RequestError(f"{place}.{name} must be a string", parameter=f"{place}.{name}")

@@ -48,8 +48,8 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 class Conversation:
     """A conversation.
 
-    options: arguments of the chat template. field: the API's name of the messages. prediction: the expected answer, or
-    "".
+    options: arguments of the chat template. field: the API's name of the messages, for errors. prediction: the answer
+    that the client predicts, or "".
     """
 
     messages: list[dict[str, Any]]
@@ -85,7 +85,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
     is_answer = role == "assistant"
     refusal = result.pop("refusal", None) if is_answer else None
     content = message.get("content")
-    if content is None and is_answer:  # the template renders calls without content
+    if content is None and is_answer:  # chat templates accept calls without content
         result["content"] = None if "tool_calls" in result else ""
     else:
         types = ANSWER_PARTS if is_answer else TEXT_PARTS
@@ -98,7 +98,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
-    """Check a message's content. Return a string, or text parts, which the chat template joins."""
+    """Check a message's content. Return a string, or a list of text parts, which the chat template joins."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -107,7 +107,7 @@ def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict
 
 
 def read_prediction(prediction: Any) -> str:
-    """Return the predicted answer, or ""."""
+    """Return the predicted answer, or "" for None."""
     if prediction is None:
         return ""
     PREDICTIONS.check(prediction, "prediction")
@@ -121,7 +121,7 @@ def _read_part(part: Any, place: str, types: BlockTypes) -> dict[str, str]:
 
 
 def text_part(text: str) -> dict[str, str]:
-    """Make a part."""
+    """Make a text part."""
     return {"type": "text", "text": text}
 
 
@@ -143,7 +143,7 @@ def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Return the template options for a reasoning effort. Some templates know only `enable_thinking`."""
+    """Return the chat template's arguments for a reasoning effort. Some templates know only `enable_thinking`."""
     if effort is None:
         return {}
     if not isinstance(effort, str):
@@ -152,13 +152,13 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the template options that continue the assistant's last message, or begin a new one."""
+    """Return the chat template's arguments to continue the assistant's last message, or to begin a new message."""
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 
 
 def template_options(request: ChatFields) -> dict[str, Any]:
-    """Return template options."""
+    """Return the chat template's arguments."""
     options = template_arguments(request.chat_template_kwargs, _RESERVED_TEMPLATE_NAMES)
     options |= {name: wanted for name in _GENERATION if (wanted := getattr(request, name)) is not None}
     options.setdefault("add_generation_prompt", True)
@@ -173,10 +173,7 @@ def template_options(request: ChatFields) -> dict[str, Any]:
 def template_arguments(
     arguments: dict[str, Any] | None, reserved: set[str] = _RESERVED_TEMPLATE_NAMES | _GENERATION
 ) -> dict[str, Any]:
-    """Return the options in vLLM's chat_template_kwargs.
-
-    reserved: refused names. In most APIs, the messages decide whether the answer continues the last message.
-    """
+    """Return vLLM's chat_template_kwargs. reserved: names that clients must not set."""
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
         raise RequestError(f"chat_template_kwargs must not set {min(refused)}", parameter="chat_template_kwargs")
@@ -186,10 +183,10 @@ def template_arguments(
 async def render(
     service: Service, http_request: Request, place: Permit, conversation: Conversation, *, is_prompt: bool = True
 ) -> dict[str, Any]:
-    """Render a conversation and tokenize the text, on a thread unless the request is tiny.
+    """Render a conversation with the chat template, and tokenize the text.
 
-    is_prompt: True to refuse a prompt after which no answer fits. Returns the prompt's text and token ids, and the
-    prediction's token ids if the engine speculates.
+    is_prompt: True to refuse a prompt after which no answer fits in the context. Returns the prompt's text and token
+    ids, and the token ids of the prediction if the engine uses draft tokens.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
@@ -226,10 +223,7 @@ async def answer_conversation(
     id_prefix: str,
     **options: Any,
 ) -> Response:
-    """Answer a conversation.
-
-    options: further fields of the `Job`.
-    """
+    """Answer a conversation. options: further fields of the `Job`."""
     with service.enter(http_request, params.n) as place:
         prompt = await render(service, http_request, place, conversation)
         is_whole = not options.get("stream", False)
@@ -248,7 +242,7 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], token_name: Callable[[int], Any]
 ) -> Response:
-    """Count the tokens of a conversation's prompt, without checks of the answer's options."""
+    """Count the tokens of a conversation's prompt. token_name: makes the response from the count."""
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)

@@ -53,7 +53,7 @@ async def front_page(service: Service, _http_request: Request) -> Response:
 
 @endpoint(answer=dict[str, Any])
 async def model_info(service: Service, _http_request: Request) -> Response:
-    """Describe the model to gateways."""
+    """Describe the model for gateways."""
     info, name = service.model_info, service.model_names[0]
     return JSONResponse(
         {

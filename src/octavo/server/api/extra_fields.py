@@ -1,4 +1,4 @@
-"""Fields that clients of other servers send."""
+"""Request fields of other servers, and what this server does with each of them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_MAX_NAMED = 100  # clients choose the names
+_MAX_NAMED = 100  # logged names
 _MAX_NAME_CHARS = 40
-_MAX_LOOKED_AT = 1000  # the event loop waits meanwhile
+_MAX_LOOKED_AT = 1000  # checked fields of a request
 
 
 @dataclass(frozen=True, slots=True)
 class As:
-    """An alias of the field `name`. A name `a.b` means part b of field a.
+    """An alias of the field `name`. The name `a.b` means the key b in the object a.
 
-    nothing: values that, like null, request nothing.
+    nothing: values that, like null, are ignored.
     """
 
     name: str
@@ -32,7 +32,7 @@ class As:
 
 
 class Off(tuple[Any, ...]):
-    """A field that would change the answer unless it is null or has one of these values."""
+    """The allowed values of an unsupported field, in addition to null. They change nothing."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class Off(tuple[Any, ...]):
 
 
 class OffPrompt(Off):
-    """An `Off` field that changes the prompt."""
+    """`Off` for a field that would change the prompt."""
 
     __slots__ = ()
 
@@ -67,7 +67,7 @@ def each(value: T, *names: str) -> dict[str, T]:
 
 
 def _of(switch: str, *names: str) -> Table:
-    """Return a table of fields that matter only with `switch`, which is refused."""
+    """Return a table of fields that change nothing without the unsupported field `switch`."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 
@@ -79,7 +79,7 @@ OPENAI: Table = {
     "max_tool_calls": "limit of calls to the server's own tools: this server has none",
 }
 VLLM: Table = {
-    "guided_choice": As("structured_outputs.choice"),  # guided_*: vLLM up to 0.11
+    "guided_choice": As("structured_outputs.choice"),  # vLLM had guided_* up to 0.11
     "guided_grammar": As("structured_outputs.grammar"),
     "guided_json": As("structured_outputs.json"),
     "guided_regex": As("structured_outputs.regex"),
@@ -100,7 +100,7 @@ VLLM: Table = {
 _SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"
 LLAMA_CPP: Table = {
     "grammar": As("structured_outputs.grammar", ("",)),
-    "json_schema": As("structured_outputs.json"),  # SGLang's, too
+    "json_schema": As("structured_outputs.json"),  # also in SGLang
     "n_cmpl": As("n"),
     "n_predict": As("max_tokens"),
     "n_probs": As("logprobs", (0,)),
@@ -130,7 +130,7 @@ LLAMA_CPP: Table = {
     "backend_sampling": "chooses the device that samples tokens",
     "sse_ping_interval": "interval of comments in a silent stream: an option of the server sets it",
 }
-# llama.cpp's penalties may cover only the last tokens.
+# Fields of llama.cpp that limit penalties to some tokens.
 PENALTY_RANGE: dict[str, Off] = {"repeat_last_n": Off(-1), "penalize_nl": Off(True)}
 SGLANG: Table = {
     "ebnf": As("structured_outputs.grammar"),
@@ -185,7 +185,7 @@ GATEWAYS: Table = {
     **each(_PLACE, "models", "provider", "route"),
     "usage": "requests token counts: streams use stream_options, other answers always have them",
 }
-# text-generation-webui, KoboldCpp, TabbyAPI, aphrodite.
+# text-generation-webui, KoboldCpp, TabbyAPI and aphrodite.
 SAMPLERS: Table = {
     **each(Off([]), "banned_strings", "sampler_order", "sampler_priority"),
     **each(Off([], ""), "banned_tokens", "custom_token_bans"),
@@ -218,13 +218,13 @@ def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
-# Fields of vLLM that few routes have.
+# Fields of vLLM that few routes support.
 _TOKEN_FIELDS = {
     **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),
     "truncation_side": OffPrompt("left", "right"),
 }
-# Routes without aliases refuse these fields.
+# Fields that routes without aliases refuse.
 UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **_TOKEN_FIELDS,
@@ -254,8 +254,8 @@ class ExtraFields:
     ) -> None:
         """Raise `RequestError` for an unsupported field that would change the answer.
 
-        unsupported: maps a name to the values that, like null, change nothing. A field in neither table is ignored, and
-        is logged once per process at `level`.
+        unsupported: maps a name to the values that, like null, change nothing. harmless: names of ignored fields. All
+        other fields are also ignored, but logged once per process at `level`.
         """
         if not extra:
             return
@@ -273,14 +273,14 @@ class ExtraFields:
             logger.log(level, "unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
     def warn_once(self, name: str, message: str) -> None:
-        """Log a warning once."""
+        """Log a warning, once for each `name`."""
         if name not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add(name)
             logger.warning(message)
 
 
 def refuse(given: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise `RequestError` for the first unsupported field with a value that is not allowed."""
+    """Raise `RequestError` if an unsupported field has a value that is not allowed."""
     for name, neutral in unsupported.items():
         value = given.get(name)
         if value is not None and not any(value == each for each in neutral):

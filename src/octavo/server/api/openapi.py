@@ -36,7 +36,7 @@ AnthropicError = TypedDict("AnthropicError", {"type": Literal["error"], "error":
 
 _PARAMETER, _CONVERTOR = re.compile(r"{(\w+)"), re.compile(r":\w+}")  # in Starlette's paths
 _OLDER = "The same route under its older name."
-_ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # other APIs have OpenAI's errors
+_ERRORS = {ANTHROPIC: AnthropicError, TGI: TgiError, OLLAMA: OllamaError}  # other APIs have OpenAI's form of errors
 
 _STATUSES = {
     400: "The request is invalid, or it does not have exactly one Host header; see the error.",
@@ -131,7 +131,7 @@ def _content(media_type: str, schema: _Object) -> _Object:
     return {"content": {media_type: {"schema": schema}}}
 
 
-@functools.cache  # it is slow and blocks the event loop
+@functools.cache  # slow, and blocks the event loop
 def _schemas(routes: Routes) -> tuple[dict[Any, _Object], _Object]:
     endpoints = [find_endpoint(route) for route in routes if route.is_described]
     bodies = sorted({each.body for each in endpoints if each.body is not None}, key=lambda body: body.__name__)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @endpoint()
 async def health(service: Service, _http_request: Request) -> Response:
-    """Return status 200 if this process is alive."""
+    """Return status 200 unless this process must be restarted."""
     service.check_alive()
     return Response()
 
@@ -32,12 +32,12 @@ async def ready(service: Service, _http_request: Request) -> Response:
 
 @endpoint(answer=str)
 async def metrics(service: Service, http_request: Request) -> Response:
-    """Return metrics for Prometheus."""
+    """Return Prometheus metrics."""
     content, content_type = service.metrics.text(http_request.headers.get("accept", ""))
     return Response(content, media_type=content_type)
 
 
 @endpoint(answer=Version)
 async def version(_service: Service, _http_request: Request) -> Response:
-    """Return the version of octavo."""
+    """Return octavo's version."""
     return JSONResponse({"version": __version__})

@@ -1,4 +1,4 @@
-"""Types that the OpenAPI document shows. The routes check the values, so that errors name a field's path."""
+"""Types of request fields for the OpenAPI document. The routes check most values, so that errors name the field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tools = Annotated[list[T], Field(max_length=MAX_TOOLS)]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Shows `kind` in the OpenAPI document instead of the checked type."""
+    """An annotation. The OpenAPI document shows the type `kind` instead of the annotated type."""
 
     kind: Any
 
@@ -33,7 +33,10 @@ class Shown:
 
 
 def within(name: str, *more: int) -> Shown:
-    """Show the limits of the field `name` of `SamplingParams`. more: further numbers that are allowed."""
+    """Return an annotation that shows the limits of the field `name` of `SamplingParams`.
+
+    more: allowed values outside the limits.
+    """
     limits = LIMITS[name]
     low = Field(gt=limits.low) if limits.is_open else Field(ge=limits.low)
     number = Annotated[int if limits.is_whole else float, low, Field(le=limits.high)]  # type: ignore[valid-type]
@@ -47,7 +50,7 @@ StopText = Annotated[str, Field(max_length=MAX_STOP_STRING_CHARS)]
 StopTexts = Annotated[list[Annotated[StopText, Field(min_length=1)]], Field(max_length=MAX_STOP_STRINGS)]
 LogitBias = Annotated[
     dict[str, float],
-    BeforeValidator(lambda given: {} if given == [] else given),  # llama.cpp's empty bias
+    BeforeValidator(lambda given: {} if given == [] else given),  # llama.cpp's default is []
     WithJsonSchema({
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
@@ -175,7 +178,7 @@ Items = str | Some[MessageItem | CallItem | CallOutputItem | ReasoningItem]
 
 
 class ResponsesTool(Function):
-    """A callable function."""
+    """A function tool."""
 
     type: NotRequired[Literal["function"]]
 

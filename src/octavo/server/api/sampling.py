@@ -1,4 +1,4 @@
-"""Make `SamplingParams` from fields."""
+"""Build `SamplingParams` from a request's fields."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.requests import SamplingFields
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
-_SCHEMA_KEYS = ("schema", "value")  # llama.cpp's and huggingface_hub's
-_ANY_SEED = -1  # in vLLM, llama.cpp and Ollama
+_SCHEMA_KEYS = ("schema", "value")  # in llama.cpp and huggingface_hub
+_ANY_SEED = -1  # random, as in vLLM, llama.cpp and Ollama
 _NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) -> SamplingParams:
-    """Build sampling parameters from a request's fields with the same names.
+    """Build sampling parameters from the request's fields that `SamplingParams` also has.
 
-    defaults: values of missing and null fields. given: values that replace the request's.
+    defaults: values for missing and null fields. given: values that override the request's fields.
     """
     known = type(request).model_fields
     named = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
@@ -34,7 +34,7 @@ def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) 
 
 
 def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
-    """Read response_format or structured_outputs."""
+    """Return the required structure of the answer, or None."""
     wanted, fields = read_response_format(request.response_format), request.structured_outputs
     if fields is None:
         return wanted
@@ -47,9 +47,9 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
 
 
 def token_limit(given: int | None, default: int | None) -> int | None:
-    """Return the maximum number of tokens, or None if only the context limits it.
+    """Return the maximum number of output tokens, or None for no limit.
 
-    given: -1 means no limit, None means `default`.
+    given: the client's limit. -1 means no limit, None means `default`.
     """
     if given == -1:
         return None
@@ -57,7 +57,7 @@ def token_limit(given: int | None, default: int | None) -> int | None:
 
 
 def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
-    """Read OpenAI's response_format. Return None for plain text."""
+    """Return the structure in OpenAI's response_format, or None for plain text."""
     if given is not None and not isinstance(given, dict):
         raise RequestError(f"{parameter} must be an object with a type", parameter=parameter)
     if given is None or given.get("type") == "text":
@@ -83,7 +83,7 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
 
 
 def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """Convert the keys to token ids."""
+    """Convert logit_bias's keys to token ids."""
     if not biases:
         return None
     for key in biases:

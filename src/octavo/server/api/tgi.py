@@ -1,4 +1,4 @@
-"""The API of text-generation-inference and `huggingface_hub.InferenceClient`."""
+"""The API of text-generation-inference (TGI), which `huggingface_hub.InferenceClient` uses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
-# `options` next to `inputs` is for Hugging Face's service, not for Ollama.
+# TGI's field `options` is for Hugging Face's service. Only Ollama's `options` are refused.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
 _CLIENT_NAMES = {
@@ -53,7 +53,7 @@ _CLIENT_NAMES = {
 
 
 class Grammar(BaseModel):
-    """The structure of the answer: a JSON schema or a regular expression."""
+    """The structure of the answer, a JSON schema or a regular expression."""
 
     model_config = ConfigDict(strict=True)
 
@@ -62,7 +62,7 @@ class Grammar(BaseModel):
 
 
 class GenerateParameters(Body):
-    """Parameters of generation. Greedy unless do_sample, temperature, top_k, top_p or typical_p asks for sampling."""
+    """Generation is greedy unless do_sample, temperature, top_k, top_p or typical_p requests sampling."""
 
     decoder_input_details: bool | None = None
     details: bool | None = None
@@ -120,7 +120,7 @@ class StreamDetails(Struct):
 
 
 class StreamEvent(Struct):
-    """POST /generate_stream: the event for one token. The last event also has the whole text."""
+    """The event for one token. The last event also has the whole text."""
 
     index: int
     token: Token
@@ -144,13 +144,12 @@ async def generate_stream(service: Service, http_request: Request, request: Gene
 @endpoint(body=GenerateRequest, answer=list[Generated], is_streamed=True)
 async def generate_either(service: Service, http_request: Request, request: GenerateRequest) -> Response:
     """Continue a prompt."""
-    return await _generate(service, http_request, request, stream=bool(request.stream), in_list=True)
+    return await _generate(service, http_request, request, stream=bool(request.stream), in_list=True)  # as TGI does
 
 
 async def _generate(
     service: Service, http_request: Request, request: GenerateRequest, *, stream: bool, in_list: bool = False
 ) -> Response:
-    """in_list: True to return a list of one answer, as TGI does at /."""
     wanted = request.parameters or GenerateParameters()
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BESIDE, _HARMLESS_BESIDE)
     service.extra_fields.check(wanted.model_extra, _UNSUPPORTED, HARMLESS)
@@ -263,7 +262,7 @@ def _end(service: Service, text: str, num_kept: int) -> dict[str, Any]:
 
 
 class GenerateReply:
-    """Writes TGI's answers."""
+    """Formats TGI's answers."""
 
     def __init__(self, service: Service, wanted: GenerateParameters, inputs: str, *, in_list: bool = False) -> None:
         self._is_special = service.engine.input_processor.tokenizer.is_special
@@ -283,7 +282,7 @@ class GenerateReply:
         for token in tokens:
             token.text = ""
         rest = self._share_text(tokens, update.output, whole=self._text if completion.finished else None)
-        tokens = tokens or [Token(0, "", None, special=True)]  # an end without a token, such as an abort
+        tokens = tokens or [Token(0, "", None, special=True)]  # an aborted request may have no token
         tokens[-1].text += rest
         events = []
         for position, token in enumerate(tokens):
@@ -312,7 +311,7 @@ class GenerateReply:
             last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
-        """Return nothing, because the last event ends the stream."""
+        """Return b"", because the last event was sent."""
         return b""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:
@@ -336,7 +335,7 @@ class GenerateReply:
         return [generated] if self._in_list else generated
 
     def error(self, error: HttpError) -> bytes:
-        """Return an event."""
+        """Encode an error."""
         return TGI.event(error)
 
     def _tokens(self, completion: CompletionOutput) -> list[Token]:

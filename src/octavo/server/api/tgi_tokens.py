@@ -19,29 +19,28 @@ class PrefillToken(Struct):
 
 
 class Token(PrefillToken):
-    """A token and the text that it adds to the answer, or "" if it completes no character.
+    """A token of the answer.
 
-    The text of a special token is the token's name in a whole answer, but "" in a stream, because clients join the
-    texts of all events.
+    text: the text that the token adds to the answer, or "" if the token completes no character. A special token's text
+    is the token's name in a whole answer, but "" in a stream, because clients join the texts of all events.
     """
 
     special: bool
 
 
 class TokenTexts:
-    """Gives each token the text that it adds. The joined texts of visible (not special) tokens are the answer."""
+    """Sets the text that each token adds to the answer. Tokens are visible if they are not special."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
-        """detokenizer: starts after the prompt and skips special tokens."""
         self._detokenizer = detokenizer
         self._held = ""  # for the next visible token
         self._num_chars = 0
 
     def share(self, tokens: list[Token], whole: str | None) -> str:
-        """Set the texts of the next tokens, except special tokens.
+        """Set the texts of the next visible tokens. Return text that no token got.
 
-        whole: the answer's text if these are its last tokens. A stop string may end the answer within a token. The text
-        of incomplete characters goes to the last visible token, or is returned if no token is visible.
+        whole: the answer's text if these are the answer's last tokens. The answer may end within a token, at a stop
+        string. The text of incomplete characters goes to the last visible token, or is returned if no token is visible.
         """
         visible = None
         for token in tokens:

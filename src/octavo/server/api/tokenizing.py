@@ -1,4 +1,4 @@
-"""Tokenization as in vLLM and llama.cpp's server."""
+"""Tokenization, as in vLLM and llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _UNSUPPORTED_BACK: dict[str, tuple[Any, ...]] = {
 
 
 class TokenizeRequest(ChatFields, Aliased, Body):
-    """A text, or a conversation to be rendered by the chat template.
+    """A text, or messages for the chat template.
 
-    prompt: a text, which gets the tokenizer's special tokens by default. content: llama.cpp's field for the text, which
-    gets special tokens only with add_special. Fields of a chat that do not change the prompt are ignored.
+    prompt: a text, to which special tokens are added by default. content: a text under llama.cpp's name, to which
+    special tokens are added only if add_special is true. Fields of a chat that do not change the prompt are ignored.
     """
 
     model: str | None = None
@@ -60,7 +60,7 @@ class TokenizeRequest(ChatFields, Aliased, Body):
 
 
 class DetokenizeRequest(Body):
-    """Token ids. skip_special_tokens: SGLang's field, false by default."""
+    """Token ids. skip_special_tokens: SGLang's field, which is False by default."""
 
     model: str | None = None
     tokens: Annotated[TokenIds, Shown(list[TokenId])]
@@ -69,7 +69,7 @@ class DetokenizeRequest(Body):
 
 @endpoint(body=TokenizeRequest, answer=Tokenized)
 async def tokenize(service: Service, http_request: Request, request: TokenizeRequest) -> Response:
-    """Turn text into token ids."""
+    """Tokenize a prompt."""
     service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     request.take_aliases()
@@ -86,7 +86,7 @@ async def tokenize(service: Service, http_request: Request, request: TokenizeReq
 
 @endpoint(body=DetokenizeRequest, answer=Detokenized)
 async def detokenize(service: Service, http_request: Request, request: DetokenizeRequest) -> Response:
-    """Turn token ids into text."""
+    """Decode token ids."""
     service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED_BACK, OF_ANSWERS)
     return await _in_thread(service, http_request, lambda: _detokenized(service, request))
@@ -121,7 +121,7 @@ def _piece(token_id: int, piece: str | bytes) -> TokenPiece:
     if isinstance(piece, str):
         return TokenPiece(token_id, piece)
     try:
-        return TokenPiece(token_id, piece.decode())  # some vocabularies have a line break as a byte
+        return TokenPiece(token_id, piece.decode())  # in some vocabularies, a line break is a byte token
     except UnicodeDecodeError:
         return TokenPiece(token_id, list(piece))
 

@@ -1,4 +1,4 @@
-"""vLLM's truncate_prompt_tokens."""
+"""Truncation of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Truncation:
     """How to truncate a prompt.
 
-    num_tokens: number of tokens to keep, or None for all. from_left: True to keep the last tokens.
+    num_tokens: number of tokens to keep, or None for all. from_left: True to cut off the first tokens.
     """
 
     num_tokens: int | None = None
@@ -22,24 +22,24 @@ class Truncation:
 
     @classmethod
     def of(cls, request: TruncationFields, num_output_tokens: int, max_model_len: int) -> Truncation:
-        """Read the fields. -1 keeps as many tokens as fit in the context together with `num_output_tokens`."""
+        """Read vLLM's fields. -1 means as many tokens as fit in the context together with `num_output_tokens`."""
         num_tokens = request.truncate_prompt_tokens
         if num_tokens == -1:
             num_tokens = max(1, max_model_len - num_output_tokens)
         return cls(num_tokens, request.truncation_side != "right")
 
     def applied_to(self, prompt: Any, inputs: InputProcessor) -> Any:
-        """Truncate a string, or an object with `prompt_token_ids`."""
+        """Truncate a string, or a dict with `prompt_token_ids`."""
         if self.num_tokens is None:
             return prompt
         if isinstance(prompt, str):
-            return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}  # "prompt": already charged
+            return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}  # "prompt" marks charged tokens
         token_ids = prompt["prompt_token_ids"]
         kept = token_ids[-self.num_tokens :] if self.from_left else token_ids[: self.num_tokens]
         return {**prompt, "prompt_token_ids": kept}
 
     def encode(self, text: str, inputs: InputProcessor, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize the kept part."""
+        """Tokenize the part of a text that is kept."""
         assert self.num_tokens is not None, "nothing is cut off"
         take = inputs.encode_end if self.from_left else inputs.encode_start
         return take(text, self.num_tokens, add_special_tokens=add_special_tokens)

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, with vLLM's names if vLLM has them."""
+"""Metrics for Prometheus. A metric that vLLM also has uses vLLM's name."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ _HISTOGRAMS = (
 
 
 class EngineCollector(Collector):
-    """Reads metrics when requested."""
+    """Reads the engine's metrics when Prometheus requests them."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -177,7 +177,6 @@ def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
 
 
 def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
-    """A tier's bandwidth is bytes / seconds. The time that a tier saved is computing time minus waiting time."""
     for attribute, name, text in _TIER_COUNTERS:
         yield counter(name, text, [*_MODEL, "tier"], _each(stats.tiers, attribute, model))
     counts = {
@@ -194,7 +193,6 @@ def _tiers(stats: EngineStats, capacity: EngineCapacity, model: list[str]) -> It
 
 
 def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
-    """The acceptance rate at a draft position is its accepted tokens / its draft tokens."""
     for attribute, text in _DRAFT_COUNTERS:
         yield counter(f"spec_decode_{attribute}", text, _MODEL, [(model, getattr(drafts, attribute))])
     for attribute, text in _DRAFT_POSITIONS:

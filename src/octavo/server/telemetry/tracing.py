@@ -1,7 +1,7 @@
-"""Reports requests as OpenTelemetry spans, with vLLM's names if vLLM has them.
+"""Reports requests as OpenTelemetry spans. Attributes that vLLM also has use vLLM's names.
 
-Each admitted request becomes a span `llm_request`, even if it fails later. Its parent is the client's `traceparent`,
-and its children are the phases `queue`, `prefill` and `decode`. Spans contain no text.
+Each admitted request becomes a span `llm_request`, even if the request fails later. The span's parent is the client's
+`traceparent`, and its children are the phases `queue`, `prefill` and `decode`. Spans contain no prompt or answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTEXT = frozenset({b"traceparent", b"tracestate"})
 
 
 class Tracing:
-    """Sends spans from its own thread. If the collector is unreachable, spans are lost.
+    """Sends spans to a collector from its own thread. If the collector is unreachable, spans are lost.
 
     endpoint: the collector's URL for OTLP over HTTP, like http://localhost:4318/v1/traces.
     """
@@ -44,14 +44,14 @@ class Tracing:
     ) -> None:
         """Make the spans of an ended request.
 
-        reason: why the request was refused or cut off, or None. details: fields of the request's audit line. Without
-        the field "usage", the request was not admitted and gets no span.
+        reason: why the request was refused or cut off, or None. details: fields of the request's line in the audit log.
+        If "usage" is missing, the request was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
             return
         end = time.time_ns()
-        shift = end - time.monotonic_ns()  # from the engine's clock to wall-clock time
+        shift = end - time.monotonic_ns()  # wall-clock time minus the engine's clock
         headers = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _CONTEXT
         }
@@ -68,12 +68,12 @@ class Tracing:
             child.end(round(1e9 * end_s) + shift)
         if reason is not None:
             span.set_attribute("error.type", reason)
-            if status < 400 or status >= 500:  # by convention, a client's error is not the span's error
+            if status < 400 or status >= 500:  # by convention, a client's error is no error of the server's span
                 span.set_status(trace.StatusCode.ERROR)
         span.end(end)
 
     def close(self) -> None:
-        """Send the remaining spans, for at most `_FLUSH_S`."""
+        """Send the remaining spans, for at most `_FLUSH_S` seconds."""
         self._provider.force_flush(round(1000 * _FLUSH_S))
         self._provider.shutdown()
 
@@ -110,7 +110,7 @@ def _attributes(
 def _phases(metrics: list[RequestMetrics]) -> Iterator[tuple[str, float, float]]:
     """Yield (name, start, end) of each phase, in seconds of the engine's clock.
 
-    With several prompts, a phase starts when the first prompt reaches it, and `decode` ends with the last prompt.
+    A phase starts when the first of several prompts reaches this phase. `decode` ends when the last prompt ends.
     """
     if not metrics:
         return

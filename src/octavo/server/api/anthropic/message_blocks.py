@@ -63,7 +63,7 @@ SEARCH_BLOCKS = BlockTypes({"text": TEXT})
 
 
 def read_conversation(system: Any, messages: Any) -> list[Message]:
-    """Convert a conversation to messages. Consecutive turns of one role are joined."""
+    """Convert a conversation to messages for the chat template. Consecutive turns of one role are joined."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     turns = [_read_blocks(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -75,9 +75,9 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 
 
 def _read_system(system: Any) -> list[Message]:
-    """Drop Claude Code's note for Anthropic's accounting.
+    """Convert the system prompt, without the block that Claude Code adds for Anthropic's billing.
 
-    The note differs in every request, so a conversation that contains the note would never hit the prefix cache.
+    This block differs in every request, so no request that contains it would hit the prefix cache.
     """
     blocks = system
     if isinstance(system, list):
@@ -115,7 +115,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
             case "thinking":
                 thoughts.append(text_field(block, "thinking", place))
             case "redacted_thinking":
-                text_field(block, "data", place)  # it is encrypted
+                text_field(block, "data", place)  # only checked, because the data is encrypted
             case kind:
                 texts.append(_read_text(kind, block, place))
     message: Message = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
@@ -127,7 +127,7 @@ def _read_answer(blocks: list[Placed]) -> Message:
 
 
 def _read_turn(role: str, blocks: list[Placed]) -> list[Message]:
-    """Convert a turn. Chat templates need a message for each tool result."""
+    """Convert a turn. Each tool result becomes a message."""
     types = USER_BLOCKS if role == "user" else SYSTEM_BLOCKS
     kinds = [(types.check(block, place), block, place) for block, place in blocks]
     messages: list[Message] = []
@@ -159,7 +159,7 @@ def _read_text(kind: str, block: dict[str, Any], place: str) -> str:
             text = text_of(_read_texts(block.get("content"), f"{place}.content", SEARCH_BLOCKS))
             return _tagged("search_result", "\n".join([*about, text]))
         case "tool_reference":
-            return text_field(block, "tool_name", place)  # the chat template also gets deferred tools
+            return text_field(block, "tool_name", place)  # the name is enough, because the template gets all tools
     return text_field(block, "text", place)
 
 
@@ -182,7 +182,7 @@ def _read_result(block: dict[str, Any], place: str) -> Message:
         raise RequestError(f"{place}.is_error must be true or false", parameter=f"{place}.is_error")
     text = "" if content is None else _read_texts(content, f"{place}.content", RESULT_BLOCKS)
     if is_error and not text:
-        text = "error"  # templates have no field for errors
+        text = "error"  # chat templates have no field for errors
     return {"role": "tool", "tool_call_id": call_id, "content": text or ""}
 
 

@@ -15,7 +15,7 @@ from octavo.http.errors import client_field_names
 from octavo.server.answers.answer_form import AnswerReader
 from octavo.server.answers.jobs import event
 from octavo.server.answers.tools import Choice, Toolbox, check_tool_type, read_function
-from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads it
+from octavo.server.answers.usage import Receipt  # noqa: TC001
 from octavo.server.api import request_types as types
 from octavo.server.api.anthropic.message_blocks import read_conversation
 from octavo.server.api.block_types import LABEL, BlockTypes, fields
@@ -72,7 +72,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ThreadsUnsupportedError(RequestError):
-    """A request asks the server to store the conversation.
+    """A request has the field thread, which asks the server to store the conversation.
 
     Anthropic's SDK reads `details`, and then sends the whole conversation.
     """
@@ -156,7 +156,7 @@ async def create_message(service: Service, http_request: Request, request: Messa
 
 @endpoint(body=CountTokensRequest, answer=types.TokenCount)
 async def count_tokens(service: Service, http_request: Request, request: CountTokensRequest) -> Response:
-    """Count the tokens of a conversation."""
+    """Count prompt tokens."""
     service.check_model(request.model)
     _check_fields(service, request)
     tool_format = service.answer_style.tools
@@ -233,11 +233,11 @@ def _read_tools(request: CountTokensRequest, tool_format: ToolFormat | None) -> 
     return Toolbox.make(described, tool_format, choice, parallel=parallel)
 
 
-_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by part
+_BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "arguments": "tool_use"}  # by `Part.kind`
 
 
 class MessageReply:
-    """Writes messages."""
+    """Formats Anthropic's messages."""
 
     def __init__(self, job: Job, form: AnswerForm) -> None:
         self._job = job
@@ -264,7 +264,7 @@ class MessageReply:
         return self._emit("message_delta", delta=self._end, usage=_usage_of(usage)) + self._emit("message_stop")
 
     def error(self, error: HttpError) -> bytes:
-        """Return an event."""
+        """Encode an error."""
         return ANTHROPIC.event(error)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Message:
@@ -331,7 +331,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Sign thoughts, because clients send back only signed thoughts. This server never reads the signature."""
+    """Return a hash. Clients send back only thoughts with a signature, which this server never reads."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Ollama's generating routes."""
+"""Ollama's text generation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
 async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
     """Answer a prompt.
 
-    The chat template is not applied if `raw` is true, or if the model has none and the request has no `system`.
+    The prompt is used without the chat template if `raw` is true, or if the model has no chat template and the request
+    has no `system`.
     """
     options = _job_options(service, request)
     if not request.prompt:
@@ -89,7 +90,6 @@ async def generate(service: Service, http_request: Request, request: PromptReque
 
 
 def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
-    """Check a request. Return the fields of its `Job`, except prompts and parameters."""
     name, is_stream = request.settle(service), request.stream is not False
     client_names = {"structured_outputs": "tools" if request.format in (None, "") else "format"}
     return {
@@ -102,25 +102,25 @@ def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
 
 
 def _loaded(service: Service, request: AnswerRequest, body: Answer) -> Response:
-    """Answer an empty request. In Ollama, such a request loads or unloads the model. Here the model stays loaded."""
+    """Answer a request without a prompt. Unlike Ollama, this server never unloads the model."""
     service.check_ready()
     body.done, body.done_reason = True, "unload" if request.is_unloading else "load"
     return json_response(body)
 
 
 class OllamaReply:
-    """Writes lines of JSON. The last line has the token counts. Each tool call is sent as a whole."""
+    """Writes an answer as lines of JSON. The last line has the token counts. No tool call is split into two lines."""
 
     def __init__(self, service: Service, request: AnswerRequest, _job: Job, form: AnswerForm, *, is_chat: bool) -> None:
         self._piece = service.engine.output_processor.piece
         self._request, self._form, self._is_chat = request, form, is_chat
         self._reader = AnswerReader(replace(form, is_whole=True))
-        self._called, self._arguments, self._num_calls = "", "", 0  # of the unfinished call
+        self._called, self._arguments, self._num_calls = "", "", 0  # the unfinished call
         self._reason = ""
         self._metrics: RequestMetrics | None = None
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return a line, or nothing while the parser waits for more text."""
+        """Return a line of JSON, or b"" while the parser waits for more text."""
         body = self._take(update.completion, update.output)
         has_message = body.message is not UNSET and body.message != AnswerMessage()
         return line(body) if has_message or body.response or body.thinking or body.logprobs else b""
@@ -135,7 +135,7 @@ class OllamaReply:
         return self._ended(self._take(completion, outputs[0]), usage)
 
     def error(self, error: HttpError) -> bytes:
-        """Return a line."""
+        """Encode an error."""
         return OLLAMA.event(error)
 
     def _take(self, completion: CompletionOutput, output: RequestOutput) -> Answer:
@@ -165,9 +165,9 @@ class OllamaReply:
         return body
 
     def _end_call(self, message: AnswerMessage) -> list[Call]:
-        """Return the tool call that has ended, if any.
+        """Return the ended tool call, if any.
 
-        A call that was cut off or has invalid arguments becomes content, because clients run every call.
+        A call with invalid or incomplete arguments becomes content, because clients run every call.
         """
         name, text, self._called, self._arguments = self._called, self._arguments, "", ""
         if not name:
@@ -197,9 +197,9 @@ class OllamaReply:
 
 
 def durations(metrics: Sequence[RequestMetrics]) -> tuple[int, int, int]:
-    """Return durations in nanoseconds: in total, from the start to the first token, and from there to the end.
+    """Return the durations of the whole request, of prefill, and of decoding, in nanoseconds.
 
-    Several requests count as one. All durations are 0 if no request has both started and finished.
+    Several requests count as one request. All durations are 0 if no request has both started and finished.
     """
     begun = [each for each in metrics if each.first_scheduled_time is not None and each.finished_time is not None]
     if not begun:

@@ -1,4 +1,4 @@
-"""Embeddings for Ollama."""
+"""Ollama's embedding routes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @endpoint(body=EmbedRequest, answer=Vectors)
 async def embed(service: Service, http_request: Request, request: EmbedRequest) -> Response:
-    """Turn texts into vectors."""
+    """Compute text embeddings."""
     model = request.settle(service)
     if request.input in (None, "", []):
         return _none(service, Vectors(request.model, []))
@@ -51,7 +51,7 @@ async def embed(service: Service, http_request: Request, request: EmbedRequest) 
 
 @endpoint(body=EmbeddingsRequest, answer=Vector)
 async def embed_one(service: Service, http_request: Request, request: EmbeddingsRequest) -> Response:
-    """Turn a text into a vector."""
+    """Compute an embedding."""
     model = request.settle(service)
     if not request.prompt:
         return _none(service, Vector([]))
@@ -59,13 +59,12 @@ async def embed_one(service: Service, http_request: Request, request: Embeddings
 
 
 def _none(service: Service, reply: Struct) -> Response:
-    """Answer an empty request, which asks whether the model is ready."""
     service.check_ready()
     return json_response(reply)
 
 
 class EmbedReply:
-    """Writes vectors."""
+    """Formats /api/embed answers."""
 
     def __init__(self, request: EmbedRequest, _job: Job) -> None:
         self._request = request
@@ -81,7 +80,7 @@ class EmbedReply:
 
 
 class EmbeddingReply:
-    """Writes one vector."""
+    """Formats /api/embeddings answers."""
 
     def whole(self, outputs: Sequence[RequestOutput], _usage: Usage) -> Vector:
         """Return the vector."""

@@ -10,17 +10,16 @@ from octavo.server.api.conversation import read_messages
 
 
 def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
-    """Check messages and convert them to messages of chat completions.
+    """Check Ollama's messages and convert them to OpenAI's messages.
 
-    Some chat templates require ids of tool calls, which clients may omit. A missing id is made from the call's
-    position, so the id is the same in every turn.
+    Some chat templates require an id for each tool call, but clients may omit ids. A missing id is made from the call's
+    position, so a call has the same id in every request.
     """
-    open_calls: dict[Any, Any] = {}
+    open_calls: dict[Any, Any] = {}  # tool name by id of each call without a result
     return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])
 
 
 def _openai_message(message: Any, index: int, open_calls: dict[Any, Any]) -> Any:
-    """Convert a message. Mutated: `open_calls` maps the id of each call without a result to the tool's name."""
     if not isinstance(message, dict):
         return message
     if message.get("images"):
@@ -49,7 +48,7 @@ def _with_id(call: Any, candidates: str) -> Any:
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
-    """Skip malformed calls, because `read_messages` reports them."""
+    """Map ids to tool names, except for malformed calls, which `read_messages` reports."""
     named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
     functions = [call.get("function") for call in named]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from octavo.server.service import Service
 
-API_VERSION = "0.12.11"  # clients require a minimum
-_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # Ollama's "never"
+API_VERSION = "0.12.11"  # clients require a minimum version
+_NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # Ollama's date for "never"
 _SUFFIXES = {10**9: "B", 10**6: "M", 10**3: "K"}
 
 
@@ -33,13 +33,13 @@ async def refuse(_service: Service, _http_request: Request) -> Response:
 
 @endpoint(answer=Version)
 async def version(_service: Service, _http_request: Request) -> Response:
-    """Return the served version of Ollama's API."""
+    """Return the implemented version of Ollama's API."""
     return json_response({"version": API_VERSION})
 
 
 @endpoint(answer=OllamaModels)
 async def tags(service: Service, http_request: Request) -> Response:
-    """List the models."""
+    """List served models."""
     started = http_request.app.state.started
     return json_response({"models": [{**_card(service, name), "modified_at": started} for name in service.model_names]})
 
@@ -85,7 +85,6 @@ async def show(service: Service, http_request: Request, request: ShowRequest) ->
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    """Describe a served name. Clients identify a model by its digest."""
     tagged = name if ":" in name.rpartition("/")[2] else name + OLLAMA_TAG
     digest = hashlib.sha256(name.encode()).hexdigest()
     size = service.model_info.weight_bytes
@@ -105,8 +104,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _rounded(number: int) -> str:
-    """Write a number like 134.5M, or "" if it is 0 (unknown)."""
     for unit, suffix in _SUFFIXES.items():
         if number >= unit:
             return f"{number / unit:.1f}{suffix}"
-    return str(number or "")
+    return str(number or "")  # 0 means unknown

@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from octavo.server.answers.usage import Receipt  # noqa: TC001 - msgspec reads it
-from octavo.server.api.openai.replies import TokenLogprob  # noqa: TC001 - msgspec reads it
+from octavo.server.answers.usage import Receipt  # noqa: TC001
+from octavo.server.api.openai.replies import TokenLogprob  # noqa: TC001
 
 
 def _now() -> datetime:
@@ -24,14 +24,14 @@ class FunctionToCall(Struct):
 
 
 class Call(Struct):
-    """A complete call."""
+    """A tool call."""
 
     id: str
     function: FunctionToCall
 
 
 class AnswerMessage(Struct):
-    """An answer, or its next piece in a stream."""
+    """The assistant's message, or its next piece in a stream."""
 
     role: str = "assistant"
     content: str = ""
@@ -43,8 +43,8 @@ class Answer(Struct):
     """A whole answer, or a line of a stream.
 
     message: set by /api/chat. response, thinking: set by /api/generate. cached_tokens: prompt tokens found in the
-    prefix cache. The counts are the last fields. A router reads them from the end, so that it cannot mistake text of
-    the model for counts.
+    prefix cache. The counts are the last fields, because a router that reads from the end cannot mistake text of the
+    model for counts.
     """
 
     model: str
@@ -66,7 +66,7 @@ class Answer(Struct):
 
 
 class Vectors(Struct):
-    """POST /api/embed."""
+    """An /api/embed answer."""
 
     model: str
     embeddings: list[list[float]]
@@ -78,6 +78,6 @@ class Vectors(Struct):
 
 
 class Vector(Struct):
-    """POST /api/embeddings."""
+    """An /api/embeddings answer."""
 
     embedding: list[float]

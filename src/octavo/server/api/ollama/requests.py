@@ -1,4 +1,4 @@
-"""Ollama's requests. None means "the default"."""
+"""Request bodies of Ollama's API. None means the default value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _LOADING = "configures the loading of a model: it is already loaded"
-# Ollama knows no other option.
+# Ollama has no options outside these tables and `Options`.
 _HARMLESS_OPTIONS = {
     **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
     **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),
@@ -45,7 +45,7 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED_OR_ALIAS,
-    **each(Off(False, True), "shift", "truncate"),  # a prompt that is too long is refused
+    **each(Off(False, True), "shift", "truncate"),  # this server refuses prompts that are too long
     "_debug_render_only": Off(False),
     "chat_template": Off(),
     "chat_template_kwargs": Off({}),
@@ -53,11 +53,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off([]), "messages", "tools"),
     **each(Off(""), "prompt", "suffix"),
 }
-_LAST_N = 64  # tokens; Ollama's default
+_LAST_N = 64  # Ollama's default, in tokens
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-_NO_LIMIT = (-2, 0)  # mean no limit, like -1; a full context ends the answer
-_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")  # Go's durations
+_NO_LIMIT = (-2, 0)  # like -1, no limit except the context length
+# A duration of zero, as in Go.
+_ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")
 _CLIENT_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
 
@@ -65,7 +66,7 @@ _WHOLE = {"min_tokens", "num_ctx", "num_predict", "repeat_last_n", "seed", "top_
 
 
 class Options(SamplingControls):
-    """Options that choose tokens, under Ollama's names and vLLM's. Options about loading a model change nothing."""
+    """Sampling options with Ollama's names or vLLM's names. Options for loading a model are ignored."""
 
     num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | list[types.StopText])] | None = None
@@ -98,12 +99,12 @@ class AnswerRequest(Body):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: types.NumLogprobs | None = None
-    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends it here
+    num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None  # Open WebUI sends num_predict here
     keep_alive: Annotated[Any, Shown(float | str | None)] = None
     cache_salt: types.CacheSalt | None = None  # vLLM's
 
     def settle(self, service: Service) -> str:
-        """Return the served model name. Raises `ModelNotFoundError`, `RequestError`."""
+        """Check the request. Return the served model name. Raises `ModelNotFoundError`, `RequestError`."""
         name = served_name(service, self.model)
         given, options = self.model_extra or {}, self.options or Options()
         if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
@@ -116,7 +117,7 @@ class AnswerRequest(Body):
         return name
 
     def params(self, service: Service) -> SamplingParams:
-        """Return sampling parameters. Without num_predict, the checkpoint's limit applies."""
+        """Return sampling parameters. Without num_predict, the limit in generation_config.json applies."""
         options, defaults = self.options or Options(), service.default_params
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -141,14 +142,14 @@ class AnswerRequest(Body):
 
     @property
     def is_unloading(self) -> bool:
-        """True if an empty request asks to unload the model."""
+        """True if keep_alive is 0, which means "unload the model"."""
         given = self.keep_alive
         if isinstance(given, str):
             return _ZERO_TIME.fullmatch(given) is not None
         return isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0
 
     def template_options(self, service: Service) -> dict[str, Any]:
-        """Return the template options for `think`."""
+        """Return the chat template's arguments for `think`."""
         if self.think is None or self.think == "":
             return {}
         if self.think and not service.answer_style.has_reasoning:
@@ -158,14 +159,17 @@ class AnswerRequest(Body):
 
 
 class ChatRequest(AnswerRequest):
-    """POST /api/chat. A request without messages asks to load the model, which is loaded already."""
+    """POST /api/chat. A request without messages only asks to load the model, which is already loaded."""
 
     messages: Annotated[list[Any], Shown(list[types.OllamaMessage])] | None = None
     tools: Annotated[list[Any], Shown(types.Tools[types.ChatTool])] | None = None
 
 
 class PromptRequest(AnswerRequest):
-    """POST /api/generate. A request without a prompt asks to load the model. raw: do not apply the chat template."""
+    """POST /api/generate. A request without a prompt only asks to load the model.
+
+    raw: True to use the prompt without the chat template.
+    """
 
     prompt: str | None = None
     system: str | None = None
@@ -173,40 +177,43 @@ class PromptRequest(AnswerRequest):
 
 
 class _VectorsRequest(Body):
-    """`options` is ignored, because no token is sampled."""
+    """An embedding request."""
 
     model: str
     options: dict[str, Any] | None = None
 
     def settle(self, service: Service) -> str:
-        """Return the served model name. Raises `ModelNotFoundError`."""
+        """Check the request. Return the served model name. Raises `ModelNotFoundError`."""
         service.extra_fields.check(self.model_extra, OF_PROMPTS, OF_ANSWERS)
         return served_name(service, self.model)
 
 
 class EmbedRequest(_VectorsRequest):
-    """POST /api/embed. truncate: false refuses inputs that are too long; otherwise only their beginning is used."""
+    """POST /api/embed.
+
+    truncate: False to refuse inputs that are too long. By default, the end of a long input is cut off.
+    """
 
     input: Annotated[Any, Shown(str | list[str])] = None
     truncate: bool | None = None
-    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=0)])] | None = None  # 0: all
+    dimensions: Annotated[int, Shown(Annotated[int, Field(ge=0)])] | None = None  # 0 means all
 
 
 class EmbeddingsRequest(_VectorsRequest):
-    """POST /api/embeddings, the older form for one text."""
+    """POST /api/embeddings, an older route for one text."""
 
     prompt: str | None = None
 
 
 class ShowRequest(Body):
-    """POST /api/show. name: the model, as older clients send it."""
+    """POST /api/show. name: older clients' name of the field `model`."""
 
     model: str | None = None
     name: str | None = None
 
 
 def served_name(service: Service, name: str) -> str:
-    """Return the served name, with or without Ollama's tag `:latest`. Raises `ModelNotFoundError`."""
+    """Return the served name for a client's name, which may end with `:latest`. Raises `ModelNotFoundError`."""
     try:
         return service.check_model(name if name in service.model_names else name.removesuffix(OLLAMA_TAG), aliases=())
     except ModelNotFoundError:

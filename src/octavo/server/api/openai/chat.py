@@ -87,7 +87,6 @@ async def create_chat_completion(service: Service, http_request: Request, reques
 
 
 def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_max_tokens: int | None) -> SamplingParams:
-    """max_completion_tokens replaces max_tokens. Without either, the checkpoint's limit applies."""
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
     given, names = request.max_tokens, {"logprobs": "top_logprobs"}
@@ -104,7 +103,7 @@ def _params(request: ChatCompletionRequest, defaults: SamplingParams, default_ma
 
 
 class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
-    """Writes chat completions."""
+    """Formats chat completions."""
 
     def __init__(self, service: Service, request: ChatCompletionRequest, job: Job, form: AnswerForm) -> None:
         super().__init__(job)
@@ -115,16 +114,14 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         self._answers: dict[int, _Answer] = {}
 
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
-        """Return the choice's next chunk, or None while all text is held back.
-
-        If all text is content, each step has a chunk, so that the client sees when tokens arrive.
-        """
+        """Return the next chunk, or None while the parser holds back all text."""
         completion = update.completion
         if update.choice not in self._answers:
             self._answers[update.choice] = _Answer(self._form, self._reasoning_field)
         answer = self._answers[update.choice]
         delta = answer.grow(completion)
         token_ids = completion.token_ids if self._request.return_token_ids else None
+        # If all text is content, each step sends a chunk, which shows clients when tokens arrive.
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
             return None
@@ -193,7 +190,7 @@ class _Answer:
         self._has_calls = False
 
     def message(self, completion: CompletionOutput) -> ChatMessage:
-        """Return a message."""
+        """Return the message."""
         delta = self._delta(completion)
         message = ChatMessage(delta.content or (None if delta.tool_calls else ""))
         message.reasoning_content, message.tool_calls = delta.reasoning_content, delta.tool_calls
@@ -204,7 +201,7 @@ class _Answer:
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
-        """Return the next delta, or None."""
+        """Return the next delta, or None without new text."""
         delta = self._delta(completion)
         return None if delta == ChatDelta() else self._named(delta)
 
@@ -236,7 +233,7 @@ class _Answer:
         return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return "tool_calls" if a complete answer has calls, unless tool_choice names the function."""
+        """Return "tool_calls" for a complete answer with calls, unless tool_choice names the function."""
         is_call = self._has_calls and self._toolbox.named is None
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 

@@ -1,4 +1,4 @@
-"""Shared code for completions."""
+"""Code that chat completions and completions share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 
 
 def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
-    """Return a `Job`'s fields, except prompts and parameters."""
+    """Return a `Job`'s fields, except prompts and sampling parameters."""
     options = request.stream_options
     return {
         "stream": bool(request.stream),
@@ -44,9 +44,9 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the chunks of an update. usage: counts for each chunk, or None.
+        """Return the chunks of an update. usage: token counts for each chunk, or None.
 
-        The finish reason comes after all text, so that a client may stop reading there.
+        A choice's last chunk has the finish reason, so a client may stop reading there.
         """
         choices = [self._grown(update)]
         if update.completion.finished:
@@ -61,7 +61,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         return event(self._event([], self._counted(usage))) + self._done if self._job.include_usage else self._done
 
     def error(self, error: HttpError) -> bytes:
-        """End a failed stream."""
+        """Encode an error."""
         return OPENAI.event(error)
 
     def _grown(self, update: ChoiceUpdate) -> Choice | None:
@@ -74,7 +74,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         raise NotImplementedError
 
     def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Complete a first chunk."""
+        """Complete first chunks."""
 
     def _counted(self, usage: Usage) -> Usage:
         return usage

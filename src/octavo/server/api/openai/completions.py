@@ -73,7 +73,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
             deadline=http_request.state.deadline,
             **openai_options(request, "prompt"),
         )
-        if request.prompt_logprobs is None:  # only an echo sets it
+        if request.prompt_logprobs is None:  # only an echo with logprobs sets it
             job.client_names["prompt_logprobs"] = job.client_names.get("logprobs", "logprobs")
         return await answer(service, http_request, job, CompletionReply(job, echo, request))
 
@@ -81,7 +81,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
 async def truncated(
     service: Service, http_request: Request, place: Permit, prompts: list[Any], truncation: Truncation
 ) -> list[Any]:
-    """Return truncated prompts."""
+    """Truncate prompts."""
     if truncation.num_tokens is None:
         return prompts
     inputs = service.engine.input_processor
@@ -91,12 +91,11 @@ async def truncated(
 
 
 def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
-    """An echo with logprobs also needs the prompt's log probabilities. With max_tokens 0, it only scores the prompt."""
     if request.best_of not in (None, request.n or 1):
         raise RequestError(f"best_of must equal n ({request.n or 1}) or be left out", parameter="best_of")
     max_tokens = token_limit(request.max_tokens, defaults.max_tokens)
     if request.echo and max_tokens == 0:
-        max_tokens = 1  # the engine samples at least one token; the reply omits it
+        max_tokens = 1  # the engine samples at least one token, which the reply omits
     params = sampling_params(request, defaults, max_tokens=max_tokens, structured_outputs=read_structure(request))
     if request.echo and request.logprobs is not None:
         params = replace(params, prompt_logprobs=max(request.logprobs, params.prompt_logprobs or 0))
@@ -104,7 +103,7 @@ def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingPar
 
 
 def read_prompts(prompt: Any, name: str = "prompt", limit: int = MAX_CHOICES) -> list[Any]:
-    """Return the prompts in the field `name`: a text, texts, token ids, or lists of token ids."""
+    """Return a list of prompts. prompt: a text, texts, token ids, or lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -126,10 +125,7 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """The echo of prompts, computed once for all choices.
-
-    is_alone: True if the answer is only the echo.
-    """
+    """Repeats prompts in answers, if requested. is_alone: True if an answer is only its prompt."""
 
     is_wanted: bool
     is_alone: bool
@@ -139,7 +135,7 @@ class Echo:
     places: dict[str, list[TokenPlace]] = field(default_factory=dict)
 
     def prompt_text(self, output: RequestOutput) -> str:
-        """Return text to echo."""
+        """Return the prompt's text, or "" without echo."""
         if not self.is_wanted:
             return ""
         if output.prompt is not None:
@@ -162,13 +158,13 @@ class Echo:
         return self.places[output.request_id]
 
     def places_after(self, output: RequestOutput) -> TokenPlaces:
-        """Return a choice's `TokenPlaces`."""
+        """Return `TokenPlaces` for a choice's generated text."""
         offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
         return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
 
 
 class CompletionReply(OpenAIReply[CompletionChoice, Completion]):
-    """Writes completions."""
+    """Formats completions."""
 
     def __init__(self, job: Job, echo: Echo, request: CompletionRequest) -> None:
         super().__init__(job)

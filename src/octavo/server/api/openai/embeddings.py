@@ -16,7 +16,7 @@ from octavo.runtime.ids import new_id
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers.answering import answer_complete
 from octavo.server.answers.jobs import Job
-from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001 - msgspec reads it
+from octavo.server.answers.usage import PromptTokensDetails, Receipt  # noqa: TC001
 from octavo.server.api.extra_fields import OF_ANSWERS, OF_PROMPTS, UNSUPPORTED, Off, each
 from octavo.server.api.openai.completions import read_prompts, truncated
 from octavo.server.api.openai.requests import Body, Priority, TruncationFields
@@ -73,7 +73,7 @@ class EmbeddingRequest(Body, TruncationFields):
 
 
 class Embedding(Struct):
-    """One vector: a list of numbers, or little-endian float32 in base64."""
+    """One vector, as a list of numbers or as little-endian float32 in base64."""
 
     index: int
     embedding: list[float] | str
@@ -100,7 +100,7 @@ class EmbeddingList(Struct):
 
 @endpoint(body=EmbeddingRequest, answer=EmbeddingList)
 async def create_embeddings(service: Service, http_request: Request, request: EmbeddingRequest) -> Response:
-    """Turn texts into vectors."""
+    """Compute text embeddings."""
     model = service.check_model(request.model)
     service.extra_fields.check(request.model_extra, _UNSUPPORTED, OF_ANSWERS)
     request.check(service.model_info.max_model_len)
@@ -128,7 +128,10 @@ async def embed_prompts(
     dimensions: int | None = None,
     **options: Any,
 ) -> Response:
-    """Turn prompts into vectors. Raises `RequestError` unless `dimensions` is 1 to the hidden size."""
+    """Compute embeddings of prompts. Raises `RequestError` unless `dimensions` is 1 to the hidden size.
+
+    options: further fields of the `Job`.
+    """
     size = service.model_info.hidden_size
     if dimensions is not None and not 0 < dimensions <= size:
         raise RequestError(f"dimensions must be 1 to {size}, this model's", parameter="dimensions")
@@ -147,7 +150,7 @@ async def embed_prompts(
 
 
 class EmbeddingReply:
-    """Writes embeddings."""
+    """Formats embeddings."""
 
     def __init__(self, request: EmbeddingRequest, job: Job) -> None:
         self._job = job

@@ -1,4 +1,4 @@
-"""Log probabilities for APIs."""
+"""Convert log probabilities."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
-    Piece: TypeAlias = Callable[[int], str | bytes]  # by token id; special tokens have text, too
+    Piece: TypeAlias = Callable[[int], str | bytes]  # text of a token id, also of a special token
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
-Position = dict[int, "Logprob"]  # by token id; the token at the position is first
-_LOWEST = -9999.0  # JSON has no -infinity; this is vLLM's value
+Position = dict[int, "Logprob"]  # by token id, first the token at the position
+_LOWEST = -9999.0  # as in vLLM, replaces -infinity, which JSON lacks
 
 
 def chat_logprobs(
     positions: Sequence[Position] | None, num_top: int, piece: Piece, *, as_ids: bool = False
 ) -> replies.ChatLogprobs | None:
-    """Convert the log probabilities of a chat choice, if any.
+    """Convert the log probabilities of a chat choice.
 
-    num_top: number of the most probable tokens at each position. as_ids: True to write tokens as token_id:123, as in
-    vLLM.
+    num_top: number of the most probable tokens at each position. as_ids: True to write tokens as token_id:123, as
+    in vLLM.
     """
     if positions is None:
         return None
@@ -45,14 +45,14 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs log probabilities with the places of the tokens, as soon as these places are certain."""
+    """Pairs log probabilities with the places of their tokens in the text, when the places are known."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return the pairs that became certain."""
+        """Add tokens. Return the pairs whose place became known. is_over: True for the last tokens."""
         self._waiting += positions
         places = self._places.add(token_ids)
         if is_over:
@@ -61,19 +61,19 @@ class PlacedLogprobs:
 
 
 class ContentLogprobs:
-    """Finds the log probabilities of an answer's content by the places of the tokens.
+    """Finds the log probabilities of the tokens of an answer's content.
 
-    A token belongs to the content if it has a part of one of the content's characters.
+    A token belongs to the content if one of the content's characters comes wholly or partly from the token.
     """
 
     def __init__(self, places: TokenPlaces, num_top: int, piece: Piece, *, hides_end: bool) -> None:
-        """hides_end: True if the text lacks the token that ends the answer."""
+        """hides_end: True if the token that ends the answer is not in the text."""
         self._places = PlacedLogprobs(places)
         self._num_top = num_top
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_returned = False  # the content ended within the first token
+        self._is_returned = False  # True if `take` has returned the first of the tokens
 
     def add(self, completion: CompletionOutput) -> None:
         """Add tokens."""
@@ -85,7 +85,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the tokens of the answer's next part, without the tokens that an earlier call returned."""
+        """Return the log probabilities of the answer's next part. A token in two parts is returned only once."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_returned = False
@@ -111,8 +111,8 @@ def completion_logprobs(
 ) -> replies.CompletionLogprobs:
     """Convert the log probabilities of a completion choice.
 
-    positions: None for the first token of an echoed prompt. The prompt's other positions are `TokenLogprobs`, because
-    making objects for up to 40,000 alternatives would take too long.
+    positions: log probabilities at each token. They are None for the first token of an echoed prompt, and
+    `TokenLogprobs` for its other tokens, because making objects for up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))
@@ -139,7 +139,7 @@ def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
 
 
 def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:
-    """If two tokens have the same text, the key of the second is its id."""
+    """Return log probabilities by text, or by id if an earlier token has the same text."""
     texts = list(map(texts_by_id.__getitem__, scores))
     is_start = texts[0] == " " + place.text  # the tokenizer strips a space at the start
     texts[0] = place.text
@@ -155,7 +155,7 @@ def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenText
 
 
 def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
-    """Convert to vLLM's form."""
+    """Convert prompt logprobs."""
     text_of = positions.texts.__getitem__
     result: replies.PromptLogprobs = [None]
     for entry in positions.entries:
@@ -163,7 +163,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         entries = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, entries, strict=True))
-        by_id[names[0]] = entries[0]  # its rank may differ in a tie
+        by_id[names[0]] = entries[0]  # in a tie, its rank may differ
         result.append(by_id)
     return result
 
@@ -182,7 +182,7 @@ def _all_finite(entry: TokenLogprobs) -> list[float]:
 
 
 def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
-    r"""Write a part of a character as `\xf0\x9f`, like OpenAI's API."""
+    """Return a token's text, log probability and bytes."""
     written = piece(token_id)
     text = written if isinstance(written, str) else piece_text(written).removeprefix(BYTES)
     data = written.encode() if isinstance(written, str) else written

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @endpoint(answer=ModelList)
 async def list_models(service: Service, http_request: Request) -> Response:
-    """List the served names of models."""
+    """List served models."""
     data = [_card(service, http_request, name) for name in service.model_names]
     return JSONResponse({"object": "list", "data": data})
 
 
 @endpoint(answer=Model)
 async def describe_model(service: Service, http_request: Request) -> Response:
-    """Describe a served name of a model."""
+    """Describe a model."""
     name = service.check_model(http_request.path_params["model"], aliases=())
     return JSONResponse(_card(service, http_request, name))
 

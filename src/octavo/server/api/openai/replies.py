@@ -1,4 +1,4 @@
-"""Answers of OpenAI's API: structs, because pydantic takes ten times as long to encode a model."""
+"""Answers of OpenAI's API, as msgspec structs. Pydantic models would take ten times as long to encode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from octavo.server.answers.usage import (  # noqa: TC001 - msgspec reads it
+from octavo.server.answers.usage import (  # noqa: TC001
     CompletionTokensDetails,
     Receipt,
     Usage,
@@ -14,7 +14,7 @@ from octavo.server.answers.usage import (  # noqa: TC001 - msgspec reads it
 
 
 class TopLogprob(Struct):
-    """A possible token."""
+    """A token's logprob."""
 
     token: str
     logprob: float
@@ -35,7 +35,7 @@ class ChatLogprobs(Struct):
 
 
 class PromptLogprob(Struct, gc=False):
-    """One entry of vLLM's prompt_logprobs."""
+    """A prompt_logprobs entry."""
 
     logprob: float
     rank: int | None
@@ -46,14 +46,14 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class FunctionCall(Struct):
-    """The called function. arguments: the JSON that the model wrote; in a stream, its next piece."""
+    """The called function. arguments: JSON text, or its next piece in a stream."""
 
     arguments: str = ""
     name: str | UnsetType = UNSET
 
 
 class ToolCall(Struct):
-    """A call of a tool. In a stream, index identifies the call; only the call's first piece has id, type and name."""
+    """A tool call. In a stream, index identifies the call. Only the call's first piece has id, type and name."""
 
     function: FunctionCall
     id: str | UnsetType = UNSET
@@ -62,9 +62,10 @@ class ToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """The answer. content is null if there are only calls. Clients of vLLM read the fields that are always null.
+    """The answer. content is null if the answer has only tool calls.
 
-    An option of the server decides whether reasoning_content or reasoning is used; the other field is absent.
+    An option of the server decides whether reasoning_content or reasoning is present. Clients of vLLM read the fields
+    that are always null.
     """
 
     content: str | None
@@ -79,7 +80,7 @@ class ChatMessage(Struct):
 
 
 class ChatChoice(Struct):
-    """One of n answers."""
+    """One generated answer."""
 
     index: int
     message: ChatMessage
@@ -90,7 +91,7 @@ class ChatChoice(Struct):
 
 
 class ChatCompletion(Struct):
-    """POST /v1/chat/completions: a whole answer."""
+    """A whole answer."""
 
     id: str
     created: int
@@ -106,17 +107,17 @@ class ChatCompletion(Struct):
 
 
 class ChatDelta(Struct):
-    """The next piece of an answer; the first piece of a choice has the role."""
+    """The next piece of an answer. Only a choice's first piece has the role."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET  # if the server is configured so
+    reasoning: str | UnsetType = UNSET  # see `ChatMessage`
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
-    """An update of one choice; the last update has only the finish_reason."""
+    """An update of one choice. The last update has the finish_reason and no text."""
 
     index: int
     delta: ChatDelta
@@ -127,7 +128,7 @@ class ChatChunkChoice(Struct):
 
 
 class ChatCompletionChunk(Struct):
-    """POST /v1/chat/completions: one event of a stream."""
+    """A stream's event."""
 
     id: str
     created: int
@@ -149,27 +150,27 @@ class Tokenized(Struct):
 
 
 class Detokenized(Struct):
-    """POST /detokenize. content: the same text under llama.cpp's name."""
+    """POST /detokenize. prompt: the text. content: the same text, under llama.cpp's name."""
 
     prompt: str
     content: str
 
 
 class TokenPiece(Struct):
-    """A token's text, or its bytes if they are not text by themselves."""
+    """A token and its text, or its bytes if these alone are not valid UTF-8."""
 
     id: int
     piece: str | list[int]
 
 
 class TokenizedContent(Struct):
-    """POST /tokenize with `content`: the answer of llama.cpp's server."""
+    """The answer to POST /tokenize with `content`, as in llama.cpp's server."""
 
     tokens: list[int | TokenPiece]
 
 
 class CompletionLogprobs(Struct):
-    """Log probabilities of a completion choice, as parallel lists. A prompt's first token has null."""
+    """Log probabilities of a completion choice, as parallel lists. An echoed prompt's first token has null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -178,7 +179,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One of the n choices for each prompt, in the order of the prompts. In a stream: an update of a choice."""
+    """One choice, or an update of a choice in a stream. index: number of the choice, counted over all prompts."""
 
     index: int
     text: str
@@ -186,12 +187,12 @@ class CompletionChoice(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # in a whole answer only
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET  # only in a whole answer
     prompt_token_ids: list[int] | None = None
 
 
 class Completion(Struct):
-    """POST /v1/completions: a whole answer or one event of a stream."""
+    """A whole answer, or one event of a stream."""
 
     id: str
     created: int
@@ -205,7 +206,7 @@ class Completion(Struct):
 
 
 class InputTokensDetails(Struct):
-    """Counts of prompt tokens."""
+    """Prompt token counts."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -223,7 +224,7 @@ class ResponseUsage(Struct):
 
 
 class ResponseObject(Struct):
-    """POST /v1/responses: an answer, whole or as far as it is generated."""
+    """An answer. In a stream, it may be incomplete."""
 
     id: str
     created_at: int

@@ -1,4 +1,4 @@
-"""OpenAI's requests, with vLLM's fields. None means "the default"."""
+"""Request bodies of OpenAI's API, with vLLM's fields. None means the default value."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
-    """The body of a request to any route. Types are strict, and the route checks unknown fields."""
+    """Base of request bodies. Types are strict. The route checks unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class StreamOptions(BaseModel):
-    """Whether a stream has token counts: at its end, or in each event."""
+    """Whether a stream has token counts at its end, or also in each event."""
 
     model_config = ConfigDict(strict=True)
 
@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingControls(Body):
-    """Fields that control sampling. On every route, a field means the same as that field of `SamplingParams`."""
+    """Fields that control sampling. A field has the meaning of the same field of `SamplingParams`."""
 
     seed: Annotated[int, within("seed")] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
@@ -63,7 +63,7 @@ class SamplingControls(Body):
 
 
 class OtherNames(BaseModel):
-    """Other servers' fields: see `octavo.server.api.extra_fields.ALIASES`."""
+    """Other servers' names of fields (see `extra_fields.ALIASES`)."""
 
     n_cmpl: types.NumChoices | None = None
     n_predict: types.MaxTokens | None = None
@@ -84,13 +84,13 @@ class OtherNames(BaseModel):
 
 
 class Aliased(BaseModel):
-    """Accepts other servers' names of fields."""
+    """Base of requests with field aliases."""
 
     aliases: ClassVar[dict[str, As]]
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def take_aliases(self) -> None:
-        """Write each alias into its field. Raises `RequestError` if the field has another value."""
+        """Copy each alias to the field that it means. Raises `RequestError` if the field has another value."""
         for name, alias in self.aliases.items():
             value = getattr(self, name, None)
             if value in (None, *alias.nothing):
@@ -111,7 +111,7 @@ class TruncationFields(BaseModel):
     truncation_side: Literal["left", "right"] | None = None
 
     def check_truncation(self) -> None:
-        """Raise `RequestError` unless the number of tokens is at least 1 or -1."""
+        """Raise `RequestError` unless truncate_prompt_tokens is None, -1 or at least 1."""
         num_kept = self.truncate_prompt_tokens
         if num_kept is not None and num_kept != -1 and num_kept < 1:
             message = "truncate_prompt_tokens must be at least 1, or -1 for as many as fit"
@@ -162,12 +162,15 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         return client_field_names(self._sent_as, in_text=True)
 
     def client_names(self, **names: str) -> dict[str, str]:
-        """Map the engine's names of fields to the client's names. names: maps the engine's names to the route's."""
+        """Map the engine's names of fields to the client's names.
+
+        names: maps the engine's names to the API's names.
+        """
         return {**self._sent_as, **{engine_name: self._sent_as.get(name, name) for engine_name, name in names.items()}}
 
 
 class ChatFields(BaseModel):
-    """Fields that a chat's prompt depends on, in addition to its messages."""
+    """Fields that change the prompt of a chat, in addition to the messages."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -203,7 +206,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     top_logprobs: types.NumLogprobs | None = None
     parallel_tool_calls: bool | None = None
     prediction: Annotated[Any, Shown(types.Prediction | None)] = None
-    include_reasoning: bool | None = None  # vLLM's: false omits the reasoning from the answer
+    include_reasoning: bool | None = None  # vLLM's field. False omits the reasoning from the answer.
 
     aliases: ClassVar[dict[str, As]] = {**SamplingFields.aliases, "n_probs": As("top_logprobs", (0,))}
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -217,7 +220,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """n_probs also sets logprobs, because top_logprobs needs logprobs."""
+        """Apply aliases and check the fields. The alias n_probs sets logprobs and top_logprobs."""
         super().settle(extra_fields)
         if self.n_probs:
             self.logprobs = True

@@ -1,4 +1,4 @@
-"""Converts items to messages."""
+"""Converts Responses items to messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SUMMARIES = BlockTypes({"summary_text": fields("text")})
 def read_items(instructions: str | None, given: Any) -> list[dict[str, Any]]:
     """Convert items to messages. instructions: a system message, or None. given: a text or a list of items.
 
-    Consecutive items of the assistant, or of the system, become one message.
+    Consecutive items of the assistant or of the system become one message.
     """
     turns: list[_Turn] = []
     if instructions is not None:
@@ -87,7 +87,7 @@ class _Turn:
         self.calls += other.calls
 
     def message(self) -> dict[str, Any]:
-        """Return a message. The chat template renders calls without text, and joins text parts."""
+        """Return the message."""
         content: Any = None if self.calls else ""
         if self.role in {"assistant", "system"}:
             content = ("" if self.role == "assistant" else "\n\n").join(self.texts) or content
@@ -132,7 +132,7 @@ def _texts(content: str | list[dict[str, str]]) -> list[str]:
 
 
 def _read_thoughts(item: dict[str, Any], place: str) -> list[str]:
-    """Other servers send a summary without content."""
+    """Return a reasoning item's content, or its summary if it has no content."""
     for name, types in (("content", THOUGHTS), ("summary", SUMMARIES)):
         parts = item.get(name)
         texts = []

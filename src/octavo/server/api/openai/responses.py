@@ -99,7 +99,7 @@ class ResponsesRequest(SamplingControls):
     parallel_tool_calls: bool | None = None
     reasoning: Annotated[dict[str, Any], Shown(types.Reasoning)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None  # only about padding
+    stream_options: dict[str, Any] | None = None  # concerns only padding
     text: Annotated[dict[str, Any], Shown(types.TextConfig)] | None = None
     tool_choice: Annotated[Any, Shown(types.ResponsesChoice | None)] = None
     tools: Annotated[list[Any], Shown(types.Tools[types.ResponsesTool])] | None = None
@@ -136,7 +136,7 @@ async def create_response(service: Service, http_request: Request, request: Resp
 
 @endpoint(body=ResponsesRequest, answer=InputTokens)
 async def count_input_tokens(service: Service, http_request: Request, request: ResponsesRequest) -> Response:
-    """Count the tokens of a conversation."""
+    """Count prompt tokens."""
     service.check_model(request.model)
     _refuse_unsupported(request, service.extra_fields)
     tool_format = service.answer_style.tools
@@ -180,16 +180,17 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         place = f"tools[{index}]"
         check_tool_type(tool, place, "function", '{"type": "function", "name": ...}')
         described.append(read_function(tool, place))
-    has_tools = request.tools is not None or request.tool_choice == "auto"  # answers without tools have "auto"
+    # Answers without tools have the tool_choice "auto", which clients may send back.
+    has_tools = request.tools is not None or request.tool_choice == "auto"
     choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
     return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
 
 
-_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by part
+_ITEM_TYPES = {"content": "message", "reasoning": "reasoning", "arguments": "function_call"}  # by `Part.kind`
 
 
 class ResponseReply:
-    """Writes responses."""
+    """Formats response objects."""
 
     def __init__(self, outputs: OutputProcessor, request: ResponsesRequest, job: Job, form: AnswerForm) -> None:
         self._form = form
@@ -232,13 +233,13 @@ class ResponseReply:
         return self._take_events()
 
     def end(self, usage: Usage) -> bytes:
-        """Return a complete response."""
+        """Return last events."""
         self._finish(usage)
         self._emit(f"response.{self._response.status}", response=self._response)
         return self._take_events()
 
     def error(self, error: HttpError) -> bytes:
-        """Return a failed response."""
+        """Encode an error."""
         if not self._num_events:
             self._emit("response.created", response=self._response)
         self._response.status = "failed"

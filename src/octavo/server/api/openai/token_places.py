@@ -1,4 +1,4 @@
-"""Places of tokens."""
+"""The characters of a text that each token produced."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
     from octavo.engine.tokenizer_interface import DetokenizerFactory
 
-BYTES = "bytes:"  # begins bytes that are not text
-_MOST_SKIPPED_BYTES = 32  # bytes of a prompt that belong to no token
+BYTES = "bytes:"  # prefix of bytes that are not UTF-8
+_MOST_SKIPPED_BYTES = 32  # bytes between two tokens of a prompt
 _CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a character
 
 
 class TokenPlace(NamedTuple):
     """A token's place in a text.
 
-    offset: number of characters before the token. text: the token's text, or the name of a hidden token. num_chars:
-    number of characters of which the token has a part; 0 for a hidden token.
+    offset: number of characters before the token. text: the token's text, or the name of a skipped special token.
+    num_chars: number of characters that come wholly or partly from the token.
     """
 
     offset: int
@@ -29,12 +29,12 @@ class TokenPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The end of the token's text, in characters."""
+        """The offset of the next character after the token."""
         return self.offset + self.num_chars
 
 
 def piece_text(piece: str | bytes) -> str:
-    r"""Return text, or `bytes:\xf0\x9f`, OpenAI's form of a part of a character."""
+    r"""Return a token's text. A part of a character becomes `bytes:\xf0\x9f`, as in OpenAI's API."""
     if isinstance(piece, str):
         return piece
     try:
@@ -48,9 +48,9 @@ def _bytes_text(data: bytes) -> str:
 
 
 class TokenPlaces:
-    """Finds the places of tokens while their text grows.
+    """Finds the places of tokens in a text that is being generated.
 
-    The places in a run of byte tokens (`octavo.engine.detokenizer`) are certain only after the run.
+    Some tokenizers decode consecutive byte tokens (a run) together. The places in a run are known only after the run.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class TokenPlaces:
         """offset: number of characters before the first token."""
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        self._offset = offset  # the end of the text that is certain
-        self._run = b""  # bytes of the run, after the prompt's bytes
+        self._offset = offset  # number of decoded characters
+        self._run = b""  # held bytes of the prompt, and the run's bytes
         self._num_prompt_bytes = 0
-        self._waiting: list[tuple[int, int]] = []  # tokens of the run, and the number of bytes before each
+        self._waiting: list[tuple[int, int]] = []  # (token of the run, number of bytes before it)
 
     def add(self, token_ids: Iterable[int]) -> list[TokenPlace]:
-        """Return the places that became certain."""
+        """Add tokens. Return the places that became known."""
         places: list[TokenPlace] = []
         for token_id in token_ids:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
@@ -77,7 +77,7 @@ class TokenPlaces:
                 places += self._place_text(token_id, piece)
             else:
                 name = piece_text(self._tokenizer.piece(token_id, skip_special_tokens=False))
-                places.append(TokenPlace(self._offset, name, token_id, 0))  # hidden
+                places.append(TokenPlace(self._offset, name, token_id, 0))
         return places
 
     def finish(self) -> list[TokenPlace]:
@@ -86,7 +86,7 @@ class TokenPlaces:
 
     def _place_text(self, token_id: int, piece: str) -> list[TokenPlace]:
         text = self._detokenizer.add([token_id])
-        num_chars_before = max(len(text) - len(piece), 0)  # a space may be stripped at the start
+        num_chars_before = max(len(text) - len(piece), 0)  # the decoder may strip a space at the start
         places = self._end_run(text[:num_chars_before])
         places.append(TokenPlace(self._offset, text[num_chars_before:], token_id, len(text) - num_chars_before))
         self._offset += len(text) - num_chars_before
@@ -97,7 +97,7 @@ class TokenPlaces:
         index = len((held + piece[:1]).decode(errors="replace")) - 1
         num_chars = len((held + piece).decode(errors="replace")) - index
         if index and self._detokenizer.num_prompt_bytes:
-            index -= 1  # an unfinished character of the prompt is not in this text
+            index -= 1  # the text has no character for unfinished bytes of the prompt
         place = TokenPlace(self._offset + index, _bytes_text(piece), token_id, num_chars)
         self._offset += len(self._detokenizer.add([token_id]))
         return place
@@ -124,7 +124,7 @@ class TokenPlaces:
         places = []
         for token_id, position in waiting:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
-            # A part of a character has the character's offset.
+            # A token that begins within a character has the character's offset.
             index = num_before[position] - (is_text and _continues(run, position))
             offset = start + max(index - num_stripped, 0)
             if not isinstance(piece, bytes):
@@ -143,9 +143,10 @@ def _continues(data: bytes, position: int) -> bool:
 
 
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
-    """Find the places of a prompt's tokens. A token that is missing in the prompt gets 0 characters.
+    """Find the places of a prompt's tokens in the prompt's text.
 
-    The joined text of the tokens may differ from the prompt, because a tokenizer may add a space.
+    The tokens' joined text may differ from the prompt, because a tokenizer may add a space. A token that is not found
+    gets 0 characters.
     """
     data, places, position = prompt.encode(), [], 0
     num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]

@@ -1,1 +1,1 @@
-"""Shows an engine live."""
+"""The live dashboard."""

@@ -1,4 +1,4 @@
-"""Viewers' frames."""
+"""The dashboard's changes for one viewer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Cursor:
     def frame(self) -> dict[str, Any]:
         """Return the changes since the previous frame.
 
-        is_first: True if the page must drop its state. steps_left_out: number of new steps that the view dropped.
+        `is_first` is True if the page must drop its state. `steps_left_out` is the number of new steps that the view no
+        longer has.
         """
         view = self._view
         if self._epoch != view.epoch:
@@ -83,7 +84,6 @@ _DIGITS = bytes.maketrans(bytes(range(10)), b"0123456789")
 
 
 def _changes(old: bytes, new: bytes) -> Iterator[list[int]]:
-    """Yield [index, new byte] for each byte that differs."""
     for start in range(0, len(new), _PIECE):
         piece = new[start : start + _PIECE]
         if old[start : start + _PIECE] != piece:

@@ -1,4 +1,4 @@
-"""The page's data."""
+"""The dashboard's data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 class Dashboard:
     """One engine's live view. Used on the server's event loop only.
 
-    The engine sends snapshots until `LINGER_S` after the last viewer disconnected.
+    The engine sends snapshots until `LINGER_S` seconds after the last viewer disconnected.
     """
 
     def __init__(self, service: Service) -> None:
@@ -44,22 +44,22 @@ class Dashboard:
         self._closing: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        """Take a viewer's place, or raise `QueueFullError`."""
+        """Add a viewer. Raises `QueueFullError` above `MAX_WATCHERS` viewers."""
         if self._num_watchers >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboard pages are open, which is the limit; close one")
         self._num_watchers += 1
 
     def exit(self) -> None:
-        """Release a place."""
+        """Remove a viewer."""
         self._num_watchers -= 1
         if not self._num_watchers and self._closing is None:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
     async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events: a `hello`, then a `frame` a few times a second, and finally a `bye`.
+        """Yield server-sent events. After a `hello`, a `frame` follows a few times a second, and finally a `bye`.
 
-        The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Frames do
-        not accumulate for slow viewers, because each frame is made after the previous frame was sent.
+        The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Each
+        frame is made after the previous frame was sent, so frames do not accumulate for slow viewers.
         """
         cursor = Cursor(await self._open())
         yield _event("hello", self._hello())
@@ -69,7 +69,7 @@ class Dashboard:
         yield _event("bye", {})
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """Return a request's phases and their reasons. Raises `NotFoundError`."""
+        """Return a request's phases and their reasons. Raises `NotFoundError` for an unknown request."""
         view = self._view
         if view is None:
             raise NotFoundError("requests are recorded only while a dashboard is open: open /dashboard first")
@@ -111,7 +111,7 @@ class Dashboard:
                 self._closing.cancel()
                 self._closing = None
             if self._view is None:
-                # Set before `watch`, so that `_close` finds the view if the viewer disconnects.
+                # Set before `watch`, so that `_close` finds the view if the viewer disconnects meanwhile.
                 view = self._view = LiveView(self._service.engine.clock)
                 loop = asyncio.get_running_loop()
 
@@ -119,7 +119,7 @@ class Dashboard:
                     with contextlib.suppress(RuntimeError):  # the event loop is closed
                         loop.call_soon_threadsafe(view.take, snapshot)
 
-                with contextlib.suppress(EngineDeadError):  # the page shows it
+                with contextlib.suppress(EngineDeadError):  # the page shows a dead engine
                     await self._service.engine.watch(listen)
             return self._view
 
@@ -137,7 +137,7 @@ class Dashboard:
 
 
 def read_static() -> dict[str, tuple[bytes, str]]:
-    """Map file names to (content, media type)."""
+    """Read the page's files. Return (content, media type) by file name."""
     types = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     folder = Path(__file__).parent / "static"
     return {

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class _Frames(StreamingResponse):
-    """A stream of frames for one viewer.
-
-    Takes a viewer's place or raises `QueueFullError`. Its end releases the place.
-    """
+    """A stream of frames for one viewer."""
 
     def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:
         dashboard.enter()
@@ -43,7 +40,7 @@ class _Frames(StreamingResponse):
 
 
 def dashboard_routes(service: Service) -> dict[str, Handler]:
-    """Map paths to GET handlers. Requests of all API keys are shown, so a viewer's key needs `read_metrics`."""
+    """Return GET handlers by path. The page shows requests of all API keys, so a viewer's key needs `read_metrics`."""
     dashboard = Dashboard(service)
     files = read_static()
 

@@ -1,4 +1,4 @@
-"""KV cache tiers."""
+"""Rows of the tier table."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, Any]]:
-    """Return a row for each tier. A figure is None if it is unknown or meaningless.
+    """Return a row of the dashboard for each tier. Unknown figures are None.
 
-    hit_rate: share of looked-up prompt tokens. loads_per_s, saves_per_s: bytes per second. spared: seconds of computing
-    that loads saved, minus the seconds of waiting for these loads.
+    hit_rate: share of looked-up prompt tokens that the tier had. loads_per_s, saves_per_s: bytes per second. spared:
+    estimated seconds of computing that loads avoided, minus the seconds of waiting for the loads.
     """
     return [
         {

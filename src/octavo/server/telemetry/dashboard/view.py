@@ -26,13 +26,13 @@ _NUM_STEPS = 240
 _NUM_ENDED = 200
 _NUM_ROWS = 100
 _NUM_ROWS_ENDED = 30
-_MAX_TIMES = 512  # for one second
+_MAX_TIMES = 512  # durations of one second
 WAITING, PROMPT, GENERATING, PREEMPTED = "waiting", "prompt", "generating", "preempted"
 _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
 
 class Times:
-    """Durations in seconds, for percentiles. Beyond `_MAX_TIMES`, only every n-th duration is kept."""
+    """Durations in seconds, for percentiles. Of many durations, only every n-th one is kept."""
 
     __slots__ = ("_every", "_num_seen", "values")
 
@@ -53,8 +53,8 @@ class Times:
 class Second:
     """The figures of one second of the engine's clock.
 
-    prefill, generated: numbers of tokens. running, waiting, usage: values of the last step in the second. loaded_bytes,
-    saved_bytes: bytes of KV.
+    prefill, generated: numbers of prompt tokens and of generated tokens. running, waiting: numbers of requests in the
+    second's last step. usage: used share of the KV blocks, 0 to 1. loaded_bytes, saved_bytes: bytes of KV.
     """
 
     revision: int
@@ -89,8 +89,8 @@ class Second:
 class Step:
     """An ended step.
 
-    start: on the engine's clock, in seconds. parts: (request's number, number of tokens, True for prompt tokens), in
-    the order of the batch. drafts: (request's number, number of draft tokens, number of accepted tokens).
+    start: in seconds of the engine's clock. parts: (request's number, number of tokens, True for prompt tokens), in the
+    order of the batch. drafts: (request's number, number of draft tokens, number of accepted tokens).
     """
 
     number: int
@@ -106,7 +106,7 @@ class Step:
 
 @dataclass(slots=True)
 class Shown:
-    """A request on the page. num_left: tokens to compute before the request generates."""
+    """A request on the page. num_left: number of tokens to compute before the first generated token."""
 
     number: int
     request_id: str
@@ -143,7 +143,7 @@ class LiveView:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.epoch = 0  # grows if state is dropped
+        self.epoch = 0  # grows when all state is dropped
         self._forget()
 
     def _forget(self) -> None:
@@ -166,7 +166,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state. If the snapshot `is_first`, first drop all earlier state."""
+        """Update the state from a snapshot. If the snapshot `is_first`, drop all earlier state first."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -182,7 +182,7 @@ class LiveView:
     # --- reading ---
 
     def numbers(self) -> dict[str, int]:
-        """Map ids to numbers."""
+        """Return numbers by request id."""
         return {name: shown.number for name, shown in self._shown.items()}
 
     def names_since(self, number: int) -> list[tuple[int, str]]:
@@ -190,13 +190,13 @@ class LiveView:
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
-        """Return open requests' numbers."""
+        """Return the numbers of started, open requests."""
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return the seconds before `now` that changed after `revision` or are not before `second`.
+        """Return rows for the seconds before `now` that changed after `revision` or are not before `second`.
 
-        A past second can change, because a long step's prompt tokens count in the second in which the step began.
+        A past second can change, because prompt tokens count in the second in which their step was scheduled.
         """
         self._fill(now)
         return [
@@ -218,7 +218,7 @@ class LiveView:
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return the last seconds' figures."""
+        """Return figures of the last seconds."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -260,7 +260,7 @@ class LiveView:
         return round(1 - (states.count(BlockState.FREE) + states.count(BlockState.CACHED)) / len(states), 4)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return live requests, then ended requests."""
+        """Return rows of open requests, then of ended requests."""
         now = self.clock()
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
@@ -312,7 +312,7 @@ class LiveView:
                 self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
             case events.RequestEvent():
                 shown = self._shown.get(event.request_id)
-                if shown is not None:  # otherwise it began before the first snapshot
+                if shown is not None:  # otherwise the request began before the first snapshot
                     self._follow_one(shown, event)
 
     def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
@@ -352,7 +352,7 @@ class LiveView:
             shown.num_left -= count
             parts.append((shown.number, count, is_prompt))
         self._open_steps[event.step] = event, parts
-        if len(self._open_steps) > _MOST_OPEN_STEPS:  # its end was missed
+        if len(self._open_steps) > _MOST_OPEN_STEPS:  # the end of a step is missing
             del self._open_steps[min(self._open_steps)]
         self.num_running, self.num_waiting = event.num_running, event.num_waiting
         second = self._second(event.time)
@@ -360,11 +360,10 @@ class LiveView:
         second.running, second.waiting, second.usage = event.num_running, event.num_waiting, event.kv_cache_usage
 
     def _close_step(self, end: events.StepCompleted | events.StepFailed) -> None:
-        """A step that was scheduled ahead began when the previous step ended."""
         opened = self._open_steps.pop(end.step, None)
         if opened is not None:
             event, parts = opened
-            start = max(event.time, self._last_end)
+            start = max(event.time, self._last_end)  # the step may be scheduled during the previous step
             self.steps.append(Step(event.step, start, end.time - start, parts, self._drafts))
             self.num_steps += 1
         self._last_end = end.time
@@ -372,7 +371,7 @@ class LiveView:
 
     def _take_tokens(self, event: events.StepCompleted) -> None:
         second, now = self._second(event.time), event.time
-        ttft, itl = second.ttft or Times(), second.itl or Times()  # only old seconds have None
+        ttft, itl = second.ttft or Times(), second.itl or Times()  # only settled seconds have None
         for request_id, count in event.num_new_tokens.items():
             second.generated += count
             shown = self._shown.get(request_id)
@@ -384,7 +383,7 @@ class LiveView:
             else:
                 itl.add(now - shown.last_token)
             shown.last_token = now
-            if shown.ended is None:  # after the end, num_generated is the total
+            if shown.ended is None:  # an ended request already has the total
                 shown.num_generated += count
                 if shown.state == PROMPT:
                     self._move(shown, GENERATING)
@@ -400,7 +399,7 @@ class LiveView:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the smallest of `values` such that a `share` (0 to 1) of the values are not above it."""
+    """Return the nearest-rank percentile of `values`, or None without values. share: 0.5 for the median."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
