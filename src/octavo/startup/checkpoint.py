@@ -30,12 +30,12 @@ class Checkpoint(Protocol):
 
     @property
     def path(self) -> Path:
-        """The path for another process."""
+        """The path by which another process opens the checkpoint."""
         ...
 
     @property
     def weights(self) -> WeightSource:
-        """The weights, not yet opened."""
+        """The source of the weights. Its files are not open yet."""
         ...
 
     def read_config(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
         ...
 
     def check_tokenizer(self) -> None:
-        """Raise errors of `read_tokenizer` that are found quickly."""
+        """Check for errors of `read_tokenizer` that can be found quickly."""
         ...
 
     def read_tokenizer(self) -> Tokenizer:
@@ -55,7 +55,7 @@ class Checkpoint(Protocol):
         ...
 
     def stored_tokenizer(self) -> bytes | None:
-        """Return bytes that identify the tokenizer, or None."""
+        """Return bytes that identify the tokenizer, or None without a tokenizer."""
         ...
 
     def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
@@ -72,7 +72,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Open a path, hub id or built-in model. A file is read as GGUF. weights: False to download no weights."""
+    """Open a model by its path, hub id or built-in name. A file is read as GGUF. weights: False to download none."""
     model = built_in_path(str(model)) or model
     if problem := explain_undecodable(str(model)):
         raise ModelError(f"the model's path {problem}")
