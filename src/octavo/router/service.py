@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0
-_BODIES = 64  # of the largest size, at the same time
+_BODIES = 64  # of the largest size
 
 
 class RouterService(HttpService):
     """State of a router. Used on one event loop only.
 
-    launcher: None if engines are started elsewhere. Raises `ConfigError`.
+    launcher: None if this process starts no engines. Raises `ConfigError`.
     """
 
     config: RouterConfig
@@ -60,7 +60,7 @@ class RouterService(HttpService):
 
     @property
     def request_timeout_s(self) -> float:
-        """By default, the engines' limit with a margin."""
+        """The time limit of a request. By default, the engines' limit with a margin."""
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 
@@ -71,7 +71,7 @@ class RouterService(HttpService):
 
     @contextlib.contextmanager
     def entering(self, routed: RoutedRequest, *, takes_place: bool) -> Iterator[None]:
-        """Register a request during the block, or raise."""
+        """Count a request as open during the block, or raise an error."""
         self.check_ready()
         with contextlib.ExitStack() as places:
             if takes_place:
