@@ -50,7 +50,7 @@ class Api:
     answer_counts: tuple[str, ...] = ()
 
     def response(self, error: HttpError) -> ErrorResponse:
-        """Return an error's response."""
+        """Make a response."""
         status = self.statuses.get(error.status, error.status)
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 

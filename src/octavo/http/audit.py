@@ -37,7 +37,7 @@ class Spans(Protocol):
         ...
 
     def close(self) -> None:
-        """Send the last spans."""
+        """Send remaining spans."""
         ...
 
 
@@ -72,7 +72,7 @@ class AuditMiddleware:
 
         try:
             await self.app(scope, receive, record_status)
-        except Exception as error:  # a bug of a middleware
+        except Exception as error:
             if status:
                 raise
             _faults.exception("a request failed")

@@ -41,13 +41,12 @@ _HEADERS_TOO_LARGE = HttpError(431, f"the request's headers exceed the limit of 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """An HTTP/1.1 connection with time limits. Answers 431 if headers exceed `MAX_HEADER_BYTES`.
 
-    header_timeout_s: Seconds for a request's headers, from their first byte. For the first request, the time begins
-    when the client connects. idle_timeout_s: In each period of this length, the client must take all waiting bytes, or
-    `MAX_UNSENT_BYTES`. Otherwise the connection is closed. max_connections: Further connections are accepted only for
-    health checks, so that a full server does not look dead. on_refused: Called for each error that the application does
-    not see.
+    header_timeout_s: Limit from the first byte of headers. For the first request, the time begins when the client
+    connects. idle_timeout_s: In each such period, the client must take all waiting bytes, or `MAX_UNSENT_BYTES`.
+    max_connections: Further connections are accepted only for health checks, so that a full server does not look dead.
+    on_refused: Called for each error that the application does not see.
 
-    Pipelined requests are answered in order. During an answer, the next request is read, to notice a disconnect. The
+    Pipelined requests are answered in order. During an answer, the next request is read, to notice a disconnect. A
     header Upgrade is ignored (RFC 9110, section 7.8).
     """
 
@@ -74,10 +73,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._is_in_body = self._made_progress = False
         self._is_for_probes = False
-        self._refusal: HttpError | None = None  # why valid headers are refused
+        self._refusal: HttpError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for headers."""
+        """Start a timer."""
         super().connection_made(transport)
         if self.client is not None:  # of an IPv4 client on a dual-stack socket
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
@@ -119,7 +118,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._watch_reader()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and refuse headers that are too large."""
+        """Parse bytes, and limit headers."""
         self._made_progress = False
         self._parse(data)
         if not (self._is_in_body or self._made_progress or self.transport.is_closing()):
@@ -179,7 +178,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.scope["state"]["write_body"] = self.write_body
         if self._is_for_probes:
-            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]  # uvicorn closes
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
         if not self.pipeline:
             self._answered = self.cycle
             self._watch_reader()
@@ -207,7 +206,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(self._keep_alive_timeout_s)
 
     def on_response_complete(self) -> None:
-        """Start the next pipelined request, or wait for another request."""
+        """Start the next pipelined request, or wait."""
         if self.pipeline:
             self._answered, _ = self.pipeline[-1]
         super().on_response_complete()
@@ -253,7 +252,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_reader(self) -> None:
-        """Check after each `idle_timeout_s` that the client takes the answer."""
+        """Check regularly that the client takes the answer."""
         if self._reader_timer is not None:
             return
         sock = self.transport.get_extra_info("socket")
@@ -266,7 +265,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # gVisor always reports 0 bytes. If the client takes no byte at all, the system ends the connection.
+        # gVisor always reports 0 bytes. The system ends a connection if the client takes no byte.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return

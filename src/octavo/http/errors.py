@@ -143,7 +143,7 @@ def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
 
 
 def reason_of(status: int) -> str:
-    """Return a name like bad_request or status_520."""
+    """Return a name like bad_request."""
     try:
         return HTTPStatus(status).phrase.lower().replace(" ", "_")
     except ValueError:  # engines may answer with any status

@@ -53,7 +53,7 @@ class GracefulServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True to exit."""
+        """Whether to exit."""
         return await super().on_tick(counter) or self._service.is_dead
 
     def reload(self) -> None:

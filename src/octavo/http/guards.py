@@ -1,4 +1,4 @@
-"""Middlewares and error handlers."""
+"""Middlewares, error handlers."""
 
 from __future__ import annotations
 

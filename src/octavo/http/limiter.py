@@ -82,7 +82,7 @@ class Pool:
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
     def take(self, tenant: Tenant, amount: int) -> None:
-        """Take units without a check."""
+        """Take units unchecked."""
         self._held[tenant.name] += amount
         self.num_held += amount
 
@@ -106,8 +106,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was first in its tenant's queue. Each unit counts as this
-    tenant's weight divided by the other tenant's.
+    passed: Units that later requests took while this request was its tenant's first waiter, times this tenant's weight
+    divided by theirs.
     """
 
     tenant: Tenant
@@ -118,7 +118,7 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """True if later requests took so many units that free units are now reserved for this request."""
+        """True if enough units were taken by later requests. Then units are reserved for this request."""
         return self.passed >= self.amount
 
 
@@ -126,9 +126,8 @@ class WaitingLine:
     """Requests that wait for units of a pool. Requests of one tenant wait in order of arrival.
 
     New requests and the first waiters of other tenants may overtake a waiter until they have taken as many units as the
-    waiter requested. Then no request of the same tenant overtakes the waiter. Other tenants cannot take the units that
-    the waiter needs if its tenant holds none. So a large request does not starve, and small requests do not wait long
-    for it.
+    waiter requested. Then no request of the same tenant overtakes the waiter. If this tenant holds no units, other
+    tenants cannot take the units that the waiter needs. So large requests do not starve.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -166,7 +165,7 @@ class WaitingLine:
         self.serve()
 
     def serve(self) -> None:
-        """Grant free units, oldest waiter first."""
+        """Grant free units."""
         while (waiter := next(filter(self._is_served, self._first_waiters()), None)) is not None:
             self._remove(waiter)
             self._take(waiter.tenant, waiter.amount, waiter.number)
@@ -179,7 +178,6 @@ class WaitingLine:
         return not waiter.granted.done() and self._may_take(waiter.tenant, waiter.amount, waiter.number)
 
     def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
-        """Return True if the units are free, and not reserved for another tenant."""
         if amount > self._pool.available(tenant):
             return False
         num_remaining = self._pool.num_free - amount
@@ -206,8 +204,6 @@ class WaitingLine:
 
 @dataclass(slots=True)
 class _Account:
-    """A tenant's rates. None means unlimited."""
-
     requests: Bucket | None = None
     tokens: Bucket | None = None
 
@@ -217,7 +213,7 @@ class Permit:
     """The output streams that one HTTP request may use.
 
     is_kept: True if the streamed answer releases the permit, not the `with` block. is_in: True if a prompt was
-    admitted. Then further prompts of the request wait, and are not refused.
+    admitted. Then further prompts wait.
     """
 
     tenant: Tenant
@@ -236,9 +232,9 @@ class Permit:
             self.release()
 
     async def hold_tokens(self, num_tokens: int) -> None:
-        """Count a prompt's tokens as waiting. Further prompts of a request wait until their tokens fit.
+        """Take tokens for a waiting prompt. A request's second and later prompts wait until tokens are free.
 
-        Raises `RequestError` if the tokens can never fit, and `QueueFullError` if the first prompt does not fit now.
+        Raises `RequestError`, and `QueueFullError` for the first prompt.
         """
         async with self._queue:
             await self._limiter.hold_tokens(self, num_tokens)
@@ -296,7 +292,7 @@ class RequestLimiter:
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take output streams for a request that `begin` counted.
 
-        at_least: The fewest streams that can serve the request in parts. The permit then has a multiple of this number,
+        at_least: Streams that suffice to serve the request in parts. The permit then has a multiple of this number,
         within the tenant's limit and share. None takes all `num_streams`.
         """
         least = num_streams if at_least is None else at_least
@@ -310,7 +306,7 @@ class RequestLimiter:
         return Permit(tenant, num_streams, self)
 
     def release(self, place: Permit) -> None:
-        """Release a permit's streams."""
+        """Release a permit."""
         self.streams.give_back(place.tenant, place.num_streams)
         if place.is_in:  # only admitted requests show how fast answers end
             self._endings.append((self._clock(), place.num_streams))
@@ -393,7 +389,6 @@ class RequestLimiter:
             raise RateLimitError(f"this key has used its {bucket.per_minute:g} {unit} per minute", retry_after_s=wait)
 
     def _soon(self, now: float, num_ahead: int) -> float:
-        """Estimate the seconds until `num_ahead` streams end."""
         while self._endings and self._endings[0][0] < now - _MINUTE_S:
             self._endings.popleft()
         if len(self._endings) < 2 or now <= self._endings[0][0]:

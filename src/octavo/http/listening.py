@@ -59,7 +59,7 @@ def check_files(config: AccessConfig) -> None:
 
 
 def check_certificate(config: AccessConfig) -> None:
-    """Raise `ConfigError` for an invalid certificate."""
+    """Raise `ConfigError` if invalid."""
     if config.ssl_certfile is None:
         return
     try:
@@ -73,8 +73,8 @@ def check_certificate(config: AccessConfig) -> None:
 def hearing_signals() -> Iterator[None]:
     """Handle signals in the main thread until the server handles them.
 
-    SIGHUP is ignored, because it would kill the process. SIGTERM exits; without a handler, the first process of a
-    container would ignore it.
+    SIGHUP is ignored, because it would kill the process. Without a handler, the first process of a container would
+    ignore SIGTERM.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -125,16 +125,16 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted connections inherit the option
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # inherited by accepted connections
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     return sock
 
 
 def _bind(sock: socket.socket, host: str, port: int) -> None:
-    """Bind the address so that no other socket can bind it, even before this server listens.
+    """Bind exclusively, even before this server listens.
 
-    With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only for a moment, if
-    closed connections (TIME_WAIT) block the address.
+    With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only briefly, if closed
+    connections (TIME_WAIT) block the address.
     """
     try:
         sock.bind((host, port))
@@ -148,7 +148,7 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 def open_door(sock: socket.socket) -> None:
     """Listen on a socket from `bind`. Raises `ConfigError` if another server listens already."""
-    if sys.platform != "win32":  # connections inherit the option; after they close, the next server can bind
+    if sys.platform != "win32":  # inherited by connections, so that the next server can bind
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -179,7 +179,7 @@ def bytes_under_way(sock: socket.socket | None) -> int:
 
 
 def reset_when_closed(sock: socket.socket | None) -> None:
-    """Make `close` drop unsent bytes and reset the connection."""
+    """Make `close` drop unsent bytes."""
     if sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

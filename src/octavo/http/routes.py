@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _GET, _PROBE = ("GET",), ("GET", "HEAD")
 _CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # change Ollama's models
 _OLDER = ("/get_server_info",)
-# Actions that need the permission `read_metrics`.
+# These actions need `read_metrics`.
 _SETTINGS = "read the server's settings; it needs read_metrics"
 METRICS, DASHBOARD = "read the metrics; it needs read_metrics", "see the dashboard; it needs read_metrics"
 _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # show the requests of all keys
@@ -23,10 +23,10 @@ _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # show the reque
 class Route:
     """One route.
 
-    endpoint: `module:name` of the handler, below `octavo.server.api`. aliases: Older paths. work: "answer" if a model
-    generates text, "vectors" if it embeds texts, "count" if texts are only tokenized. Requests with `work` count for
-    their tenant's limits, and the router balances them. methods: HTTP methods. The OpenAPI document shows the first.
-    operators: Name of the action if it needs the permission `read_metrics`.
+    endpoint: `module:name` below `octavo.server.api`. aliases: Older paths. work: "answer" if a model generates text,
+    "vectors" if it embeds texts, "count" if texts are only read. Requests with `work` count for their tenant's limits,
+    and the router balances them. methods: The OpenAPI document shows the first. operators: Action that needs the
+    permission `read_metrics`.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Route:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The path and its aliases."""
+        """Path and aliases."""
         return (self.path, *self.aliases)
 
 
@@ -95,7 +95,7 @@ ROUTES = Routes(
     Route("/api/version", "ollama.models:version", OLLAMA, methods=_PROBE),
     Route("/api/pull", "ollama.models:refuse", OLLAMA, aliases=_CHANGES, is_described=False),
     Route("/api/delete", "ollama.models:refuse", OLLAMA, methods=("DELETE",), is_described=False),
-    Route("/", "describing:front_page", methods=_PROBE, is_described=False),  # for Ollama's clients
+    Route("/", "describing:front_page", methods=_PROBE, is_described=False),
     Route("/model_info", "describing:model_info", SGLANG, methods=_GET, aliases=("/get_model_info",)),
     Route("/server_info", "describing:server_info", OPERATOR, methods=_GET, aliases=_OLDER, operators=_SETTINGS),
     Route("/metrics", "operating:metrics", OPERATOR, methods=_GET, operators=METRICS),

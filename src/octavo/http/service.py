@@ -1,4 +1,4 @@
-"""State of an HTTP application."""
+"""Application state."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class HttpService(ABC):
         self.check_engine()
 
     def begin(self, tenant: Tenant) -> None:
-        """Check the limits when a request's headers arrive, and count the request."""
+        """See `RequestLimiter.begin`."""
         self.check_ready()
         self.limiter.begin(tenant)
 

@@ -210,7 +210,7 @@ def _new_key() -> tuple[str, str]:
 def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the tables of a file, then write them. Keeps comments and formatting. Raises `ConfigError`.
 
-    name: a key that must be in the file. Nothing is written if the block raises. The file is replaced atomically, and
+    name: A key that must be in the file. If the block raises, nothing is written. The file is replaced atomically, and
     keeps its owner and mode.
     """
     try:

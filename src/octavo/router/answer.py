@@ -19,7 +19,7 @@ _MAX_HEADER_BYTES = 64 << 10  # also between two pieces of a body
 _MAX_WAITING_BYTES = 256 << 10  # reading pauses above this limit
 _FINAL_STATUSES = range(200, 600)
 _INTERIM_STATUSES = range(100, 200)
-_EMPTY_STATUSES = frozenset({204, 304})  # without a body
+_EMPTY_STATUSES = frozenset({204, 304})
 _EVENT_STREAM, _JSON_LINES = b"text/event-stream", b"application/x-ndjson"
 
 
@@ -297,7 +297,7 @@ class Answer:
             self._refuse("its status is 204, which has no body, but its headers announce one")
         self._is_begun = True
         self._progress_at = self._loop.time()
-        self.is_over = self._is_head  # an answer to HEAD has no body
+        self.is_over = self._is_head
         self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
         self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
 

@@ -63,7 +63,7 @@ class EngineConnection(asyncio.Protocol):
         return answer
 
     def read_on(self, *, is_reading: bool) -> None:
-        """Resume or pause reading."""
+        """Pause or resume."""
         if self._transport.is_closing():
             return
         if is_reading:

@@ -87,7 +87,7 @@ class EnginesOfName:
 
 
 def make_sources(config: RouterConfig) -> list[Source]:
-    """Make the configured sources."""
+    """Make configured sources."""
     sources: list[Source] = []
     if config.engines_file is not None:
         sources.append(EnginesFile(config.engines_file))

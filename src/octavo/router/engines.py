@@ -120,7 +120,6 @@ class EnginePool:
         return able[0] if len(able) == 1 else self._policy.choose(summary, able)
 
     def _able(self, summary: RequestSummary) -> list[EngineHandle]:
-        """Return ready engines with the model, or all if none is known to have it."""
         able = [engine for engine in self.ready() if engine.serves(summary.model)]
         is_known = any(engine.models and engine.serves(summary.model) for engine in self.engines.values())
         return able if able or is_known else self.ready()

@@ -1,4 +1,4 @@
-"""Splits streams into events."""
+"""Splits event streams."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class EventStream:
 
     @property
     def last_event(self) -> bytes:
-        """The last complete event."""
+        """Last complete event."""
         text = self.last.rstrip(b"\r\n")
         return text[max(_end_of_last(end, text) for end in self._ends) :]
 

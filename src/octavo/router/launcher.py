@@ -61,7 +61,7 @@ class LocalReplicas(Launcher):
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:
-        """Restart a frozen replica."""
+        """Restart if frozen."""
         if num_times >= _FROZEN_TIMES and url in self._replicas:
             self._replicas[url].kill_frozen()
 
@@ -93,7 +93,7 @@ class _Replica:
 
     @property
     def has_failed(self) -> bool:
-        """True if the child is down after too many failed starts or a wrong option."""
+        """True if the child is down after failed starts or a wrong option."""
         return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
@@ -121,7 +121,7 @@ class _Replica:
                 self._process.kill()
 
     def join(self) -> None:
-        """Wait for the child's end, or kill the child."""
+        """End the child."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive() and self._process is not None:
             logger.warning("replica %d does not exit: killing it", self._index)
@@ -155,7 +155,7 @@ class _Replica:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free loopback ports."""
+    """Find free ports."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:

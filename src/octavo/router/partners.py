@@ -34,8 +34,6 @@ class PromptFigures(NamedTuple):
 
 @dataclass(slots=True)
 class _Pair:
-    """differences: Last logged differences of KV. num_vain: Consecutive requests without KV. pause_s: Last pause."""
-
     differences: str = ""
     num_vain: int = 0
     pause_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Relays requests and answers."""
+"""Relays HTTP requests."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class _Refusal:
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until a retry; infinite if unknown."""
+        """Seconds until retry."""
         reported_s = self.answer.retry_after_s
         return math.inf if reported_s is None else reported_s
 
@@ -234,7 +234,7 @@ class _Exchange:
         except (*FAILURES, OctavoError) as error:
             if not self._routed.is_begun:
                 raise
-            answer.give_up()  # the engine need not wait
+            answer.give_up()
             await self._end_stream(error, events, share.engine)
         else:
             self._is_complete = answer.status == _OK

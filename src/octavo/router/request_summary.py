@@ -34,7 +34,6 @@ def _nested(name: str) -> Any:
     return msgspec.defstruct(name.capitalize(), [(path[1], Any, None) for path in dict.fromkeys(paths)])
 
 
-# The engine checks the values.
 _FIELDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(_PROMPT_FIELDS, (msgspec.Raw, _NO_RAW)),
     **{path[0]: (Any if len(path) == 1 else _nested(path[0]) | None, None) for path in (*_LIMITS, _DETAILS)},

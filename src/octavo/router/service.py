@@ -36,7 +36,7 @@ class RouterService(HttpService):
     """
 
     config: RouterConfig
-    upstream: Upstream  # `start` sets it, on the event loop
+    upstream: Upstream
 
     def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
         self.pool = EnginePool(create_policy(config))
@@ -89,12 +89,12 @@ class RouterService(HttpService):
                     self._is_idle.set()
 
     def charge(self, routed: RoutedRequest, num_tokens: int) -> None:
-        """Charge the request's tenant."""
+        """Charge the tenant."""
         if num_tokens:
             self.limiter.charge(routed.tenant, num_tokens)
 
     def suspect(self, engine: EngineHandle) -> None:
-        """Check an engine now."""
+        """Recheck an engine."""
         if self._watch is not None:
             self._watch.suspect(engine)
 
@@ -113,7 +113,7 @@ class RouterService(HttpService):
         for routed in list(self._routed_requests):
             routed.end(why())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SLOW_READER_S):  # clients may not read
+            async with asyncio.timeout(_SLOW_READER_S):
                 await self._is_idle.wait()
         if self._watch is not None:
             await self._watch.stop()

@@ -58,7 +58,7 @@ class EngineWatch:
         self._wake: dict[EngineHandle, asyncio.Event] = {}
 
     def start(self) -> None:
-        """Start to find engines."""
+        """Start all tasks."""
         self._begin(self._discover())
 
     async def stop(self) -> None:
@@ -68,7 +68,7 @@ class EngineWatch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def suspect(self, engine: EngineHandle) -> None:
-        """Check an engine now."""
+        """Recheck an engine."""
         if engine in self._wake:
             self._wake[engine].set()
 

@@ -1,4 +1,4 @@
-"""The interface of checkpoints."""
+"""Interface of checkpoints."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Checkpoint(Protocol):
 
     @property
     def weights(self) -> WeightSource:
-        """The source of the weights. Its files are not open yet."""
+        """The unopened weights."""
         ...
 
     def read_config(self) -> dict[str, Any]:
-        """Return the content of config.json."""
+        """Read config.json."""
         ...
 
     def read_architecture(self) -> Architecture:
-        """Return the model's architecture."""
+        """Read the architecture."""
         ...
 
     def check_tokenizer(self) -> None:
@@ -55,7 +55,7 @@ class Checkpoint(Protocol):
         ...
 
     def stored_tokenizer(self) -> bytes | None:
-        """Return bytes that identify the tokenizer, or None without a tokenizer."""
+        """Return bytes that identify the tokenizer, or None."""
         ...
 
     def read_chat_template(self, special_tokens: Mapping[str, str]) -> ChatTemplate | None:

@@ -97,7 +97,7 @@ class GGUFCheckpoint:
         return GenerationDefaults(sampling, self.vocabulary.eos_token_ids(), self.path)
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """See `Checkpoint`. By default, the embedding is the last token's hidden state."""
+        """See `Checkpoint`."""
         key = f"{self.weights.architecture}.pooling_type"
         kind = self.file.metadata.get(key, 0)
         if not isinstance(kind, int) or kind not in _POOLING:
