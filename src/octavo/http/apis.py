@@ -169,7 +169,7 @@ OLLAMA_TAG = ":latest"  # Ollama's clients append it to model names
 
 
 def api_below(path: str) -> Api:
-    """Return the API whose prefix `below` the path has, by default OpenAI's."""
+    """Return the API that owns a path, by default OpenAI's."""
     return next((api for api in APIS if api.below and path.startswith(api.below)), OPENAI)
 
 

@@ -41,8 +41,8 @@ _HEADERS_TOO_LARGE = HttpError(431, f"the request's headers exceed the limit of 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """An HTTP/1.1 connection with time limits. Answers 431 if headers exceed `MAX_HEADER_BYTES`.
 
-    header_timeout_s: Limit from the first byte of headers. For the first request, the time begins when the client
-    connects. idle_timeout_s: In each such period, the client must take all waiting bytes, or `MAX_UNSENT_BYTES`.
+    header_timeout_s: Limit for a request's headers, from their first byte. For the first request, the time begins when
+    the client connects. idle_timeout_s: Period in which the client must take all waiting bytes, or `MAX_UNSENT_BYTES`.
     max_connections: Further connections are accepted only for health checks, so that a full server does not look dead.
     on_refused: Called for each error that the application does not see.
 

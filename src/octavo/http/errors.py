@@ -122,7 +122,7 @@ class HttpError:
 
 
 class ErrorResponse(Response):
-    """A response that stores its error in the request's state when it is sent."""
+    """A response that stores its error in the request's state."""
 
     media_type = "application/json"
 
@@ -137,7 +137,7 @@ class ErrorResponse(Response):
 
 
 def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
-    """Store `error` in a request's state unless the state has an error. Return the stored error."""
+    """Store a request's first error in `state`. Return this first error."""
     noted: HttpError = state.setdefault("error", error)
     return noted
 

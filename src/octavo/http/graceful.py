@@ -40,7 +40,7 @@ class GracefulServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        """Begin the shutdown; force it at a second signal. Unlike uvicorn, do not raise the signal again."""
+        """Begin the shutdown, or force it at a second signal. Unlike uvicorn, do not raise the signal again."""
         self.force_exit = self.should_exit
         self.should_exit = True
 

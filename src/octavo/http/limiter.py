@@ -77,7 +77,7 @@ class Pool:
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
     def share(self, tenant: Tenant) -> float:
-        """Return how many units a tenant may take and then hold at most its weight times the remaining free units."""
+        """Return how many units a tenant may take. After that, it may hold at most its weight times the free units."""
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
@@ -281,7 +281,7 @@ class RequestLimiter:
         self._has_ended = False
 
     def begin(self, tenant: Tenant) -> None:
-        """Check the limits when a request's headers arrive, and count the request."""
+        """Check the limits for a new request, and count the request."""
         account = self._account(tenant)  # before `now`: a new account's times begin here
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)

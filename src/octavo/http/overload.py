@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OverloadMiddleware:
-    """Checks the limits for each request when its headers are read, much cheaper than in a route.
+    """Checks the limits when a request's headers are read.
 
     begin: Counts a request of the tenant, or raises an error.
     """

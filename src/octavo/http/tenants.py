@@ -1,4 +1,4 @@
-"""API keys from a file: each key is a tenant with its own limits and share.
+"""API keys from a file. Each key is a tenant with its own limits and share.
 
     [keys.alice]
     sha256 = "9f86d081884c7d65..."    # `octavo keys add FILE alice` makes a key and writes this
@@ -90,7 +90,7 @@ class Keyring:
 
     @classmethod
     def from_file(cls, path: Path, operator_key: str | None = None) -> Keyring:
-        """Read a file of keys. Raises `ConfigError`. operator_key: a further key, which may read metrics."""
+        """Read a file of keys. Raises `ConfigError`. operator_key: A further key, which may read metrics."""
         operator = [] if operator_key is None else [(_digest(operator_key.encode()), _OPERATOR)]
         return cls([*_read(path), *operator])
 

@@ -23,7 +23,7 @@ class Timeout:
         self._timer = asyncio.get_running_loop().call_later(seconds, timeouts.take_in, self)
 
     def cancel(self) -> None:
-        """Prevent the call, even if its time has expired and earlier timeouts delay it."""
+        """Prevent the call, even if it is already late."""
         self._timer.cancel()
         self._queue.leave_out(self)
 

@@ -59,7 +59,7 @@ class _Lookup:
 
 
 class StoreConnector:
-    """A `core.kv_connector.KVConnector` over a store.
+    """The scheduler's access to a store, a `core.kv_connector.KVConnector`.
 
     The result of a lookup is kept until the request ends or needs other blocks. After a load that ended early, only
     blocks before the first missing block are looked up. Blocks that another engine saves are looked up until all are

@@ -87,7 +87,7 @@ class DirectDonor:
         self.port: int | None = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, name="octavo-kv-direct", daemon=True).start()
 
-    # --- events of the scheduler --------------------------------------------------------------------------------------
+    # --- scheduler events ---------------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
         """Open the transfer of a request that hands KV over."""
@@ -132,7 +132,7 @@ class DirectDonor:
     def forget_expected(self, request_id: str) -> None:
         """Do nothing."""
 
-    # --- as a store ---------------------------------------------------------------------------------------------------
+    # --- store --------------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """See `KVStore`."""
@@ -189,7 +189,7 @@ class DirectDonor:
             _end(each)
         self._client.close()
 
-    # --- to decode engines --------------------------------------------------------------------------------------------
+    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         while True:
@@ -261,10 +261,7 @@ class DirectDonor:
         return ready
 
     def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
-        """Write and report blocks as they are computed, and send a `Beat` every `BEAT_S`.
-
-        Raises `StoreError` if blocks are ready but no block is written to any engine for `_STALLED_S`.
-        """
+        """Write and report blocks as they are computed, and send a `Beat` every `BEAT_S`."""
         num_written, requested_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
         ready_at: float | None = None  # since when a computed block waits
         while num_written < len(ready.keys):

@@ -89,7 +89,7 @@ class DirectReceiver:
         self._num_errors = 0
         self._is_closed = False
 
-    # --- events of the scheduler --------------------------------------------------------------------------------------
+    # --- scheduler events ---------------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
         """See `MooncakeConnector`."""
@@ -127,7 +127,7 @@ class DirectReceiver:
         with self._lock:
             self._expected.pop(request_id, None)
 
-    # --- as a store ---------------------------------------------------------------------------------------------------
+    # --- store --------------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that one prefill engine should send."""
@@ -171,7 +171,7 @@ class DirectReceiver:
             self._expected.clear()
         self._client.close()
 
-    # --- from prefill engines -----------------------------------------------------------------------------------------
+    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
         with self._lock:

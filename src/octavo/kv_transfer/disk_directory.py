@@ -168,7 +168,7 @@ class DiskDirectory:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a file for reading; raise `OSError` for a link."""
+        """Open a file for reading. Raises `OSError` for a link."""
         descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             yield descriptor, os.fstat(descriptor)
@@ -298,7 +298,6 @@ class DiskDirectory:
                 self.index.used(oldest[1], time.time_ns())
 
     def _evict(self, used_ns: int, name: str) -> None:
-        """Delete a file, unless it was used after used_ns."""
         path = self.path / name
         try:
             found = path.lstat()
@@ -351,7 +350,7 @@ class DiskDirectory:
         return os.pread(self._lock_descriptor, _GENERATION_BYTES, 0)
 
     def _new_generation(self) -> None:
-        """Announce a change to other processes. If another process made a change before, a count remains due."""
+        """Announce a change to other processes."""
         is_counted = self._read_generation() == self._generation
         generation = secrets.token_bytes(_GENERATION_BYTES)
         os.pwrite(self._lock_descriptor, generation, 0)

@@ -123,7 +123,7 @@ class GlobalKVPool:
         return num_tokens, node_ids
 
     def get(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block or None, and mark it as used."""
+        """Return a node's block or None, and mark the block as used."""
         with self._lock:
             return self._touch_at(block_hash, node_id)
 
@@ -201,7 +201,7 @@ class GlobalKVPool:
         return is_complete
 
     def remove(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop all copies of blocks; unknown hashes are ignored."""
+        """Drop all copies of blocks."""
         with self._lock:
             for block_hash in block_hashes:
                 for node_id in self._holders.pop(block_hash, {}):

@@ -84,7 +84,7 @@ class Opened:
 
 
 class BusyError(StoreError):
-    """No area is free: each is in use, or a failed transfer may still write into it."""
+    """No area is free. Each area is in use, or a failed transfer may still write into it."""
 
 
 class Area:

@@ -120,7 +120,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Save each block to the stores that lack it. Return how many leading blocks at least one store has now."""
+        """Save each block to the stores that lack it. Return how many leading blocks are now in any store."""
         kept, tally = set[bytes](), tally or TierTally()
         names = _names(keys, only_first_group=only_first_group)
         for tier in self._usable_tiers(only_first_group=only_first_group):

@@ -39,7 +39,7 @@ def headers_for_client(
 
 
 def retry_after_s(value: bytes) -> float | None:
-    """Return the seconds of a `Retry-After`: 0 for a past date, None if invalid."""
+    """Return a `Retry-After` in seconds, 0 for a past date, None if invalid."""
     text = value.strip()
     if text.isdigit():
         return float(text) if len(text) <= _MAX_DIGITS else None

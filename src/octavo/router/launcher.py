@@ -44,7 +44,7 @@ class Launcher:
 
 
 class LocalReplicas(Launcher):
-    """Runs engines as child processes, and restarts them if they die or freeze. They end when this process ends.
+    """Runs engines as child processes. Restarts a child that dies or freezes. Children end when this process ends.
 
     commands: Commands by the engine's address.
     """

@@ -82,7 +82,7 @@ class Pair:
         self._before = decode.prompt_figures
         self._is_paired = False
         summary = replace(routed.summary, max_tokens=1, num_streams=1)
-        self._routed = RoutedRequest(summary, routed.tenant)  # its failure does not end the client's request
+        self._routed = RoutedRequest(summary, routed.tenant)
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
@@ -131,7 +131,7 @@ class Pair:
         return self._task.result()
 
     async def _compute(self) -> bool:
-        """Request the prefill. Never raises."""
+        """Request the prefill."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
         is_computed = False

@@ -58,7 +58,7 @@ class CacheAware(RoutingPolicy):
         return amount - least > self._balance_tokens and amount > self._balance_ratio * least
 
     def _work_of(self, engine: EngineHandle) -> float:
-        """Return an engine's work. A new engine starts with the smallest amount, or it would get all prompts."""
+        """Return an engine's work, at first the smallest work of all engines."""
         return self._work.setdefault(engine, min(self._work.values(), default=0.0))
 
     def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Expected:
     """The prefix of a prompt that is expected in an engine's cache.
 
-    num_bytes: Length; 0 if only open requests have sent the prefix, because it may not be computed yet. since: Earliest
-    of the times at which its pieces were last sent.
+    num_bytes: Length, or 0 if only open requests have sent the prefix, because it may not be computed yet. since:
+    Earliest of the times at which its pieces were last sent.
     """
 
     num_bytes: int
