@@ -149,7 +149,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _wants_upgrade(self) -> bool:
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # CONNECT has no body to parse
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"  # CONNECT has no body
 
     def _begin_without_upgrade(self) -> None:
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()

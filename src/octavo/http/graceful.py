@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.http.service import HttpService
 
 logger = logging.getLogger(__name__)
-_SLOW_READER_S = 10  # for clients to read the last event
+_SLOW_READER_S = 10  # after the last event
 _LOOK_S = 0.1  # between checks for a second signal
 
 

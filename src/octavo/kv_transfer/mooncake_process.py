@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any], int], Sequence[int]]
 
-_OPEN_S = 12  # after it, a signal ends the process, even if the GIL is held
+_OPEN_S = 12  # after this time, a signal ends the process, even if the GIL is held
 _CLOSE_S = 4
 _ADDRESSES = "P2PHANDSHAKE"  # clients find each other through the master alone
 _CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, unused

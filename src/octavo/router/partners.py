@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _VAIN_IN_A_ROW = 3  # requests without KV before a pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _MAX_UNKNOWN = 1024
-_LEAST_SHARE = 0.1  # of new tokens; a smaller share is not KV that arrived
+_LEAST_SHARE = 0.1  # of new tokens; if fewer were found, no KV arrived
 _COMPUTED_SHARE = 0.5  # of estimated new tokens; if this share was computed, no KV arrived
 
 

@@ -90,8 +90,8 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
     """Log to standard error, unless the root logger has handlers.
 
     style: One of `LOG_FORMATS`. process: Name of a process that the user did not start. audit_file: File for the lines
-    of the logger `AUDIT`, as JSON. These lines do not depend on `level`. Raises `ConfigError` if the file cannot be
-    opened.
+    of the logger `AUDIT`, as JSON. These lines do not depend on `level` and do not go to standard error. Raises
+    `ConfigError` if the file cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()

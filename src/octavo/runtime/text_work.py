@@ -25,7 +25,7 @@ _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LARGE = 256  # entries of JSON; serializing an entry takes microseconds
 _BYTES_PER_ENTRY = 128  # of JSON input
-_KINDS = "text", "count"  # for answers, for token counts
+_KINDS = "text", "count"  # answers, token counts
 _LONGEST_S = 30.0  # 8 MB of text take a third of this time
 
 
