@@ -24,15 +24,15 @@ class _LastToken(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Api:
-    """One API.
+    """Formats of a client API.
 
-    below: path prefix of errors in this API's form. error: returns an error's JSON object. event: returns the last
-    event of a failing stream. last_event: matches the start of a complete stream's last event; None if that event has a
-    field of `_LastToken`. statuses: HTTP status -> this API's status, if different. any_type: accepts any Content-Type.
-    lines: events are lines of JSON.
+    below: Path prefix. Errors of unknown paths with this prefix have this API's format. error: Returns an error's JSON
+    object. event: Returns the last event of a stream that fails. last_event: Matches the last event of a complete
+    stream. If None, the last event has a field of `_LastToken`. statuses: Maps an HTTP status to the status that this
+    API sends instead. any_type: Accepts any Content-Type. lines: Each event is a line of JSON.
 
-    For the router: `limits` are fields that limit the answer's tokens; `a.b` is field b of object a. `counted` is the
-    field in which the token counts begin.
+    The router reads the other fields. limits: Request fields that limit the answer's tokens; "a.b" is field b of object
+    a. counted: Answer field in which the token counts begin.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Api:
     answer_counts: tuple[str, ...] = ()
 
     def response(self, error: HttpError) -> ErrorResponse:
-        """Return an error's response."""
+        """Make a response."""
         status = self.statuses.get(error.status, error.status)
         return ErrorResponse(error, msgspec.json.encode(self.error(error)), status, error.headers)
 
@@ -154,7 +154,7 @@ OLLAMA = Api(
     below="/api/",
     error=_ollama_error,
     event=lambda error: msgspec.json.encode(_ollama_error(error)) + b"\n",
-    any_type=True,  # `curl -d` sends another type
+    any_type=True,  # `curl -d` sends a form's type
     lines=True,
     prompt=("tools", "system", "messages", "prompt"),
     limits=("num_predict", "options.num_predict"),
@@ -163,18 +163,18 @@ OLLAMA = Api(
     answer_counts=("eval_count",),
 )
 SGLANG, OPERATOR = replace(OPENAI, name="SGLang"), replace(OPENAI, name="operator")
-# Joined in this order, the prompt fields keep each API's own order.
+# The router joins prompt fields in this order, which agrees with each API's own order.
 APIS = (RESPONSES, ANTHROPIC, OPENAI, OLLAMA, TGI)
-OLLAMA_TAG = ":latest"  # Ollama's clients append it
+OLLAMA_TAG = ":latest"  # Ollama's clients append it to model names
 
 
 def api_below(path: str) -> Api:
-    """Return the API with the path's prefix, by default OpenAI's."""
+    """Return the API that owns a path, by default OpenAI's."""
     return next((api for api in APIS if api.below and path.startswith(api.below)), OPENAI)
 
 
 def error_response(error: HttpError, path: str) -> ErrorResponse:
-    """Make an error response outside of a route."""
+    """Return the response for an error outside of a route."""
     response = api_below(path).response(error)
     if error.status == 401 and path.startswith(PAGES):
         response.headers["WWW-Authenticate"] = (

@@ -24,7 +24,7 @@ logger = logging.getLogger(logs.AUDIT)
 _faults = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # polled every second
+_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # polled every second, and logged only after errors
 
 
 class Spans(Protocol):
@@ -37,15 +37,15 @@ class Spans(Protocol):
         ...
 
     def close(self) -> None:
-        """Send the last spans."""
+        """Send remaining spans."""
         ...
 
 
 class AuditMiddleware:
-    """The outermost middleware. Logs every request without its content.
+    """The outermost middleware. Logs and counts every request, without its content.
 
-    Keeps the client's X-Request-Id if it matches `_ID`. Routes add fields to `request.state.audit`. Refused and cut-off
-    requests are counted only here.
+    Keeps a valid X-Request-Id of the client, otherwise makes an id. Routes add fields to the log line in
+    `request.state.audit`.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Spans | None = None) -> None:
@@ -72,7 +72,7 @@ class AuditMiddleware:
 
         try:
             await self.app(scope, receive, record_status)
-        except Exception as error:  # a middleware's bug is counted, too
+        except Exception as error:
             if status:
                 raise
             _faults.exception("a request failed")

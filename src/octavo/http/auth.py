@@ -24,7 +24,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 class ApiKeyMiddleware:
     """Requires a valid API key, except for health checks. Sets `request.state.tenant`.
 
-    keyring: returns None if no key is required.
+    keyring: Returns the current keys, or None if no key is required.
     """
 
     def __init__(self, app: ASGIApp, keyring: Callable[[], Keyring | None]) -> None:
@@ -53,16 +53,16 @@ class ApiKeyMiddleware:
 
 
 def check_operator(tenant: Tenant, action: str) -> None:
-    """Raise `NotAllowedError` if a key lacks `read_metrics`."""
+    """Raise `NotAllowedError` if the tenant lacks the permission `read_metrics`."""
     if not tenant.read_metrics:
         raise NotAllowedError(f"this key may not {action}")
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Return the key if all headers agree on it.
+    """Return the request's key, or None if headers contain different keys.
 
-    A browser sends a saved password with the requests of any page, so a password counts only for the server's own
-    pages.
+    Browsers add a saved password even to requests of other sites' pages. So a password is accepted only from the
+    server's own pages.
     """
     keys: dict[bytes, bytes | None] = {}
     is_password = False
@@ -78,7 +78,7 @@ def _key(scope: Scope) -> bytes | None:
 def _is_same_origin(scope: Scope) -> bool:
     """Return True if the browser's user or one of the server's own pages makes the request.
 
-    Browsers send `Sec-Fetch-Site` only over TLS and on loopback. Without it, the request must not name another Origin.
+    Browsers send `Sec-Fetch-Site` only over TLS and on loopback. Without this header, Origin must not be another site.
     """
     said: dict[bytes, bytes] = dict(scope["headers"])
     site = said.get(b"sec-fetch-site")

@@ -25,7 +25,7 @@ FREE_BYTES = 64 << 10
 async def received(
     request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
-    """Yield the pieces of a body, which take bytes of `pool` until the block ends.
+    """Read a request's body and yield its pieces. Until the block ends, the body's bytes are taken from `pool`.
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """
@@ -39,7 +39,7 @@ async def received(
 
 
 def read_timeout(request: Request, limit_s: float) -> float:
-    """Return the seconds of X-Request-Timeout, at most the limit. Raises `RequestError`."""
+    """Return the request's X-Request-Timeout in seconds, at most `limit_s`. Raises `RequestError`."""
     given = request.headers.get("x-request-timeout")
     if given is None:
         return limit_s
@@ -53,9 +53,9 @@ def read_timeout(request: Request, limit_s: float) -> float:
 
 
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read a body. taken: receives a callback that returns the bytes to `pool`.
+    """Read a body. When `taken` is closed, the bytes return to `pool`.
 
-    The first `FREE_BYTES` are not taken, because the connection buffers as many anyway.
+    The first `FREE_BYTES` do not count, because each connection has a buffer anyway.
     """
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")

@@ -39,15 +39,15 @@ _HEADERS_TOO_LARGE = HttpError(431, f"the request's headers exceed the limit of 
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes connections that exceed a time limit. Answers 431 if headers exceed `MAX_HEADER_BYTES`.
+    """An HTTP/1.1 connection with time limits. Answers 431 if headers exceed `MAX_HEADER_BYTES`.
 
-    header_timeout_s: from the first byte of headers; for the first request, from connecting. idle_timeout_s: in each
-    such period the client must take all waiting bytes, or `MAX_UNSENT_BYTES`. Otherwise a finished stream would keep
-    its place. max_connections: further connections are accepted only for health checks, so that a full server does not
-    look dead. on_refused: called for each error that is no answer to a request.
+    header_timeout_s: Limit for a request's headers, from their first byte. For the first request, the time begins when
+    the client connects. idle_timeout_s: Period in which the client must take all waiting bytes, or `MAX_UNSENT_BYTES`.
+    max_connections: Further connections are accepted only for health checks, so that a full server does not look dead.
+    on_refused: Called for each error that the application does not see.
 
-    Pipelined requests are answered in order. During an answer one more request is read, to notice a disconnect. A
-    request to upgrade is answered in HTTP/1.1 (RFC 9110, section 7.8).
+    Pipelined requests are answered in order. During an answer, the next request is read, to notice a disconnect. A
+    header Upgrade is ignored (RFC 9110, section 7.8).
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._timer: Timeout | None = None
         self._reader_timer: Timeout | asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None  # answered now or last; `cycle` is the newest
+        self._answered: RequestResponseCycle | None = None  # answered now or last; uvicorn's `cycle` is the newest
         self._num_header_bytes = 0
         self._is_in_body = self._made_progress = False
         self._is_for_probes = False
-        self._refusal: HttpError | None = None  # why valid headers are refused
+        self._refusal: HttpError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for headers."""
+        """Start a timer."""
         super().connection_made(transport)
-        if self.client is not None:  # on a dual-stack socket
+        if self.client is not None:  # of an IPv4 client on a dual-stack socket
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._is_for_probes = len(self.connections) > self._max_connections
@@ -92,7 +92,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_silent_probe(self) -> bool:
-        """True for a health check's connection that has sent nothing."""
+        """True if this connection is only for health checks, and the client has sent nothing."""
         is_silent = self._answered is None and not self._num_header_bytes
         return self._is_for_probes and is_silent and not self.transport.is_closing()
 
@@ -102,18 +102,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop timers and request."""
+        """Stop the timers, and mark the current request as disconnected."""
         self._stop_waiting()
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
         super().connection_lost(exc)
-        if self._answered is not None:  # uvicorn marks only the newest
+        if self._answered is not None:  # uvicorn marks only the newest request
             self._answered.disconnected = True
             self._answered.message_event.set()
 
     def pause_writing(self) -> None:
-        """Watch the reader."""
+        """Watch the client."""
         super().pause_writing()
         self._watch_reader()
 
@@ -159,8 +159,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.parser.feed_data(b"\r\n".join([method + b" " + self.url + b" HTTP/" + version, *lines, b"", b""]))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Ignore trailers."""
-        if not self._is_in_body:
+        """Store a header."""
+        if not self._is_in_body:  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -174,11 +174,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._is_for_probes and self.url.partition(b"?")[0] not in _PROBES:
             self._refusal = _TOO_MANY_CONNECTIONS
         if self._refusal is not None:
-            raise ValueError("refused")  # makes the parser fail, so `_parse` answers
+            raise ValueError("refused")  # the parser fails, and `_parse` answers
         super().on_headers_complete()
         self.scope["state"]["write_body"] = self.write_body
         if self._is_for_probes:
-            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]  # uvicorn obeys it
+            self.cycle.default_headers = [*self.cycle.default_headers, (b"connection", b"close")]
         if not self.pipeline:
             self._answered = self.cycle
             self._watch_reader()
@@ -186,11 +186,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def write_body(self, piece: bytes) -> bool:
-        """Write a piece of a chunked answer. Returns False if the client must catch up.
+        """Write a piece of a chunked answer, faster than ASGI's `send`. Returns False if too many bytes are unsent.
 
-        After False, send an empty piece by ASGI, which waits for the client. ASGI's `send` is slower.
+        After False, the caller must send an empty piece by ASGI, which waits until the client has read enough.
         """
-        if self.transport.is_closing():  # `receive` tells the route
+        if self.transport.is_closing():  # `receive` reports it
             return True
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return not self.flow.write_paused
@@ -206,20 +206,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(self._keep_alive_timeout_s)
 
     def on_response_complete(self) -> None:
-        """Wait for another request."""
+        """Start the next pipelined request, or wait."""
         if self.pipeline:
             self._answered, _ = self.pipeline[-1]
         super().on_response_complete()
         self._unset_keepalive_if_required()
-        if not self.transport.is_closing() and self.cycle.response_complete:  # otherwise a pipelined one is answered
+        if not self.transport.is_closing() and self.cycle.response_complete:  # no pipelined request
             is_begun = self._is_in_body or self._num_header_bytes
             self._wait(self._header_timeout_s if is_begun else self._keep_alive_timeout_s)
         self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
-        """Close the connection after invalid input.
+        """Answer invalid input with an error, and close the connection.
 
-        Answer 400 first, unless it could be taken for another request's answer.
+        No error is sent if the client could take it for another request's answer.
         """
         answered = self._answered
         is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
@@ -228,7 +228,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
-        """Answer with an error. state: of the request that ends."""
+        """Answer with an error. state: ASGI state of the request that the error ends, or None."""
         if state is None:
             self._on_refused(self.client, error)
         else:
@@ -265,7 +265,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # gVisor always reports 0. The system ends a connection if the client takes no byte.
+        # gVisor always reports 0 bytes. The system ends a connection if the client takes no byte.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return
@@ -287,10 +287,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class PacedAnswers:
-    """Sends a complete body in pieces, each after the client took the previous ones.
+    """Middleware that sends a large body in pieces. Each piece waits until the client took the previous pieces.
 
-    So a connection is idle only when almost the whole body has arrived. Streams are not split, because comments are
-    sent between events.
+    So the keep-alive timeout starts only when almost the whole body has arrived. Events of streams are not split,
+    because a comment could be sent between two pieces.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-CLIENT_DISCONNECTED = 499  # nginx's number
+CLIENT_DISCONNECTED = 499  # as in nginx
 PAGES = ("/dashboard", "/router")  # for browsers
 
 
@@ -70,7 +70,7 @@ class ServerClosingError(EngineError):
 
 
 class NoEngineError(EngineError):
-    """No engine available."""
+    """No engine ready."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("no engine is ready")
@@ -94,7 +94,7 @@ class EngineAnswerError(EngineLostError):
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An OpenAI error with an HTTP status."""
+    """An error in OpenAI's format, with its HTTP status."""
 
     status: int
     message: str
@@ -106,12 +106,12 @@ class HttpError:
 
     @property
     def reason(self) -> str:
-        """The label in metrics."""
+        """The metrics label."""
         return self.code or reason_of(self.status)
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that the status needs."""
+        """The response headers."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         if self.status in {408, 413}:
@@ -122,7 +122,7 @@ class HttpError:
 
 
 class ErrorResponse(Response):
-    """A response that notes the error when it is sent."""
+    """A response that stores its error in the request's state."""
 
     media_type = "application/json"
 
@@ -137,21 +137,21 @@ class ErrorResponse(Response):
 
 
 def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
-    """Store a request's first error in `state`, and return it."""
+    """Store a request's first error in `state`. Return this first error."""
     noted: HttpError = state.setdefault("error", error)
     return noted
 
 
 def reason_of(status: int) -> str:
-    """Return a name like bad_request or status_520."""
+    """Return a name like bad_request."""
     try:
         return HTTPStatus(status).phrase.lower().replace(" ", "_")
     except ValueError:  # engines may answer with any status
         return f"status_{status}"
 
 
-# The first matching row counts. A client sees the error's own text only if its request caused the error, because other
-# texts may name paths or addresses.
+# The first matching row is used. Errors that the request did not cause have fixed texts, because their own texts may
+# contain paths or addresses.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
@@ -179,7 +179,7 @@ _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] =
 
 
 def to_http(error: Exception) -> HttpError:
-    """Translate any error."""
+    """Return the HTTP error for any exception."""
     for kind, status, type_, code, message in _TABLE:
         if isinstance(error, kind):
             parameter, retry = getattr(error, "parameter", None), getattr(error, "retry_after_s", 1.0)
@@ -192,8 +192,7 @@ def to_http(error: Exception) -> HttpError:
 def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
-    names: octavo's field -> the client's. in_text: also rename fields in the message, except octavo's fields of one
-    word.
+    names: Maps octavo's fields to the client's. in_text: Also rename fields in the message, except names of one word.
     """
     try:
         yield

@@ -29,10 +29,10 @@ _LOOK_S = 0.1  # between checks for a second signal
 
 
 class GracefulServer(uvicorn.Server):
-    """Ends each open request with a last event before it exits.
+    """A uvicorn server that lets open requests finish before it exits.
 
-    A second signal exits immediately. SIGHUP reads keys and certificate again. The server also exits if
-    `HttpService.is_dead`.
+    Requests that are open after the grace period end with an error. A second signal exits immediately. SIGHUP reads API
+    keys and certificate again. The server also exits if `HttpService.is_dead` is true.
     """
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
@@ -40,7 +40,7 @@ class GracefulServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        """Begin the shutdown, or force it. Unlike uvicorn's, this handler does not raise the signal again."""
+        """Begin the shutdown, or force it at a second signal. Unlike uvicorn, do not raise the signal again."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -53,7 +53,7 @@ class GracefulServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True to exit."""
+        """Whether to exit."""
         return await super().on_tick(counter) or self._service.is_dead
 
     def reload(self) -> None:
@@ -64,7 +64,7 @@ class GracefulServer(uvicorn.Server):
         if config.ssl_certfile is None:
             return
         try:
-            check_certificate(config)  # a pair that does not match would damage the context in use
+            check_certificate(config)  # loading a wrong key would damage the TLS context
         except ConfigError as error:
             logger.error("the certificate was not reloaded: %s", error)  # noqa: TRY400 - the error says all
         else:
@@ -86,7 +86,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
-    """Make a server, to `run(sockets=[...])` with a socket from `bind`."""
+    """Make a server. The caller runs it by `run(sockets=[...])` with a socket from `bind`."""
     config = service.config
     http = partial(
         BoundedHttpProtocol,
@@ -104,7 +104,7 @@ def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MA
             log_level=config.log_level,
             access_log=False,
             loop="auto",
-            http=http,  # type: ignore[arg-type]  # any factory of protocols
+            http=http,  # type: ignore[arg-type]
             ws="none",
             proxy_headers=bool(config.forwarded_allow_ips),
             forwarded_allow_ips=list(config.forwarded_allow_ips),

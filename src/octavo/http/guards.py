@@ -1,4 +1,4 @@
-"""Middlewares and error handlers."""
+"""Middlewares, error handlers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_guards(app: Starlette, service: HttpService, routes: Routes) -> None:
     """Add middlewares and error handlers."""
     _add_error_handlers(app)
     config = service.config
-    # The last one is outermost.
+    # The middleware added last is outermost.
     app.add_middleware(OverloadMiddleware, begin=service.begin, routes=routes)
     app.add_middleware(ApiKeyMiddleware, keyring=lambda: service.keyring)
     app.add_middleware(OriginMiddleware, hosts=config.allowed_hosts, origins=config.allowed_origins)
@@ -69,7 +69,7 @@ def _add_error_handlers(app: Starlette) -> None:
         return response
 
     async def client_disconnected(request: Request, _: Exception) -> Response:
-        noted_error: HttpError | None = getattr(request.state, "error", None)  # if the connection ended the request
+        noted_error: HttpError | None = getattr(request.state, "error", None)
         return Response(status_code=CLIENT_DISCONNECTED if noted_error is None else noted_error.status)
 
     async def internal_error(request: Request, error: Exception) -> Response:

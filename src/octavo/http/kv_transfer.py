@@ -1,4 +1,4 @@
-"""Headers of a request that one engine prefills and another decodes. Both get the same body."""
+"""HTTP headers of a request that one engine prefills and another engine decodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLIENT_NAMES = {"transfer_id": _ID, "source": _SOURCE}
 
 
 def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams | None:
-    """Parse transfer headers. Raises `RequestError`. headers: must ignore the case of names."""
+    """Parse the transfer headers. Raises `RequestError`. headers: A mapping that ignores case."""
     given = {name: value for name in KV_TRANSFER_HEADERS if (value := headers.get(name)) is not None}
     if not given:
         return None
@@ -39,6 +39,6 @@ def read_kv_transfer(headers: Mapping[str, str], role: str) -> KVTransferParams 
 
 
 def kv_transfer_headers(params: KVTransferParams) -> dict[str, str]:
-    """Return the headers."""
+    """Return transfer headers."""
     headers = {_ID: params.transfer_id, _ROLE: _PREFILL if params.is_prefill else _DECODE}
     return headers if params.source is None else {**headers, _SOURCE: params.source}

@@ -23,9 +23,9 @@ _NUM_ENDINGS = 64
 
 
 class Bucket:
-    """A token bucket that fills by `per_minute` units a minute, and holds at most as many.
+    """A token bucket. It gains `per_minute` units a minute, and holds at most that many.
 
-    Its level may be negative, because some units are counted after use.
+    The level may be negative, because tokens are taken after use.
     """
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -38,7 +38,7 @@ class Bucket:
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
     def take(self, amount: float, now: float) -> None:
-        """Take units, available or not."""
+        """Take units, even if fewer are available."""
         self._level = self._fill(now) - amount
 
     def _fill(self, now: float) -> float:
@@ -48,11 +48,11 @@ class Bucket:
 
 
 class Pool:
-    """Counts each tenant's units of a resource.
+    """Counts the units of a resource that each tenant holds.
 
-    If the pool `is_shared`, a tenant may hold at most its weight times the number of free units, unless it holds
-    none. So one tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-
-    memory packet switch", 1998).
+    If `is_shared` is true, a tenant with units may hold at most its weight times the number of free units. So one
+    tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
+    switch", 1998).
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -64,25 +64,25 @@ class Pool:
 
     @property
     def num_free(self) -> float:
-        """Free units."""
+        """The free units."""
         return math.inf if self.limit is None else self.limit - self.num_held
 
     def held_by(self, tenant: Tenant) -> int:
-        """Return a tenant's units."""
+        """Return how many units a tenant holds."""
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
-        """Return how many units a tenant may take; negative above its share. besides: held units that do not count."""
+        """Return how many units a tenant may take, negative above its share. besides: Held units that do not count."""
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
     def share(self, tenant: Tenant) -> float:
-        """Return the most units after which a tenant holds at most its weight times the free units."""
+        """Return how many units a tenant may take. After that, it may hold at most its weight times the free units."""
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
     def take(self, tenant: Tenant, amount: int) -> None:
-        """Take units without checks."""
+        """Take units unchecked."""
         self._held[tenant.name] += amount
         self.num_held += amount
 
@@ -98,7 +98,7 @@ class Pool:
         self._change = asyncio.Event()
 
     async def change(self) -> None:
-        """Wait for a release."""
+        """Wait until units are released."""
         await self._change.wait()
 
 
@@ -106,7 +106,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: units that later requests took while this was its tenant's first waiter, times the ratio of both weights.
+    passed: Units that later requests took while this request was its tenant's first waiter, times this tenant's weight
+    divided by theirs.
     """
 
     tenant: Tenant
@@ -117,26 +118,25 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """True if it was overtaken enough: then units are reserved for it."""
+        """True if enough units were taken by later requests. Then units are reserved for this request."""
         return self.passed >= self.amount
 
 
 class WaitingLine:
-    """Requests that wait for units of a pool, first come, first served within a tenant.
+    """Requests that wait for units of a pool. Requests of one tenant wait in order of arrival.
 
-    A new request, or the first waiter of another tenant, may overtake a waiter. This ends when the requests that
-    overtook the waiter have taken as many units as the waiter requested. So small requests neither starve a large one
-    nor wait long for it. After that, requests of the waiter's tenant cannot overtake the waiter, and once this tenant
-    holds nothing, other tenants cannot take the units that the waiter needs.
+    New requests and the first waiters of other tenants may overtake a waiter until they have taken as many units as the
+    waiter requested. Then no request of the same tenant overtakes the waiter. If this tenant holds no units, other
+    tenants cannot take the units that the waiter needs. So large requests do not starve.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._waiters: dict[str, deque[_Waiter]] = {}  # by the tenant's name
+        self._waiters: dict[str, deque[_Waiter]] = {}
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
-        """Take units without waiting. Returns False if not allowed."""
+        """Take units without waiting. Returns False if the request would have to wait."""
         of_tenant = self._waiters.get(tenant.name)
         if (of_tenant and of_tenant[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
@@ -165,7 +165,7 @@ class WaitingLine:
         self.serve()
 
     def serve(self) -> None:
-        """Grant units, oldest waiter first."""
+        """Grant free units."""
         while (waiter := next(filter(self._is_served, self._first_waiters()), None)) is not None:
             self._remove(waiter)
             self._take(waiter.tenant, waiter.amount, waiter.number)
@@ -178,7 +178,6 @@ class WaitingLine:
         return not waiter.granted.done() and self._may_take(waiter.tenant, waiter.amount, waiter.number)
 
     def _may_take(self, tenant: Tenant, amount: int, number: int) -> bool:
-        """Return True if the units are free, and not reserved for another tenant."""
         if amount > self._pool.available(tenant):
             return False
         num_remaining = self._pool.num_free - amount
@@ -205,17 +204,16 @@ class WaitingLine:
 
 @dataclass(slots=True)
 class _Account:
-    """None: unlimited."""
-
     requests: Bucket | None = None
     tokens: Bucket | None = None
 
 
 @dataclass(slots=True)
 class Permit:
-    """The streams that one HTTP request holds.
+    """The output streams that one HTTP request may use.
 
-    is_kept: a stream releases the permit, not the `with` block. is_in: a prompt was admitted, so further prompts wait.
+    is_kept: True if the streamed answer releases the permit, not the `with` block. is_in: True if a prompt was
+    admitted. Then further prompts wait.
     """
 
     tenant: Tenant
@@ -224,7 +222,7 @@ class Permit:
     is_kept: bool = False
     is_in: bool = False
     _is_released: bool = False
-    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # prompts are admitted in turn
+    _queue: asyncio.Lock = field(default_factory=asyncio.Lock)  # admits one prompt at a time
 
     def __enter__(self) -> Self:
         return self
@@ -234,7 +232,10 @@ class Permit:
             self.release()
 
     async def hold_tokens(self, num_tokens: int) -> None:
-        """Take tokens for a waiting prompt. Raises `RequestError`, and `QueueFullError` for the first prompt."""
+        """Take tokens for a waiting prompt. A request's second and later prompts wait until tokens are free.
+
+        Raises `RequestError`, and `QueueFullError` for the first prompt.
+        """
         async with self._queue:
             await self._limiter.hold_tokens(self, num_tokens)
             self.is_in = True
@@ -258,8 +259,8 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: tokens of prompts without output. Raises `RequestError` if a demand can never be met, otherwise
-    `QueueFullError` with the seconds to wait.
+    waiting_tokens: Pool of the tokens of prompts without output. Methods raise `RequestError` if a request can never be
+    served, otherwise `QueueFullError` with the seconds to wait.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class RequestLimiter:
         self._has_ended = False
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request when its headers arrive."""
+        """Check the limits for a new request, and count the request."""
         account = self._account(tenant)  # before `now`: a new account's times begin here
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
@@ -289,10 +290,10 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take streams for a request after `begin`, or raise.
+        """Take output streams for a request that `begin` counted.
 
-        at_least: streams that suffice to serve the request in parts. The permit then has a multiple of them, within the
-        tenant's limit and share. None: all or none.
+        at_least: Streams that suffice to serve the request in parts. The permit then has a multiple of this number,
+        within the tenant's limit and share. None takes all `num_streams`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
@@ -305,7 +306,7 @@ class RequestLimiter:
         return Permit(tenant, num_streams, self)
 
     def release(self, place: Permit) -> None:
-        """Release a permit's streams."""
+        """Release a permit."""
         self.streams.give_back(place.tenant, place.num_streams)
         if place.is_in:  # only admitted requests show how fast answers end
             self._endings.append((self._clock(), place.num_streams))
@@ -336,7 +337,7 @@ class RequestLimiter:
             tokens.take(num_tokens, self._clock())
 
     def change(self, tenants: tuple[Tenant, ...]) -> None:
-        """Set the tenants. Only changed rates start anew."""
+        """Set the tenants. A bucket keeps its level if its rate is unchanged."""
         for pool in (self.streams, self.waiting_tokens, self.body_bytes):
             pool.is_shared = len(tenants) > 1
         self.line.serve()
@@ -388,7 +389,6 @@ class RequestLimiter:
             raise RateLimitError(f"this key has used its {bucket.per_minute:g} {unit} per minute", retry_after_s=wait)
 
     def _soon(self, now: float, num_ahead: int) -> float:
-        """Estimate the seconds until `num_ahead` streams end."""
         while self._endings and self._endings[0][0] < now - _MINUTE_S:
             self._endings.popleft()
         if len(self._endings) < 2 or now <= self._endings[0][0]:

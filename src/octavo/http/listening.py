@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CONNECTIONS = 8192
-PROBE_CONNECTIONS = 32  # for health checks
-# An answer waits for the client once this many bytes are unsent in the system, and as many here.
+PROBE_CONNECTIONS = 32  # further connections, for health checks
+# An answer waits for the client if the kernel and this process each hold this many unsent bytes.
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
 _INT_BYTES = 4
@@ -52,14 +52,14 @@ def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
 
 
 def check_files(config: AccessConfig) -> None:
-    """Raise `ConfigError` for an invalid file of keys or certificate."""
+    """Raise `ConfigError` if the file of API keys or the certificate is invalid."""
     if config.api_keys_file is not None:
         Keyring.from_file(config.api_keys_file)
     check_certificate(config)
 
 
 def check_certificate(config: AccessConfig) -> None:
-    """Raise `ConfigError` for an invalid certificate."""
+    """Raise `ConfigError` if invalid."""
     if config.ssl_certfile is None:
         return
     try:
@@ -71,10 +71,10 @@ def check_certificate(config: AccessConfig) -> None:
 
 @contextlib.contextmanager
 def hearing_signals() -> Iterator[None]:
-    """Handle signals in the main thread until the server does so.
+    """Handle signals in the main thread until the server handles them.
 
-    SIGHUP is ignored, because it would kill the process. The first process of a container would ignore SIGTERM without
-    a handler.
+    SIGHUP is ignored, because it would kill the process. Without a handler, the first process of a container would
+    ignore SIGTERM.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -111,10 +111,10 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket that refuses connections until `open_door`. Raises `ConfigError`. host: "::" includes IPv4.
+    """Bind a socket that refuses connections until `open_door` is called. Raises `ConfigError`.
 
-    While this server loads, refused connections make a proxy try another one. TCP_NOTSENT_LOWAT keeps Linux from
-    buffering megabytes for a slow reader.
+    host: An address; "::" includes IPv4. While this server loads, a proxy is refused and tries another server.
+    TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -125,7 +125,7 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         raise ConfigError(f"cannot listen on {host}, port {port}: {error}") from None
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted connections inherit it
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # inherited by accepted connections
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
     return sock
 
@@ -133,8 +133,8 @@ def bind(host: str, port: int) -> socket.socket:
 def _bind(sock: socket.socket, host: str, port: int) -> None:
     """Bind exclusively, even before this server listens.
 
-    With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only briefly, if lingering
-    connections block the address.
+    With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only briefly, if closed
+    connections (TIME_WAIT) block the address.
     """
     try:
         sock.bind((host, port))
@@ -147,8 +147,8 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 
 def open_door(sock: socket.socket) -> None:
-    """Listen on a socket from `bind`. Raises `ConfigError` if another server was faster."""
-    if sys.platform != "win32":  # lingering connections inherit it, so that the next server can bind
+    """Listen on a socket from `bind`. Raises `ConfigError` if another server listens already."""
+    if sys.platform != "win32":  # inherited by connections, so that the next server can bind
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -158,7 +158,7 @@ def open_door(sock: socket.socket) -> None:
 
 
 def bytes_taken(sock: socket.socket | None) -> int | None:
-    """Return how many sent bytes have arrived, TLS overhead included, or None if unknown.
+    """Return how many bytes the client has acknowledged, TLS overhead included, or None if unknown.
 
     Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h).
     """
@@ -170,7 +170,7 @@ def bytes_taken(sock: socket.socket | None) -> int | None:
 
 
 def bytes_under_way(sock: socket.socket | None) -> int:
-    """Return how many sent bytes have not arrived (SIOCOUTQ of tcp(7)); 0 if unknown."""
+    """Return how many sent bytes are not acknowledged (SIOCOUTQ of tcp(7)), or 0 if unknown."""
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):
             queued = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(_INT_BYTES))
@@ -186,7 +186,7 @@ def reset_when_closed(sock: socket.socket | None) -> None:
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int = 1) -> int:
-    """Raise the soft limit of open files. Returns how many connections fit."""
+    """Raise the process's soft limit of open files. Returns how many connections the limit allows."""
     if sys.platform == "win32":
         return num_connections
     needed = num_connections * files_each + _OWN_FILES

@@ -1,4 +1,4 @@
-"""Figures for Prometheus."""
+"""Metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """A server's figures."""
+    """A server's metrics."""
 
     def __init__(self, collector: Collector) -> None:
         self._registry = CollectorRegistry()
@@ -34,7 +34,7 @@ class Metrics:
         )
 
     def count_answer(self, method: str, handler: str, status: int) -> None:
-        """Count a request. handler: a route's path, because clients must not create labels."""
+        """Count a request. handler: The route's path, because clients must not create labels."""
         self._requests.labels(method, handler, str(status)).inc()
 
     def count_refusal(self, reason: str) -> None:
@@ -42,18 +42,18 @@ class Metrics:
         self._refused.labels(reason).inc()
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """Return the figures in the Accept header's format, and its content type."""
+        """Return the metrics in the format of the Accept header, and their content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 def gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Make gauges."""
+    """Make a gauge."""
     return _filled(GaugeMetricFamily(f"octavo:{name}", text, labels=labels), values)
 
 
 def counter(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> Metric:
-    """Make counters."""
+    """Make a counter."""
     return _filled(CounterMetricFamily(f"octavo:{name}", text, labels=labels), values)
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class OverloadMiddleware:
-    """Counts requests when their headers are read, and refuses a request that would not get a place.
+    """Checks the limits when a request's headers are read.
 
-    Refusing here is much cheaper than in a route.
+    begin: Counts a request of the tenant, or raises an error.
     """
 
     def __init__(self, app: ASGIApp, begin: Callable[[Tenant], None], routes: Routes) -> None:

@@ -1,6 +1,6 @@
 """Headers of pages."""
 
-# Only the server's own files may run, even if a model's text contains code.
+# A browser runs only the server's own files, even if a model's text contains code.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -1,4 +1,4 @@
-"""All routes."""
+"""All HTTP routes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _GET, _PROBE = ("GET",), ("GET", "HEAD")
-_CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # of Ollama's models
+_CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # change Ollama's models
 _OLDER = ("/get_server_info",)
-# These need `read_metrics`.
+# These actions need `read_metrics`.
 _SETTINGS = "read the server's settings; it needs read_metrics"
 METRICS, DASHBOARD = "read the metrics; it needs read_metrics", "see the dashboard; it needs read_metrics"
-_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # which show all keys' requests
+_FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # show the requests of all keys
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One route.
 
-    endpoint: `module:name` below `octavo.server.api`. aliases: older paths. work: "answer" if a model writes text,
-    "vectors" if it embeds texts, "count" if texts are only read. Such requests take a place, count for their tenant,
-    and are balanced by the router. methods: the OpenAPI document shows the first. operators: an action that needs
-    `read_metrics`.
+    endpoint: `module:name` below `octavo.server.api`. aliases: Older paths. work: "answer" if a model generates text,
+    "vectors" if it embeds texts, "count" if texts are only read. Requests with `work` count for their tenant's limits,
+    and the router balances them. methods: The OpenAPI document shows the first. operators: Action that needs the
+    permission `read_metrics`.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Route:
 
 
 class Routes:
-    """Starlette tries routes in this order; the router looks up exact paths."""
+    """A list of routes. Starlette tries them in this order. The router looks up exact paths."""
 
     def __init__(self, *routes: Route) -> None:
         self._routes = routes
@@ -56,7 +56,7 @@ class Routes:
         return iter(self._routes)
 
     def find(self, path: str) -> Route | None:
-        """Return the route with `work` at a path."""
+        """Return the route at a path if it has `work`, otherwise None."""
         return self._working.get(path)
 
     def api(self, path: str) -> Api:
@@ -95,7 +95,7 @@ ROUTES = Routes(
     Route("/api/version", "ollama.models:version", OLLAMA, methods=_PROBE),
     Route("/api/pull", "ollama.models:refuse", OLLAMA, aliases=_CHANGES, is_described=False),
     Route("/api/delete", "ollama.models:refuse", OLLAMA, methods=("DELETE",), is_described=False),
-    Route("/", "describing:front_page", methods=_PROBE, is_described=False),  # for Ollama's clients
+    Route("/", "describing:front_page", methods=_PROBE, is_described=False),
     Route("/model_info", "describing:model_info", SGLANG, methods=_GET, aliases=("/get_model_info",)),
     Route("/server_info", "describing:server_info", OPERATOR, methods=_GET, aliases=_OLDER, operators=_SETTINGS),
     Route("/metrics", "operating:metrics", OPERATOR, methods=_GET, operators=METRICS),

@@ -1,4 +1,4 @@
-"""State of an application."""
+"""Application state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 class HttpService(ABC):
     """Base of the server's and the router's services. Used on one event loop only.
 
-    num_bodies: how many bodies of the largest size may be held. Raises `ConfigError` for an invalid key file.
+    num_bodies: How many request bodies of the largest size fit into memory. Raises `ConfigError` for an invalid key
+    file.
     """
 
     config: AccessConfig
@@ -73,23 +74,23 @@ class HttpService(ABC):
         """Start background tasks."""
 
     def close(self) -> None:
-        """Send the last spans."""
+        """Send remaining spans."""
         if self.tracing is not None:
             self.tracing.close()
 
     def check_ready(self) -> None:
-        """Raise if no request can be taken."""
+        """Raise if no request can be accepted."""
         if self.is_closing:
             raise server_closing()
         self.check_engine()
 
     def begin(self, tenant: Tenant) -> None:
-        """Count a request when its headers arrive."""
+        """See `RequestLimiter.begin`."""
         self.check_ready()
         self.limiter.begin(tenant)
 
     def present(self, tenant: Tenant) -> Tenant | None:
-        """Return a tenant's current settings, unless it was removed."""
+        """Return a tenant's current settings, or None if the tenant was removed."""
         return tenant if self.keyring is None else self.keyring.named(tenant.name)
 
     def reload(self) -> None:
@@ -108,7 +109,7 @@ class HttpService(ABC):
             self.limiter.change(self.keyring.tenants)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, and abort open ones after `grace_s`."""
+        """Refuse new requests. Abort requests that are open after `grace_s`."""
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -122,5 +123,5 @@ def server_closing() -> ServerClosingError:
 
 
 def key_removed() -> AuthenticationError:
-    """Make the error of requests that lose their key."""
+    """Make the error of requests with a removed key."""
     return AuthenticationError("the API key of this request was removed")

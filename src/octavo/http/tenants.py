@@ -1,4 +1,4 @@
-"""API keys from a file: each key is a tenant with its own limits and share.
+"""API keys from a file. Each key is a tenant with its own limits and share.
 
     [keys.alice]
     sha256 = "9f86d081884c7d65..."    # `octavo keys add FILE alice` makes a key and writes this
@@ -42,7 +42,7 @@ KEY_PREFIX = "octavo-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """An owner of requests. name: "" for all clients if no key is required."""
+    """The owner of a key, with its limits. name: "" for all clients if no key is required."""
 
     name: str = ""
     weight: float = 1.0
@@ -55,7 +55,7 @@ class Tenant:
     def cache_salt(self, requested: str | None) -> str | None:
         """Return the cache salt for a request. Raises `RequestError`.
 
-        The salt names the tenant, or is "shared" if the tenant shares the prefix cache. So no client can ask for
+        The salt contains the tenant's name, or "shared" if the tenant shares the prefix cache. So no client can request
         another tenant's salt.
         """
         check_salt(requested)
@@ -73,7 +73,7 @@ _DEFAULTS = Tenant()
 
 
 class Keyring:
-    """The valid keys. They are found by a keyed hash, so the time of a lookup reveals nothing."""
+    """The valid keys. A lookup uses a keyed hash, so its duration reveals nothing about the keys."""
 
     def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:
         self._secret = secrets.token_bytes(32)
@@ -83,19 +83,19 @@ class Keyring:
 
     @classmethod
     def of(cls, config: AccessConfig) -> Keyring | None:
-        """Return the keys, if any are required. Raises `ConfigError`."""
+        """Return the configured keys, or None if no key is required. Raises `ConfigError`."""
         if config.api_keys_file is not None:
             return cls.from_file(config.api_keys_file, config.operator_key)
         return None if config.api_key is None else cls([(_digest(config.api_key.encode()), EVERYBODY)])
 
     @classmethod
     def from_file(cls, path: Path, operator_key: str | None = None) -> Keyring:
-        """Read a file of keys. Raises `ConfigError`. operator_key: a further key, which may read metrics."""
+        """Read a file of keys. Raises `ConfigError`. operator_key: A further key, which may read metrics."""
         operator = [] if operator_key is None else [(_digest(operator_key.encode()), _OPERATOR)]
         return cls([*_read(path), *operator])
 
     def find(self, key: bytes) -> Tenant | None:
-        """Return a key's tenant."""
+        """Return a key's tenant, or None for an invalid key."""
         digest = _digest(key)
         stored, tenant = self._tenants.get(self._index(digest), (bytes(32), None))
         return tenant if hmac.compare_digest(stored, digest) else None
@@ -187,7 +187,7 @@ def remove_key(path: Path, name: str) -> None:
 
 
 def rotate_key(path: Path, name: str) -> str:
-    """Make and return a new key. The old one stays valid. Raises `ConfigError`."""
+    """Make and return a tenant's new key. The key before it stays valid. Raises `ConfigError`."""
     key, digest = _new_key()
     with _changed(path, name) as tables:
         tables[name].update(sha256=digest, previous_sha256=tables[name]["sha256"])
@@ -210,7 +210,7 @@ def _new_key() -> tuple[str, str]:
 def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the tables of a file, then write them. Keeps comments and formatting. Raises `ConfigError`.
 
-    name: a key that must be in the file. Nothing is written if the block raises. The file is replaced atomically, and
+    name: A key that must be in the file. If the block raises, nothing is written. The file is replaced atomically, and
     keeps its owner and mode.
     """
     try:
@@ -220,7 +220,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
 
     is_new, path = not path.exists(), path.resolve()
     if not is_new:
-        _read(path)  # its error names the place
+        _read(path)  # for its error messages
     document = tomlkit.document() if is_new else tomlkit.parse(path.read_text(encoding="utf-8"))
     tables = document.setdefault("keys", tomlkit.table(is_super_table=True))
     if name is not None and name not in tables:
@@ -236,7 +236,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
         if not is_new:
             before = path.stat()
             run_text_work.chmod(stat.S_IMODE(before.st_mode))
-            if hasattr(os, "chown"):  # for the server, even if root wrote it
+            if hasattr(os, "chown"):  # for the server, even if root writes
                 os.chown(run_text_work, before.st_uid, before.st_gid)
         run_text_work.replace(path)
     except OSError as error:

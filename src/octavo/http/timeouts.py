@@ -1,4 +1,4 @@
-"""Connections' timeouts."""
+"""Timeouts of connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPACING_S = 0.002  # several times the cost of a timeout
 
 
 class Timeout:
-    """A later call."""
+    """A scheduled call."""
 
     __slots__ = ("_queue", "_timer", "act")
 
@@ -23,15 +23,15 @@ class Timeout:
         self._timer = asyncio.get_running_loop().call_later(seconds, timeouts.take_in, self)
 
     def cancel(self) -> None:
-        """Prevent the call, even if it waits for its turn."""
+        """Prevent the call, even if it is already late."""
         self._timer.cancel()
         self._queue.leave_out(self)
 
 
 class TimeoutQueue:
-    """Runs expired timeouts in order, `SPACING_S` apart, so that open connections are served in between.
+    """Calls expired timeouts in order, `SPACING_S` apart, so that the event loop serves connections in between.
 
-    A timeout may be late by `SPACING_S` for each earlier one. Used on one event loop only.
+    Each earlier timeout may delay a call by `SPACING_S`. Used on one event loop only.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class TimeoutQueue:
         self._is_pausing = False
 
     def call_later(self, seconds: float, act: Callable[[], object]) -> Timeout:
-        """Call `act` after `seconds` and after earlier timeouts."""
+        """Call `act` after `seconds`, and after timeouts that expired earlier."""
         return Timeout(self, seconds, act)
 
     @contextlib.asynccontextmanager

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 _LOOKUP_THREADS = 2
 _EXPECTED_S = 1.0  # if no further block arrives for this long, the request uses the found blocks
-_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # between repetitions; it doubles
+_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # pause between repetitions, doubles
 
 
 @dataclass(slots=True)
 class _Lookup:
     """A lookup of a request's blocks [first, num_blocks).
 
-    is_direct: another engine sends the blocks. num_expected: leading blocks that another engine saves; the lookup waits
-    for them until `until` (monotonic time). end: index after the last block found, or None while unknown. again_at:
-    time of the next repetition, or None while the lookup runs.
+    num_expected: Leading blocks that another engine saves. The lookup waits for these blocks until `until` (monotonic
+    time). end: Index after the last block found, or None while unknown. again_at: Time of the next repetition, or None
+    while the lookup runs.
     """
 
     first: int
@@ -47,7 +47,7 @@ class _Lookup:
     again_at: float | None = None
 
     def take(self, count: int, now: float) -> None:
-        """Record the number of blocks found. Then end the lookup or schedule a repetition."""
+        """Record found blocks."""
         found = self.first + count
         if found > self.found:
             self.found, self.until = found, now + _EXPECTED_S
@@ -59,14 +59,15 @@ class _Lookup:
 
 
 class StoreConnector:
-    """A `core.kv_connector.KVConnector` over a store.
+    """The scheduler's access to a store, a `core.kv_connector.KVConnector`.
 
-    An answer is kept until the request ends or needs other blocks. After a load that ended early, only blocks before
-    the first missing block are looked up. Blocks that another engine should save are looked up until all are found or
-    no more arrive.
+    The result of a lookup is kept until the request ends or needs other blocks. After a load that ended early, only
+    blocks before the first missing block are looked up. Blocks that another engine saves are looked up until all are
+    found or no more arrive.
 
-    on_answer: called on other threads after a lookup. direct: also one of the store's tiers. kinds: kinds of all KV
-    groups except the first. The store may lack the content of these groups for blocks that no row reads.
+    on_answer: Called on another thread after a lookup. direct: This engine's side of direct transfers, which is also a
+    tier of the store. kinds: Kinds of all KV groups except the first. The store may lack the content of these groups
+    for blocks that no row reads.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class StoreConnector:
         self._direct.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Drop the lookup's answer after an incomplete or direct load."""
+        """Drop the lookup's result after an incomplete or direct load."""
         self._direct.transfer_ended(transfer)
         name, num_ordered = transfer.request_id, len(transfer.keys)
         if name is None:

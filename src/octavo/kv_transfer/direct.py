@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class MooncakeConnector(Protocol):
-    """One side of a prefill/decode pair, also a `KVStore`. Called on the engine's thread, and must not block.
+    """An engine's side of direct transfers, also a `KVStore`. Called on the engine's thread, and must not block.
 
-    port: port at which a prefill engine serves KV.
+    port: Port at which a prefill engine serves KV.
     """
 
     port: int | None
@@ -81,7 +81,8 @@ def create_connector(
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers, or None. Raises `ConfigError`.
 
-    secret: equal on both sides. kv_format: named properties that KV depends on, apart from tokens; equal on both sides.
+    secret: Equal in both engines. kv_format: Properties on which KV depends, except tokens, by name; equal in both
+    engines.
     """
     if not config.direct:
         return None
@@ -104,5 +105,5 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def num_load_threads(config: KVTransferConfig) -> int:
-    """Return the number of load threads: enough that loads that wait for a prefill do not block the rest."""
+    """Return the number of load threads. Loads that wait for a prefill must not block other loads."""
     return config.num_threads + (RECEIVER_AREAS if config.direct and config.role == "decode" else 0)

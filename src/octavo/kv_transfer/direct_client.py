@@ -21,10 +21,10 @@ _ANYBODY = "192.0.2.1:9"  # for documentation (RFC 5737), on no real network
 
 
 class TransferClient:
-    """Runs a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
+    """Runs the process of a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
 
-    Advertises a default address until `get` learns a better one. object_bytes: bytes of a header and a block.
-    num_areas: maximum number of concurrent transfers.
+    Advertises a default address until `get` learns a better address. object_bytes: Bytes of a header and a block.
+    num_areas: Maximum number of concurrent transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
@@ -50,7 +50,7 @@ class TransferClient:
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
         """Return a living client, or None if no client is ready within timeout_s.
 
-        host: this machine's address on the route to the peer. The first host that is not loopback replaces the default,
+        host: This machine's address on the route to the peer. The first host that is not loopback replaces the default,
         and may restart the process. Raises `StoreError` after `close`, and during a pause after a failed start.
         """
         with self._changed:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.mooncake_client import Area
 
 logger = logging.getLogger(__name__)
-_GRACE_S = 2.0  # how late the prompt may arrive; both engines get the request at the same time
-_STALLED_S = 3.0  # if ready blocks wait and none is written for this long, raise; less than `SILENT_S`
+_GRACE_S = 2.0  # the request may arrive here later than at the decode engine
+_STALLED_S = 3.0  # limit for ready blocks to wait for a write; less than `SILENT_S`
 _FIRST_WRITE_BYTES = 1 << 20  # `_Pace` adapts later writes
 _MAX_CONNECTIONS = 512
 _MAX_LOGGED = 64
@@ -38,9 +38,9 @@ _MAX_KNOWN = 4096
 
 
 class _Pace:
-    """Number of blocks per write to one decode engine, so that a write takes half of `BEAT_S` to `BEAT_S`.
+    """Adapts the number of blocks per write to one decode engine. A write takes half of `BEAT_S` to `BEAT_S`.
 
-    Nothing is sent during a write, so a longer write would look like a failure.
+    No message is sent during a write, so a longer write would look like a failure.
     """
 
     def __init__(self, object_bytes: int) -> None:
@@ -57,8 +57,8 @@ class _Pace:
 class DirectDonor:
     """A `KVStore` that writes blocks into the memory of decode engines. See `MooncakeConnector`.
 
-    It waits for a requested block while the block's transfer is open or the block is being saved. So KV is sent before
-    the prompt is complete.
+    The donor waits for a requested block while the block's transfer is open or the block is being saved. So KV is sent
+    before the prompt is complete.
     """
 
     name = "direct"
@@ -78,7 +78,7 @@ class DirectDonor:
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
-        self._written_at = 0.0  # last write to any decode engine
+        self._written_at = 0.0
         self._logged: set[tuple[str, str]] = set()  # (refused decode engine, reason)
         self._is_closed = False
         has_both = socket.has_dualstack_ipv6()
@@ -87,7 +87,7 @@ class DirectDonor:
         self.port: int | None = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, name="octavo-kv-direct", daemon=True).start()
 
-    # --- events of the scheduler --------------------------------------------------------------------------------------
+    # --- scheduler events ---------------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
         """Open the transfer of a request that hands KV over."""
@@ -132,7 +132,7 @@ class DirectDonor:
     def forget_expected(self, request_id: str) -> None:
         """Do nothing."""
 
-    # --- as a store ---------------------------------------------------------------------------------------------------
+    # --- store --------------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """See `KVStore`."""
@@ -189,7 +189,7 @@ class DirectDonor:
             _end(each)
         self._client.close()
 
-    # --- to decode engines --------------------------------------------------------------------------------------------
+    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         while True:
@@ -240,7 +240,6 @@ class DirectDonor:
         channel.send(messages.Refused(reason))
 
     def _receive(self, channel: Channel) -> ReadyToReceive:
-        """Raises `RefusalError` if the KV format of the decode engine differs."""
         hello = channel.receive(messages.Hello)
         if hello.version != messages.VERSION:
             raise RefusalError(messages.differences(_versions(messages.VERSION), _versions(hello.version)))
@@ -262,10 +261,7 @@ class DirectDonor:
         return ready
 
     def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
-        """Write and report blocks as they are computed, with a beat every `BEAT_S`.
-
-        Raises `StoreError` if blocks are ready but none is written to any engine for `_STALLED_S`.
-        """
+        """Write and report blocks as they are computed, and send a `Beat` every `BEAT_S`."""
         num_written, requested_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
         ready_at: float | None = None  # since when a computed block waits
         while num_written < len(ready.keys):
@@ -282,7 +278,6 @@ class DirectDonor:
         channel.send(messages.End())
 
     def _write_in_turn(self, host: str, ready: ReadyToReceive, first: int, count: int, pace: _Pace) -> int:
-        """Write blocks if an area becomes free within `BEAT_S`. Return how many were written."""
         began = time.monotonic()
         client = self._client.get(host, messages.BEAT_S)
         if client is None:

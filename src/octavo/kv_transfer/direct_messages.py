@@ -1,4 +1,4 @@
-"""Messages between prefill and decode engines: a length, then msgpack.
+"""Messages between prefill and decode engines. A message is a length, then msgpack.
 
 With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET. The decode engine's proof covers its request.
 """
@@ -44,9 +44,9 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
-    """The memory for the blocks of `keys`: contiguous from `address`, each block after its header.
+    """The memory for the blocks of `keys`. It begins at `address`. Each block follows its header.
 
-    session: name of this memory. generation: copied into the headers, and never used again.
+    session: Name of this memory. generation: Random bytes, which the headers must contain.
     """
 
     transfer_id: str
@@ -76,7 +76,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A refusal; nothing follows."""
+    """A final refusal."""
 
     reason: str
 
@@ -165,7 +165,7 @@ def _printable(text: str) -> str:
 
 
 def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
-    """Return a keyed digest."""
+    """Compute an HMAC."""
     digest = hmac.new(secret.encode(), role.encode(), "sha256")
     for part in parts:
         digest.update(_LENGTH.pack(len(part)) + part)

@@ -1,6 +1,6 @@
 """The decode engine's side of direct transfers.
 
-Received bytes are not trusted: header and checksum are compared after a block was copied out of shared memory.
+Received bytes are not trusted. Header and checksum are compared after a block was copied out of shared memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
 _PROBE_S = 1.0  # a healthy source answers a new connection within this time
-_BUSY_PAUSE_S = 0.05  # between attempts to get an area
+_BUSY_PAUSE_S = 0.05
 _ENDING_S = 0.1  # an ending process closes its listening socket within this time
-_MAX_SOURCES = 256  # with a remembered failure
+_MAX_SOURCES = 256
 
 
 class _ConnectTimeoutError(TimeoutError):
@@ -52,7 +52,7 @@ _OF_ONE_CONNECTION = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
-    """Blocks that a request gets from `source` (HOST:PORT). since: when the request was added."""
+    """Blocks that a request gets from `source` (HOST:PORT). since: Time when the request was added."""
 
     transfer_id: str
     source: str
@@ -61,11 +61,11 @@ class _Expected:
 
 
 class DirectReceiver:
-    """A `KVStore` of the blocks that prefill engines compute for this engine's requests; see `MooncakeConnector`.
+    """A `KVStore` of the blocks that prefill engines compute for this engine's requests. See `MooncakeConnector`.
 
-    A faulty or malicious source only costs time. Requests that were added before a source failed do not ask it, so each
-    request waits for at most one failure. If the source answers a new connection, a fault of a connection affects only
-    one request.
+    A faulty or malicious prefill engine only costs time. If it fails, requests that were added before the failure do
+    not ask it. So each request waits for at most one failure. If the engine still answers a new connection, only the
+    connection has failed, and only one request is affected.
     """
 
     name = "direct"
@@ -83,13 +83,13 @@ class DirectReceiver:
         self._lock = threading.Lock()  # guards all fields below
         self._expected: dict[str, _Expected] = {}  # by request
         self._added_at: dict[str, float] = {}  # by request
-        self._failing: set[str] = set()  # sources of which the last transfer failed
+        self._failing: set[str] = set()  # sources with a failed last transfer
         self._failed_at: dict[str, float] = {}  # by source
         self._num_corrupt = 0
         self._num_errors = 0
         self._is_closed = False
 
-    # --- events of the scheduler --------------------------------------------------------------------------------------
+    # --- scheduler events ---------------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
         """See `MooncakeConnector`."""
@@ -127,7 +127,7 @@ class DirectReceiver:
         with self._lock:
             self._expected.pop(request_id, None)
 
-    # --- as a store ---------------------------------------------------------------------------------------------------
+    # --- store --------------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that one prefill engine should send."""
@@ -171,7 +171,7 @@ class DirectReceiver:
             self._expected.clear()
         self._client.close()
 
-    # --- from prefill engines -----------------------------------------------------------------------------------------
+    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
         with self._lock:
@@ -288,9 +288,9 @@ class DirectReceiver:
         return head == messages.header(generation, key, checksum(key, block))
 
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
-        """Count a fault of a source, and log the first of several.
+        """Count a fault of a source, and log the first of several faults.
 
-        is_down: unless is_corrupt, requests that were added before do not ask the source any more.
+        is_down: True if earlier requests must not ask the source again; ignored if is_corrupt.
         """
         with self._lock:
             self._num_errors += 1
@@ -316,9 +316,9 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 
 
 def _answers(source: str) -> bool:
-    """Return True if a source twice accepts a new connection and answers on it or closes it.
+    """Return True if a source accepts two new connections, and answers or closes each.
 
-    A source at its limit of connections closes each new connection. An ending process does so once, then refuses.
+    A source at its limit of connections closes each new connection. An ending process closes one, then refuses.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

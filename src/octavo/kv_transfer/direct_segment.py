@@ -21,7 +21,7 @@ RECEIVER_AREAS = 16  # loads, which mostly wait for prompts
 
 @dataclass(slots=True)
 class _Slot:
-    """A stored block. num_leases: number of readers. If there are any, the memory is not reused."""
+    """A stored block. num_leases: Number of readers, which prevent reuse of the memory."""
 
     content: memoryview
     checksum: bytes
@@ -77,7 +77,7 @@ class Segment:
         return True
 
     def _take(self) -> memoryview | None:
-        """Return memory for a block, after an eviction if necessary, or None if all have readers. Needs the lock."""
+        """Needs the lock."""
         if self._free:
             return self._free.pop()
         content = next(self._contents, None)
@@ -90,7 +90,7 @@ class Segment:
         return self._slots.pop(oldest).content
 
     def read(self, key: bytes, use: Callable[[memoryview, bytes], None]) -> bool:
-        """Call use(block, checksum) while the block is pinned. Return False if there is no block."""
+        """Call use(block, checksum) while the block is pinned. Return False without a block."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:

@@ -30,8 +30,8 @@ class DiskStore:
     Each save writes one file. The least recently used file is evicted first, also after a restart. If writing fails (no
     space, no permission), blocks are still served, and saving is retried after a growing pause.
 
-    max_bytes: limit for all files in the directory, by default `default_bound`. Each process applies its own limit.
-    part_bytes: size of blocks with only the first KV group, if any. Such blocks are in separate files.
+    max_bytes: Limit for all files in the directory, by default `default_bound`. Each process applies its own limit.
+    part_bytes: Size of blocks with only the first KV group, if any. Such blocks are in separate files.
     """
 
     name = "disk"
@@ -56,7 +56,7 @@ class DiskStore:
             self._max_bytes = default_bound(directory) if max_bytes is None else max_bytes
             sizes = {block_bytes} if part_bytes is None else {block_bytes, part_bytes}
             self._directory = DiskDirectory(directory, sizes, self._max_bytes)
-        self._write(lambda: self._directory.make_room(0))  # max_bytes may be lower now
+        self._write(lambda: self._directory.make_room(0))  # max_bytes may be lower than before
 
     @staticmethod
     def check_bound(block_bytes: int, max_bytes: int | None) -> None:
@@ -164,7 +164,7 @@ class DiskStore:
                 self._directory.remove(sorted(names))
 
     def stats(self) -> StoreStats:
-        """Bytes include all files."""
+        """See `KVStore`. Bytes include all files."""
         directory = self._directory
         return StoreStats(
             directory.index.num_blocks,

@@ -48,7 +48,7 @@ _UNREADABLE_S = 60.0  # until an unreadable file is retried
 class DiskDirectory:
     """Files of blocks in a directory, which is created if missing. Thread-safe. Methods raise `OSError`.
 
-    sizes: sizes of blocks that this engine reads. Other files are only counted.
+    sizes: Sizes of blocks that this engine reads. Other files are only counted.
     """
 
     def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
@@ -96,7 +96,6 @@ class DiskDirectory:
             return 0
 
     def _list(self, *, locked: bool = False) -> None:
-        """locked: the lock is held."""
         began, changed_ns = time.monotonic(), self._changed_ns()
         is_settled = time.time_ns() - changed_ns > _SETTLED_NS
         names, new = self._entries()
@@ -153,7 +152,7 @@ class DiskDirectory:
         except OSError as error:
             if error.errno == errno.EIO:
                 self._set_aside(name, str(error), locked=locked)
-            else:  # no permission, too many open files: not corrupt
+            else:  # for example, no permission
                 self._skip_undeletable(name)
         else:
             self.index.add(BlockFile(name, found.st_size, keys), 0 if is_bad else found.st_mtime_ns)
@@ -161,7 +160,7 @@ class DiskDirectory:
     def _keys_of(self, descriptor: int, num_bytes: int) -> tuple[bytes, ...]:
         try:
             header = read_header(descriptor, num_bytes)
-        except OtherFormatError:  # of another version of octavo
+        except OtherFormatError:
             return ()
         return header.keys if header.block_bytes in self._sizes else ()
 
@@ -169,7 +168,7 @@ class DiskDirectory:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a file for reading; raise `OSError` for a link."""
+        """Open a file for reading. Raises `OSError` for a link."""
         descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             yield descriptor, os.fstat(descriptor)
@@ -196,7 +195,7 @@ class DiskDirectory:
     # --- removing -----------------------------------------------------------------------------------------------------
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Stop serving a file."""
+        """Stop reading a file."""
         with self._mutex:
             self._set_aside(name, reason, locked=False)
 
@@ -210,7 +209,7 @@ class DiskDirectory:
                 (self.path / name).rename(self.path / bad)
         except FileNotFoundError:
             return
-        except OSError:  # no write permission, or a failed disk
+        except OSError:
             self._skip_undeletable(name)
             return
         size = file.num_bytes if file is not None else self._size(bad)
@@ -292,14 +291,13 @@ class DiskDirectory:
                 raise OSError(errno.ENOSPC, f"all of {self._max_bytes} bytes are used by files that are being written")
             try:
                 self._evict(*oldest)
-            except PermissionError:  # other files may still be deletable
+            except PermissionError:
                 num_stuck += 1
                 if num_stuck > _MAX_STUCK:
                     raise
                 self.index.used(oldest[1], time.time_ns())
 
     def _evict(self, used_ns: int, name: str) -> None:
-        """Delete a file, unless it was used after used_ns."""
         path = self.path / name
         try:
             found = path.lstat()
@@ -344,7 +342,7 @@ class DiskDirectory:
             return False
         except FileNotFoundError:
             pass
-        except OSError as error:  # an unreadable file must not block saving
+        except OSError as error:
             return error.errno in {errno.EACCES, errno.EPERM, errno.EIO} and self._size(name) > 0
         return True
 
@@ -352,7 +350,7 @@ class DiskDirectory:
         return os.pread(self._lock_descriptor, _GENERATION_BYTES, 0)
 
     def _new_generation(self) -> None:
-        """Announce a change. If another process has changed files since the last count, a count remains due."""
+        """Announce a change to other processes."""
         is_counted = self._read_generation() == self._generation
         generation = secrets.token_bytes(_GENERATION_BYTES)
         os.pwrite(self._lock_descriptor, generation, 0)

@@ -35,7 +35,7 @@ _MAX_CALL_BYTES = 64 << 20
 
 
 class CorruptFileError(Exception):
-    """Wrong or missing bytes."""
+    """A corrupt file."""
 
 
 class OtherFormatError(Exception):
@@ -131,7 +131,7 @@ def sync_directory(path: str) -> None:
 def _move_all(
     move: Callable[[int, list[memoryview], int], int], descriptor: int, views: Sequence[memoryview], offset: int
 ) -> bool:
-    """Return True if the file ended first."""
+    """Read or write all bytes of `views`. Return True if the file ended before."""
     waiting = [view for view in reversed(views) if len(view)]  # empty if the first KV group has no layers
     while waiting:
         batch = [waiting.pop()]

@@ -55,7 +55,7 @@ class DiskIndex:
             return set(self._files)
 
     def add(self, file: BlockFile, used_ns: int) -> None:
-        """Add or replace a file. used_ns: its last use."""
+        """Add or replace a file. used_ns: Time of the last use."""
         with self._lock:
             self._drop(file.name)
             self._files[file.name] = file
@@ -69,7 +69,7 @@ class DiskIndex:
                 heapq.heapify(self._by_age)
 
     def drop(self, name: str) -> BlockFile | None:
-        """Remove and return a file, or return None if unknown. Keys that other files have remain."""
+        """Remove and return a file, or return None if unknown. Keys of other files remain."""
         with self._lock:
             return self._drop(name)
 
@@ -124,7 +124,7 @@ class DiskIndex:
     def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
         """Find the newest file that contains the first key. Return None if no file contains it.
 
-        Returns the file, the key's index there, and how many keys from this index equal `keys`.
+        Returns the file, the key's index in the file, and how many keys from this index equal `keys`.
         """
         with self._lock:
             holders = self._holders.get(keys[0])

@@ -1,7 +1,7 @@
 """Stored blocks with only the first KV group, because the content of other groups was evicted before the save.
 
-A request can use such a block if no row reads the other groups any more. It is the beginning of a whole block, but has
-a different key, because the content of a key never changes.
+A request can use such a block if no row reads the other groups any more. The block is the beginning of a whole block,
+but has a different key, because the content of a key never changes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _PREFIX = b"without its window part"  # must not change: stores have such keys
 
 
 def key_of_first_group(key: bytes) -> bytes:
-    """Return the key for the block with only the first group. key: of the whole block."""
+    """Return the key for the block with only the first group. key: Key of the whole block."""
     return hashlib.sha256(_PREFIX + key).digest()
 
 
 def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: int, kinds: Sequence[KVGroupKind]) -> int:
     """Return the number of leading blocks after which a request can resume.
 
-    is_whole: True for each block with all groups. first: index of the first block; the request has the blocks before
-    it. kinds: kinds of all groups except the first.
+    is_whole: True for each block with all groups. first: Index of the first block. The request has the blocks before
+    it. kinds: Kinds of all groups except the first.
     """
     count, before = len(is_whole), -1
     while count != before:
@@ -75,7 +75,7 @@ def load(
 ) -> int:
     """Fill blocks in order. Return the number of leading blocks with the needed content.
 
-    needs_all: True for each block that needs all groups. part_bytes: bytes of the first group.
+    needs_all: True for each block that needs all groups. part_bytes: Bytes of the first group.
     """
     done, only_first_group = 0, False
     while done < len(keys):

@@ -27,11 +27,11 @@ ResultT = TypeVar("ResultT")
 class GuardedStore:
     """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
-    After a failure, the store is not called for a pause, which doubles; then a single call tries it. While a call
-    hangs, no other call is made.
+    After a failure, no call is made for a pause. Then a single call tests the store. A further failure doubles the
+    pause. While a call hangs, no other call is made.
 
-    open_store: called until it succeeds. may_wait: calls may wait for other engines, so no call counts as hanging.
-    keeps_parts: the store also keeps blocks with only the first KV group.
+    open_store: Called until it succeeds. may_wait: True if calls may wait for other engines. Then no call counts as
+    hanging. keeps_parts: True if the store also keeps blocks with only the first KV group.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GuardedStore:
 
     @property
     def is_usable(self) -> bool:
-        """True if the store may be called. It may still fail."""
+        """True if the store may be called. A call may still fail."""
         now = self._clock()
         with self._lock:
             hangs = self._hangs(now)
@@ -108,7 +108,7 @@ class GuardedStore:
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys, or none while unusable, so that nothing is saved."""
+        """Return the missing keys, or no keys while the store is unusable, so that nothing is saved."""
         store = self._store
         if store is None or not self.is_usable:
             return set()
@@ -196,7 +196,6 @@ class GuardedStore:
         return result
 
     def _may_ask(self) -> bool:
-        """Return True if a call may be made. After a pause, only one call may, until its outcome is known."""
         now = self._clock()
         with self._lock:
             if self._is_closed or now < self._resumes_at or self._hangs(now):

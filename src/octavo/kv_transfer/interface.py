@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class StoreError(OctavoError):
-    """A store operation failed; it counts as a miss."""
+    """A failed operation of a store. Counts as a miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
     """Contents of a store, and counters since its start.
 
-    max_bytes: None if the store does not set the limit. num_corrupt: blocks with a wrong checksum. error: why the store
-    is unusable, or "".
+    max_bytes: None if the store does not set the limit. num_corrupt: Blocks with a wrong checksum. error: Reason why
+    the store is unusable, or "".
     """
 
     num_blocks: int
@@ -33,12 +33,12 @@ class StoreStats:
 
 
 class KVStore(Protocol):
-    """A key covers everything that a block's content depends on, so blocks are never overwritten.
+    """A store of blocks by key. A key covers everything that a block's content depends on, so no block is overwritten.
 
-    Loads verify a checksum over key and content; a corrupt or incomplete block is a miss. Thread-safe. `lacks` and
-    `stats` never block; other methods may wait for I/O, and raise `StoreError`.
+    Loads verify a checksum over key and content. A corrupt or incomplete block is a miss. Thread-safe. `lacks` and
+    `stats` never block. Other methods may wait for I/O, and raise `StoreError`.
 
-    block_bytes: size of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are
+    block_bytes: Size of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are
     smaller. All blocks of one save have the same size, and a load must use this size.
     """
 
@@ -54,7 +54,7 @@ class KVStore(Protocol):
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order. Return the number of leading valid blocks; the rest become undefined.
+        """Fill blocks in order. Return the number of leading valid blocks. Later blocks become undefined.
 
         Corrupt blocks are dropped from the store.
         """
@@ -65,7 +65,7 @@ class KVStore(Protocol):
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks; unknown keys are ignored."""
+        """Drop known blocks."""
         ...
 
     def stats(self) -> StoreStats:

@@ -22,7 +22,7 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 class TransferCallback(Protocol):
-    """Called after a transfer, on the pool's thread. success: the target has all blocks."""
+    """Called after a transfer, on the pool's thread. success: True if the target has all blocks."""
 
     def __call__(self, request_id: str, *, success: bool) -> object:
         """See above."""
@@ -33,7 +33,7 @@ class TransferCallback(Protocol):
 class KVBlock:
     """A node's copy of a block. access_time: monotonic seconds.
 
-    num_tokens: given for blocks without token_ids, which engines save.
+    num_tokens: Given for blocks that engines save, which lack token_ids.
     """
 
     block_hash: bytes
@@ -52,8 +52,8 @@ class KVBlock:
 class GlobalKVPool:
     """Blocks of several nodes by hash. Several nodes may have copies of a block. Thread-safe.
 
-    A node with more than `max_blocks_per_node` blocks evicts the least recently used. Raises `ConfigError` if this
-    limit is below 1.
+    A node with more than `max_blocks_per_node` blocks evicts the least recently used block. Raises `ConfigError` if
+    this limit is below 1.
     """
 
     def __init__(self, max_blocks_per_node: int = DEFAULT_BLOCKS_PER_NODE) -> None:
@@ -111,7 +111,7 @@ class GlobalKVPool:
         return True
 
     def query(self, block_hashes: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return the number of tokens in the leading blocks found, and the first holder of each. Marks them as used."""
+        """Return the number of tokens in the leading blocks found, and each block's node. Mark blocks as used."""
         num_tokens, node_ids = 0, []
         with self._lock:
             for block_hash in block_hashes:
@@ -123,7 +123,7 @@ class GlobalKVPool:
         return num_tokens, node_ids
 
     def get(self, block_hash: bytes, node_id: str) -> KVBlock | None:
-        """Return a node's block or None, and mark it as used."""
+        """Return a node's block or None, and mark the block as used."""
         with self._lock:
             return self._touch_at(block_hash, node_id)
 
@@ -171,7 +171,6 @@ class GlobalKVPool:
                     self._ended.notify_all()
 
     def _copy(self, block_hash: bytes, target_node_id: str) -> bool:
-        """Copy without holding the lock. Return False if no node has the block."""
         with self._lock:
             block = self._touch_at(block_hash, target_node_id) or self._touch(block_hash)
         if block is None or block.node_id == target_node_id:
@@ -202,7 +201,7 @@ class GlobalKVPool:
         return is_complete
 
     def remove(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop all copies of blocks; unknown hashes are ignored."""
+        """Drop all copies of blocks."""
         with self._lock:
             for block_hash in block_hashes:
                 for node_id in self._holders.pop(block_hash, {}):
@@ -237,7 +236,7 @@ class GlobalKVPool:
 class MemoryStore:
     """A `KVStore` that is one node of a pool. The node's limit covers saved blocks and loaded copies.
 
-    timeout_s: limit of a transfer.
+    timeout_s: Limit of a transfer.
     """
 
     name = "memory"
@@ -283,7 +282,6 @@ class MemoryStore:
         return len(found)
 
     def _fetch(self, keys: Sequence[bytes]) -> list[KVBlock]:
-        """Return the blocks before the first missing block."""
         with self._lock:
             self._num_transfers += 1
             name = f"{self.node_id}-{id(self)}-{self._num_transfers}"
@@ -323,7 +321,7 @@ class MemoryStore:
         )
 
     def close(self) -> None:
-        """Do nothing: other engines may use the pool."""
+        """Do nothing, because other engines may use the pool."""
 
 
 def _checksum(key: bytes, content: memoryview) -> bytes:

@@ -1,7 +1,8 @@
-"""A store in memory that engines on several machines lend.
+"""A store in memory that engines on several machines lend to a pool of Mooncake.
 
-Nothing from the pool is trusted: each read compares an object's key and checksum. Mooncake's codes: -200 no space, -704
-not found, -706 leased, -707 lease expired before the data arrived, -800 the lender is gone, -900 and -901 no master.
+Bytes from the pool are not trusted. Each read compares an object's key and checksum. Mooncake's codes: -200 no space,
+-704 not found, -706 leased, -707 lease expired before the data arrived, -800 the lender is gone, -900 and -901 no
+master.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PREFIX = f"octavo-kv-{FORMAT}-"
 _HEADER = struct.Struct("<8s32s32s")  # magic, key, checksum over key and bytes
 _HEADER_BYTES = 128  # aligns the block to a cache line
 _MAGIC = b"octavoK" + bytes([FORMAT])
-_MAX_KNOWN = 1 << 17  # keys, about 20 MB
+_MAX_KNOWN = 1 << 17  # about 20 MB
 _MAX_QUERIED = 256  # keys per query, because the pool may lack most keys
 _WRONG_SIZE, _TRANSFER_FAILED = -600, -800
 _NO_MASTER = (-900, -901)
@@ -39,9 +40,9 @@ _HAS = 1
 class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
-    All objects have one size; a block with only the first KV group is padded with zeros. A restarted master has an
-    empty pool, so each query also asks for a mark that this store has put there. If the mark is missing, all known keys
-    are forgotten. Blocks go into the memory of other engines only if this engine's memory is full.
+    All objects have one size. A block with only the first KV group is padded with zeros. A restarted master has an
+    empty pool, so each query also asks for a mark that this store has put into the pool. If the mark is missing, all
+    known keys are forgotten. Blocks go into the memory of other engines only if this engine's memory is full.
     """
 
     name = "mooncake"
@@ -162,7 +163,7 @@ class MooncakeStore:
         return count
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Remove blocks, even if leased, because a concurrent reader notices the removal by the checksum."""
+        """Remove blocks, even if leased. A concurrent reader notices the removal by the checksum."""
         if not keys:
             return
         with self._lock:

@@ -25,7 +25,7 @@ OPEN_S = 15.0  # to start a process and open its client
 CALL_S = 4.0
 REST_S = 6.0  # twice Mooncake's limit for a stalled transfer, which may still write into its area
 GONE_S = 30.0  # a process that is silent for longer is killed
-PING_S = 0.5  # a healthy process answers immediately
+PING_S = 0.5
 CLOSE_S = 5.0  # Mooncake withdraws lent memory in 2 s
 PROCESS_BYTES = 64 << 20  # without lent and shared memory
 NUM_AREAS = 4
@@ -39,7 +39,7 @@ class ClientOrder:
     """Configuration of a client process, with the descriptors that it inherits.
 
     master: HOST:PORT of the pool's master, or "" to write into the memory of other engines without a pool. channels:
-    one per area, for sequential calls. Areas are contiguous in memory, and objects are contiguous in an area.
+    One pipe per area. Areas are contiguous in memory, and objects are contiguous in an area.
     """
 
     master: str
@@ -58,15 +58,15 @@ class ClientOrder:
 
     @classmethod
     def decode(cls, text: str) -> ClientOrder:
-        """Read an argument."""
+        """Decode from JSON."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The first message on the control pipe. error: why the process cannot be used, or "".
+    """The first message on the control pipe. error: Reason why the process cannot be used, or "".
 
-    session: name of the shared memory for other engines. address: address of this memory in the process.
+    session: Name of the shared memory for other engines. address: Address of this memory in the process.
     """
 
     error: str = ""
@@ -84,13 +84,13 @@ class Opened:
 
 
 class BusyError(StoreError):
-    """No area is free: each is in use, or a failed transfer may still write into it."""
+    """No area is free. Each area is in use, or a failed transfer may still write into it."""
 
 
 class Area:
-    """A part of the shared memory, with a pipe for calls. One caller uses it at a time.
+    """A part of the shared memory, with a pipe for calls. One caller uses an area at a time.
 
-    address: address of the first object in Mooncake's process.
+    address: Address of the first object in Mooncake's process.
     """
 
     def __init__(self, channel: Connection, memory: memoryview, object_bytes: int) -> None:
@@ -131,7 +131,7 @@ class Area:
         return not self.is_pending
 
     def rest(self) -> None:
-        """Do not use the area while a failed transfer may still write into it."""
+        """Keep the area unused while a failed transfer may still write into it."""
         self.rests_until = time.monotonic() + REST_S
 
     def answer(self) -> list[int]:
@@ -154,8 +154,8 @@ class Area:
 class MooncakeClient:
     """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
-    master: "" without a pool. host: address by which other engines reach this process. segment_bytes: memory lent to
-    the pool. gone_s: a process that is silent for this long is killed; by default `GONE_S`.
+    master: "" without a pool. host: Address by which other engines reach this process. segment_bytes: Memory lent to
+    the pool. gone_s: A process that is silent for this time is killed, by default `GONE_S`.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _DEBIAN_PACKAGES = {
 
 
 def check_mooncake(config: KVTransferConfig) -> None:
-    """Load needed libraries in a child process.
+    """Check in a child process that Mooncake's libraries load.
 
     Raises `ConfigError`, which names the system package to install.
     """

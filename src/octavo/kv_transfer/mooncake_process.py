@@ -1,7 +1,7 @@
 """The process that runs Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`.
 
-Mooncake's library holds the GIL while it connects and closes, for minutes without a master, and some failed calls end
-the process. So the library runs outside the engine, which sees any failure as a closed pipe.
+Mooncake's library holds the GIL while it connects and closes, which takes minutes without a master. Some failed calls
+end the process. So the library runs outside the engine. The engine sees any failure as a closed pipe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Call = Callable[[list[Any], int], Sequence[int]]
 
-_OPEN_S = 12  # then a signal ends the process, even if the GIL is held
+_OPEN_S = 12  # after this time, a signal ends the process, even if the GIL is held
 _CLOSE_S = 4
 _ADDRESSES = "P2PHANDSHAKE"  # clients find each other through the master alone
 _CALL_BUFFER_BYTES = 16 << 20  # Mooncake's minimum, unused
@@ -103,7 +103,7 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
 
 
 def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
-    """An exception ends the process, which closes the pipe."""
+    """Answer calls. An exception ends the process, which closes the pipe."""
     try:
         while True:
             try:
@@ -119,7 +119,7 @@ def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
 def main() -> None:
     """Connect, and answer calls until the control pipe is closed.
 
-    Ends with `os._exit`: Mooncake's threads may keep a process alive after it has released its client.
+    Ends with `os._exit`, because Mooncake's threads may keep the process alive after the client is released.
     """
     try:
         _serve(ClientOrder.decode(sys.argv[1]))

@@ -37,8 +37,9 @@ class TierTally:
 class TieredStore:
     """A `KVStore` over several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
 
-    Saves a block to each store that lacks it. only_first_group: blocks have only the first KV group
-    (`octavo.kv_transfer.group_parts`), but `keys` are those of whole blocks. Stores without such blocks are skipped.
+    A block is saved to each store that lacks the block. only_first_group: True if blocks have only the first KV group
+    (`octavo.kv_transfer.group_parts`). `keys` are still the keys of whole blocks. Stores without such blocks are
+    skipped.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -82,7 +83,7 @@ class TieredStore:
         return count
 
     def lacks(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return the keys that any store lacks. only_first_group: a store with the whole block does not lack it."""
+        """Return the keys that any store lacks. only_first_group: A store may have the whole block instead."""
         tiers = self._usable_tiers(only_first_group=only_first_group)
         return set().union(*(_lacking(tier, keys, only_first_group=only_first_group) for tier in tiers))
 
@@ -98,7 +99,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Fill each block from the first store that has it."""
+        """Fill each block from the first store that has the block."""
         done, tally = 0, tally or TierTally()
         names, tiers = (
             _names(keys, only_first_group=only_first_group),
@@ -119,7 +120,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Save each block to the stores that lack it. Return how many leading blocks at least one store has now."""
+        """Save each block to the stores that lack it. Return how many leading blocks are now in any store."""
         kept, tally = set[bytes](), tally or TierTally()
         names = _names(keys, only_first_group=only_first_group)
         for tier in self._usable_tiers(only_first_group=only_first_group):

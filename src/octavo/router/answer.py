@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from octavo.router.connection import EngineConnection
 
 _MAX_HEADER_BYTES = 64 << 10  # also between two pieces of a body
-_MAX_WAITING_BYTES = 256 << 10  # above it, reading pauses
+_MAX_WAITING_BYTES = 256 << 10  # reading pauses above this limit
 _FINAL_STATUSES = range(200, 600)
 _INTERIM_STATUSES = range(100, 200)
-_EMPTY_STATUSES = frozenset({204, 304})  # without a body
+_EMPTY_STATUSES = frozenset({204, 304})
 _EVENT_STREAM, _JSON_LINES = b"text/event-stream", b"application/x-ndjson"
 
 
@@ -43,8 +43,8 @@ class SilentEngineError(TimeoutError):
 class AnswerLimits:
     """Limits of an answer.
 
-    first_byte_s: seconds from the request's end to the headers' end. idle_s: seconds between pieces of the body.
-    max_bytes: of a body that is read as a whole.
+    first_byte_s: Seconds from the request's end to the headers' end. idle_s: Seconds between pieces of the body.
+    max_bytes: Size of a body that is read as a whole.
     """
 
     first_byte_s: float
@@ -53,9 +53,9 @@ class AnswerLimits:
 
 
 class Answer:
-    """An engine's answer. Its `async with` block releases the connection, or closes it after an incomplete answer.
+    """An engine's answer. The end of its `async with` block releases the connection, or closes it if incomplete.
 
-    While bytes wait for the reader, the engine does not count as silent.
+    The time limits do not run while received bytes wait for the reader.
     """
 
     def __init__(self, connection: EngineConnection, limits: AnswerLimits, *, is_head: bool) -> None:
@@ -75,7 +75,7 @@ class Answer:
         self._is_reading, self._is_full = True, False
         self._take: Callable[[bytes], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle  # while the reader waits
+        self._timer: asyncio.TimerHandle
 
     async def __aenter__(self) -> Self:
         return self
@@ -89,7 +89,7 @@ class Answer:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The client's headers. A stream's length is omitted, because an error event may follow."""
+        """The headers for the client. A stream's length is omitted, because an error event may follow."""
         is_bodiless = self.status in _EMPTY_STATUSES and not self._is_head
         return headers_for_client(self._headers, self._connection.url, has_length=not (self.is_stream or is_bodiless))
 
@@ -131,7 +131,7 @@ class Answer:
             await self._more()
 
     async def next(self) -> bytes:
-        """Wait for a part of the body; b"" at the end. Raises `OSError`."""
+        """Wait for the next part of the body. Return b"" at the end. Raises `OSError`."""
         while not self._pieces:
             if self.is_over:
                 return b""
@@ -146,7 +146,7 @@ class Answer:
         return body
 
     async def read_held(self) -> tuple[bytes, bool]:
-        """Return the body and True, or the start of a too large body and False. Raises `OSError`."""
+        """Return (body, True), or (start of the body, False) if the body is too large. Raises `OSError`."""
         pieces: list[bytes] = []
         num_bytes = 0
         while num_bytes <= self._limits.max_bytes:
@@ -160,7 +160,7 @@ class Answer:
     async def relay(self, take: Callable[[bytes], bool], wait_for_space: Callable[[], Awaitable[None]]) -> None:
         """Pass the rest of the body to `take` as it arrives. Raises `OSError`, and errors of `take`.
 
-        take: returns False when it is full. Then `wait_for_space` is awaited.
+        take: Returns False when it is full. Then `wait_for_space` is awaited.
         """
         self._take = take
         try:
@@ -273,8 +273,8 @@ class Answer:
             raise AnswerError("two answers")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Ignore trailers."""
-        if self._is_begun:
+        """Store a header."""
+        if self._is_begun:  # trailers are ignored
             return
         self._num_header_bytes += len(name) + len(value)
         if self._num_header_bytes > _MAX_HEADER_BYTES:
@@ -297,12 +297,12 @@ class Answer:
             self._refuse("its status is 204, which has no body, but its headers announce one")
         self._is_begun = True
         self._progress_at = self._loop.time()
-        self.is_over = self._is_head  # an answer to HEAD has no body
+        self.is_over = self._is_head
         self._keeps_alive = self._parser.should_keep_alive() and not self._is_head
         self.ends_with_connection = not (coding or length or self._is_head or self.status in _EMPTY_STATUSES)
 
     def on_body(self, piece: bytes) -> None:
-        """Take a piece."""
+        """Store a piece."""
         if not self.is_over:
             self._pieces.append(piece)
             self._num_body_bytes += len(piece)

@@ -17,7 +17,7 @@ _MAX_DATE_BYTES = 64
 
 
 def of_connection(headers: list[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    """Return the names of headers for one connection (RFC 9110, section 7.6.1)."""
+    """Return the names of headers that concern only one connection (RFC 9110, section 7.6.1)."""
     named = {each.strip().lower() for name, value in headers if name == b"connection" for each in value.split(b",")}
     return _OF_CONNECTION | named
 
@@ -27,7 +27,7 @@ def headers_for_client(
 ) -> list[tuple[bytes, bytes]]:
     """Return an answer's headers without the connection's headers and the engine's address.
 
-    headers: names in lower case. has_length: keep `Content-Length`. An invalid `Retry-After` is dropped.
+    headers: Names in lower case. has_length: Keep `Content-Length`. An invalid `Retry-After` is dropped.
     """
     origin = engine_url.encode()
     dropped = of_connection(headers) | _OF_ROUTER | (set() if has_length else {b"content-length"})
@@ -39,7 +39,7 @@ def headers_for_client(
 
 
 def retry_after_s(value: bytes) -> float | None:
-    """Return the seconds of a `Retry-After`: 0 for a past date, None if invalid."""
+    """Return a `Retry-After` in seconds, 0 for a past date, None if invalid."""
     text = value.strip()
     if text.isdigit():
         return float(text) if len(text) <= _MAX_DIGITS else None

@@ -72,7 +72,6 @@ async def _metrics(service: RouterService, request: Request) -> Response:
 
 
 async def _models(service: RouterService, field: str, key: str, more: dict[str, str], request: Request) -> Response:
-    """Return the models of all ready engines that answer, each once."""
     service.check_ready()
     ready = service.pool.ready()
     answers = await asyncio.gather(*(_models_of(service, engine, request) for engine in ready))

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class EngineConnection(asyncio.Protocol):
-    """Passes arriving bytes to the current `Answer`.
+    """A connection to an engine. Passes received bytes to the current `Answer`.
 
-    on_idle: called when another request may be sent.
+    on_idle: Called when another request may be sent.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class EngineConnection(asyncio.Protocol):
         self._answer: Answer | None = None
         self._transport: asyncio.Transport
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # asyncio's is wider
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Keep the transport."""
         self._transport = transport
 
@@ -46,11 +46,11 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_closing(self) -> bool:
-        """True while it closes."""
+        """True while closing."""
         return self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes, limits: AnswerLimits, *, is_head: bool) -> Answer:
-        """Send a request. Raises `OSError`."""
+        """Send a request and wait for the answer's headers. Raises `OSError`."""
         answer = self._answer = Answer(self, limits, is_head=is_head)
         try:
             self._transport.write(head)
@@ -63,7 +63,7 @@ class EngineConnection(asyncio.Protocol):
         return answer
 
     def read_on(self, *, is_reading: bool) -> None:
-        """Resume or pause reading."""
+        """Pause or resume."""
         if self._transport.is_closing():
             return
         if is_reading:

@@ -22,12 +22,12 @@ class Source(Protocol):
     """Addresses of engines."""
 
     async def urls(self) -> list[str]:
-        """Return the current addresses, or the previous ones."""
+        """Return the current addresses, or the previous addresses after an error."""
         ...
 
 
 class EnginesFile:
-    """A file with an address on each line, read again after a change.
+    """A file with an address on each line. A changed file is read again.
 
     An invalid file changes nothing and is logged once.
     """
@@ -87,7 +87,7 @@ class EnginesOfName:
 
 
 def make_sources(config: RouterConfig) -> list[Source]:
-    """Make the configured sources."""
+    """Make configured sources."""
     sources: list[Source] = []
     if config.engines_file is not None:
         sources.append(EnginesFile(config.engines_file))

@@ -25,13 +25,13 @@ _numbers = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class EngineHandle:
-    """One engine. None means not known yet.
+    """One engine. A field that is None is not known yet.
 
-    is_member: a source still names it. models: empty if its answer was no list. role: "prefill", "decode" or "both".
-    incarnation: identifies a run of its process. kv_format: all that its KV depends on, except tokens. prefills_from:
-    time on the event loop's clock from which it may be asked for prefills. open_tokens: estimate of tokens that this
-    router waits for. other_tokens: estimate for other clients. num_paired: requests that it answered with KV from
-    another engine. num_paired_in_vain: those without KV.
+    is_member: True until the engine is removed. models: Empty if the engine has no valid list. role: "prefill",
+    "decode" or "both". incarnation: Identifies a run of the engine's process. kv_format: Everything that KV depends on,
+    except tokens. prefills_from: Time of the event loop's clock from which prefills may be requested. open_tokens:
+    Estimated tokens of this router's open requests. other_tokens: Estimated tokens of other clients. num_paired:
+    Requests that the engine answered after another engine's prefill. num_paired_in_vain: Such requests without KV.
     """
 
     url: str
@@ -64,7 +64,7 @@ class EngineHandle:
 
     @property
     def load(self) -> int:
-        """Estimated load."""
+        """Estimated open tokens."""
         return self.open_tokens + self.other_tokens
 
     @property
@@ -87,7 +87,7 @@ class EnginePool:
         self.partners = Partners()
 
     def change(self, urls: Iterable[str]) -> tuple[list[EngineHandle], list[EngineHandle]]:
-        """Replace the engines. Returns new and removed engines; removed ones finish their requests."""
+        """Set the addresses. Returns new and removed engines. Removed engines finish their requests."""
         wanted = dict.fromkeys(urls)
         gone = [engine for url, engine in self.engines.items() if url not in wanted]
         for engine in gone:
@@ -110,7 +110,7 @@ class EnginePool:
     def choose(
         self, summary: RequestSummary, tried: Sequence[EngineHandle], failed: Collection[EngineHandle] = ()
     ) -> EngineHandle | None:
-        """Choose an engine that was not tried, if any. An engine of role prefill is the last resort."""
+        """Choose an engine that was not tried, if any. Engines of role prefill are used if all others failed."""
         able = self._able(summary)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
             able = [engine for engine in able if engine.role != "prefill"]
@@ -120,7 +120,6 @@ class EnginePool:
         return able[0] if len(able) == 1 else self._policy.choose(summary, able)
 
     def _able(self, summary: RequestSummary) -> list[EngineHandle]:
-        """Return ready engines with the model, or all if none is known to have it."""
         able = [engine for engine in self.ready() if engine.serves(summary.model)]
         is_known = any(engine.models and engine.serves(summary.model) for engine in self.engines.values())
         return able if able or is_known else self.ready()
@@ -157,7 +156,7 @@ class EnginePool:
         self._policy.ended(summary, engine, share)
 
     def forget(self, engine: EngineHandle) -> None:
-        """Forget an engine's cache."""
+        """Treat an engine's cache as empty."""
         self._policy.forget(engine)
         self.partners.forget(engine)
 

@@ -1,4 +1,4 @@
-"""Splits streams into events."""
+"""Splits event streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_END = 3
 class EventStream:
     """Splits an engine's stream into complete events in linear time, and counts them in `share`.
 
-    is_of_lines: a line ends an event; otherwise a blank line does. max_bytes: limit of an event.
+    is_of_lines: True if each line is an event. Otherwise a blank line ends an event. max_bytes: Limit of an event.
     """
 
     def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:
@@ -33,7 +33,7 @@ class EventStream:
     def whole(self, piece: bytes) -> bytes:
         """Add bytes and return completed events. Raises `MalformedAnswerError`.
 
-        Blanks between events are returned immediately, because they show that the engine is alive.
+        Spaces between events are returned immediately, because they show that the engine is alive.
         """
         if not (self._rest or piece.strip(b" ")):
             return piece
@@ -76,7 +76,7 @@ class EventStream:
 
     @property
     def last_event(self) -> bytes:
-        """The last complete event."""
+        """Last complete event."""
         text = self.last.rstrip(b"\r\n")
         return text[max(_end_of_last(end, text) for end in self._ends) :]
 

@@ -23,7 +23,7 @@ _FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default
 
 
 class Launcher:
-    """Runs engines during its `with` block. This class runs none."""
+    """Base of classes that run engines during a `with` block. This class runs no engine."""
 
     @property
     def has_failed(self) -> bool:
@@ -34,7 +34,7 @@ class Launcher:
         """Reload API keys."""
 
     def silent(self, url: str, num_times: int) -> None:
-        """Report a silent engine."""
+        """Report unanswered checks."""
 
     def __enter__(self) -> Self:
         return self
@@ -44,9 +44,9 @@ class Launcher:
 
 
 class LocalReplicas(Launcher):
-    """Child processes, restarted if they die or freeze. They end when this process ends.
+    """Runs engines as child processes. Restarts a child that dies or freezes. Children end when this process ends.
 
-    commands: by address.
+    commands: Commands by the engine's address.
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> None:
@@ -61,7 +61,7 @@ class LocalReplicas(Launcher):
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:
-        """Restart a frozen replica."""
+        """Restart if frozen."""
         if num_times >= _FROZEN_TIMES and url in self._replicas:
             self._replicas[url].kill_frozen()
 
@@ -87,13 +87,13 @@ class _Replica:
         self._index, self._command, self._environment = index, command, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopping = threading.Event()
-        self._lock = threading.Lock()  # during starts and signals
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"octavo-replica-{index}", daemon=True)
         self._has_failed = False
 
     @property
     def has_failed(self) -> bool:
-        """True if the child is down after too many failures or a wrong option."""
+        """True if the child is down after failed starts or a wrong option."""
         return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class _Replica:
         self._thread.start()
 
     def request_stop(self) -> None:
-        """Stop for good."""
+        """Stop without restart."""
         with self._lock:
             self._is_stopping.set()
             if self._process is not None and self._process.poll() is None:
@@ -121,7 +121,7 @@ class _Replica:
                 self._process.kill()
 
     def join(self) -> None:
-        """Wait for its end, or kill it."""
+        """End the child."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive() and self._process is not None:
             logger.warning("replica %d does not exit: killing it", self._index)
@@ -137,7 +137,7 @@ class _Replica:
                 return
             was_well = time.monotonic() - start >= _LONG_S
             pause, num_failed = (_FIRST_PAUSE_S, 0) if was_well else (pause, num_failed + 1)
-            # a wrong option stays wrong
+            # a restart does not correct a wrong option
             self._has_failed = num_failed >= _MAX_FAILED_STARTS or (num_failed > 0 and status in {1, 2})
             logger.error("replica %d exited with status %d; it restarts in %g s", self._index, status, pause)
             self._is_stopping.wait(pause)
@@ -155,7 +155,7 @@ class _Replica:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free loopback ports."""
+    """Find free ports."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:

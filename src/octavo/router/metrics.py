@@ -1,4 +1,4 @@
-"""The engines' figures."""
+"""The engines' metrics."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _COUNTERS = (
 
 
 class RouterCollector(Collector):
-    """Reads the figures."""
+    """Reads the metrics."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all figures."""
+        """Yield all metrics."""
         engines = list(self._pool.engines.values())
         for family, figures in ((gauge, _GAUGES), (counter, _COUNTERS)):
             for attribute, name, text in figures:

@@ -36,9 +36,9 @@ _FULL, _SERVERS = 429, 500  # from 500 on, the engine is at fault
 def pair(
     service: RouterService, routed: RoutedRequest, engine: EngineHandle, scope: Scope, body: bytes, known: float
 ) -> Pair | None:
-    """Let another engine compute the prompt if that is worthwhile.
+    """Start a prefill on another engine, or return None if no engine is suitable or few tokens are new.
 
-    known: share of the prompt that is expected in the cache of `engine`.
+    known: Share of the prompt that is expected in the cache of `engine`.
     """
     summary = routed.summary
     num_new = summary.num_tokens * (1 - known)
@@ -55,15 +55,16 @@ def pair(
 
 
 def without_kv_transfer(scope: Scope) -> Scope:
-    """Drop headers that only the router may set."""
+    """Return `scope` without headers that only the router may set."""
     return {**scope, "headers": [(name, value) for name, value in scope["headers"] if name not in _NAMES]}
 
 
 class Pair:
     """A request for which engine `prefill` computes the prompt, and `decode` the answer.
 
-    If KV is sent directly, both are asked at the same time; through a store, `prefill` first. The answer never depends
-    on the prefill, because `decode` computes KV that does not arrive.
+    If KV is sent directly, both engines get the request at the same time. If KV is sent through a store, `decode` gets
+    the request after the prefill. The answer never depends on the prefill, because `decode` computes KV that does not
+    arrive.
     """
 
     def __init__(
@@ -81,17 +82,17 @@ class Pair:
         self._before = decode.prompt_figures
         self._is_paired = False
         summary = replace(routed.summary, max_tokens=1, num_streams=1)
-        self._routed = RoutedRequest(summary, routed.tenant)  # the client's request continues if it fails
+        self._routed = RoutedRequest(summary, routed.tenant)
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
-        # Now, because the next choice of an engine depends on it.
+        # The load changes now, because the next choice of an engine depends on it.
         share = Share(self._routed, prefill).__enter__()
         self._task = asyncio.create_task(self._compute())
         self._task.add_done_callback(share.__exit__)
 
     async def scope(self) -> Scope:
-        """Wait until `decode` may get the request, and return it; unchanged if the prefill failed."""
+        """Wait until `decode` may get the request. Return the request, without changes if the prefill failed."""
         if self._params.source is None and not await self._is_computed():
             return self._scope
         self._decode.num_paired += 1
@@ -101,7 +102,8 @@ class Pair:
     def close(self, usage: ReportedUsage | None) -> None:
         """Cancel the prefill, and record whether its KV arrived. usage: None if the answer is incomplete.
 
-        Fewer than `min_prefill_tokens` new tokens may have been in the decode engine's cache, and are not recorded.
+        Nothing is recorded for fewer than `min_prefill_tokens` new tokens, because these tokens may have been in the
+        decode engine's cache.
         """
         has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()
@@ -129,7 +131,7 @@ class Pair:
         return self._task.result()
 
     async def _compute(self) -> bool:
-        """Request the prefill. Never raises."""
+        """Request the prefill."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
         is_computed = False
@@ -148,7 +150,7 @@ class Pair:
             self._failed(f"{type(error).__name__}: {error}")
         except OctavoError as error:
             self._failed(str(error))
-        except Exception as error:  # the answer must not depend on it
+        except Exception as error:  # the answer must not depend on the prefill
             logger.exception("a prefill failed")
             self._failed(type(error).__name__)
         return is_computed
@@ -161,7 +163,7 @@ class Pair:
             engine.num_cached_tokens += usage.num_cached_tokens
 
     def _failed(self, why: str, retry_after_s: float | None = None) -> None:
-        """Pause prefills, because waiting for KV in vain costs time."""
+        """Pause prefills after a failure, because waiting for missing KV costs time."""
         engine = self._prefill
         engine.num_failed_prefills += 1
         pause_s = _PAUSE_S if retry_after_s is None else min(retry_after_s, _LONGEST_PAUSE_S)

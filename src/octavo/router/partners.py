@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from octavo.router.engines import EngineHandle
 
 logger = logging.getLogger(__name__)
-_VAIN_IN_A_ROW = 3  # before a pause
+_VAIN_IN_A_ROW = 3  # requests without KV before a pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _MAX_UNKNOWN = 1024
-_LEAST_SHARE = 0.1  # of new tokens: if fewer arrived, no KV arrived
-_COMPUTED_SHARE = 0.5  # of estimated new tokens: if as many were computed, no KV arrived
+_LEAST_SHARE = 0.1  # of new tokens; if fewer were found, no KV arrived
+_COMPUTED_SHARE = 0.5  # of estimated new tokens; if this share was computed, no KV arrived
 
 
 class PromptFigures(NamedTuple):
     """Prompt tokens of an engine since its start.
 
-    num_loaded: tokens with KV from elsewhere. num_computed: tokens in no cache, if counted. num_sent: estimate of
-    tokens from this router.
+    num_loaded: Tokens with KV from a store or another engine. num_computed: Tokens in no cache, or None if the engine
+    does not count them. num_sent: Estimated tokens from this router.
     """
 
     num_loaded: float
@@ -34,8 +34,6 @@ class PromptFigures(NamedTuple):
 
 @dataclass(slots=True)
 class _Pair:
-    """differences: between the KV, as last logged. num_vain: consecutive requests without KV. pause_s: last pause."""
-
     differences: str = ""
     num_vain: int = 0
     pause_s: float = 0.0
@@ -46,7 +44,7 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: the decode engine's figures at the request's start. num_tokens: estimate for the prompt. num_new: tokens not
+    before: The decode engine's figures at the request's start. num_tokens: Estimated prompt tokens. num_new: Tokens not
     expected in the decode engine's cache.
     """
 
@@ -58,10 +56,10 @@ class _Unknown:
 
 @dataclass(slots=True)
 class Partners:
-    """Compares engines' descriptions of their KV, and counts requests without KV.
+    """Compares engines' KV formats, and counts requests without KV.
 
-    Engines with different descriptions are never paired, because neither finds the other's blocks. A pair pauses after
-    `_VAIN_IN_A_ROW` requests without KV, and twice as long after each further one.
+    Engines with different formats are never paired, because they cannot find each other's blocks. A pair pauses after
+    `_VAIN_IN_A_ROW` consecutive requests without KV. The pause doubles after each further such request.
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
@@ -88,8 +86,8 @@ class Partners:
     ) -> None:
         """Record a request's end.
 
-        found_share: share of the prompt that `decode` did not compute. known_share: share that was expected in its
-        cache.
+        found_share: Share of the prompt that `decode` did not compute. known_share: Share that was expected in the
+        cache of `decode`.
         """
         has_arrived = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
         self._note(prefill, decode, now, has_arrived=has_arrived)
@@ -97,15 +95,15 @@ class Partners:
     def ended_without_usage(
         self, prefill: EngineHandle, decode: EngineHandle, before: PromptFigures | None, num_tokens: int, num_new: float
     ) -> None:
-        """Record a request's end, for `figures_read`. Arguments: see `_Unknown`."""
+        """Record the end of a request for a later `figures_read`. Arguments: See `_Unknown`."""
         unknown = self._unknown.setdefault(decode, [])
         if before is not None and len(unknown) < _MAX_UNKNOWN:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: EngineHandle, now: float) -> None:
-        """Judge ended requests by what `decode` has loaded and computed.
+        """Decide for ended requests whether KV arrived, by the tokens that `decode` has loaded and computed.
 
-        If it did neither, it had the prompt in its own cache, which proves nothing.
+        If `decode` loaded and computed no tokens, the prompt was in its own cache. Then nothing is recorded.
         """
         figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
         if figures is None:
@@ -144,7 +142,7 @@ class Partners:
 
 
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
-    """Return True if the request's new tokens were computed, even if all other prompts were."""
+    """Return True if the request's new tokens were computed, assuming that all other prompts were computed, too."""
     before = request.before
     if before.num_computed is None or after.num_computed is None:
         return False

@@ -1,4 +1,4 @@
-"""Relays requests and answers."""
+"""Relays HTTP requests."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to reques
 _REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may accept
 _MAX_FAILURES = 2  # one retry
 _END_BYTES = 2 * COUNTS_BYTES  # end of a large answer, with the token counts
-_UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end; only the idle limit applies
+_UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end, so only the idle limit applies
 
 
 class Proxy:
     """Passes requests to engines."""
 
     def __init__(self, service: RouterService, local_paths: Collection[str] = (), routes: Routes = ROUTES) -> None:
-        """local_paths: paths of the router itself, whose other methods get 405."""
+        """local_paths: Paths that the router serves itself. Their other methods get 405."""
         self._service, self._routes = service, routes
         self._local_paths = frozenset(local_paths)
 
@@ -109,7 +109,7 @@ class _Refusal:
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until a retry; infinite if unknown."""
+        """Seconds until retry."""
         reported_s = self.answer.retry_after_s
         return math.inf if reported_s is None else reported_s
 
@@ -159,7 +159,7 @@ class _Exchange:
             raise failure or NoEngineError(self._service.config.health_interval_s)
 
     async def _try(self, engine: EngineHandle) -> _Refusal | None:
-        """Return an engine's refusal, or None if the client got an answer, even an error."""
+        """Send the request to an engine. Return the engine's refusal, or None if the client got an answer."""
         pool, summary = self._service.pool, self._routed.summary
         usage = ReportedUsage()
         with Share(self._routed, engine) as share:
@@ -195,7 +195,7 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> ReportedUsage:
-        """Hold JSON until it is complete or too large, because until then another engine can answer."""
+        """Send JSON when it is complete or too large. Until then, another engine can answer."""
         async with self._routed.guarded():
             body, is_whole = await answer.read_held()
             if not is_whole:
@@ -205,7 +205,7 @@ class _Exchange:
             if answer.ends_with_connection and answer.is_plain and not _is_json(body):
                 raise AnswerError("its answer was cut off: it is not complete JSON")
         self._is_complete = answer.status == _OK
-        await self._send_whole(answer.status, answer.headers, body)  # not guarded, because the engine has done its work
+        await self._send_whole(answer.status, answer.headers, body)  # not guarded, because the engine is done
         return read_usage(b"", body)
 
     async def _relay(self, answer: Answer, first: bytes = b"") -> bytes:
@@ -234,7 +234,7 @@ class _Exchange:
         except (*FAILURES, OctavoError) as error:
             if not self._routed.is_begun:
                 raise
-            answer.give_up()  # the engine need not wait
+            answer.give_up()
             await self._end_stream(error, events, share.engine)
         else:
             self._is_complete = answer.status == _OK

@@ -1,4 +1,4 @@
-"""Reads what a router needs of a request, without parsing the prompt."""
+"""Reads the facts of a request that a router needs, without parsing the prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _BYTES_PER_TOKEN = 4  # of English, for estimates of load
 _USUAL_TOKENS = 256  # of an answer without a limit
-_SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces: the first 128 are small
+_SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces; the first 128 are small
 _MAX_PIECES = 4096  # bytes after 4 MB are ignored
 _MAX_TOKENS = 1 << 17  # an engine refuses more
 _MAX_STREAMS = 1 << 10
@@ -34,7 +34,6 @@ def _nested(name: str) -> Any:
     return msgspec.defstruct(name.capitalize(), [(path[1], Any, None) for path in dict.fromkeys(paths)])
 
 
-# The engine checks the values.
 _FIELDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(_PROMPT_FIELDS, (msgspec.Raw, _NO_RAW)),
     **{path[0]: (Any if len(path) == 1 else _nested(path[0]) | None, None) for path in (*_LIMITS, _DETAILS)},
@@ -47,12 +46,13 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 
 @dataclass(frozen=True)
 class RequestSummary:
-    """What the router knows of a request.
+    """The facts of a request that a router needs.
 
-    prompt: parts of the body, not copied. A prompt that continues another one begins with the same bytes. owner: JSON
-    of model, salt and tenant; requests with the same owner share a cache. num_tokens: estimate for all prompts.
-    max_tokens: estimate for each answer. num_choices: answers per prompt. session: key of the policy "affinity".
-    scores_prompt: the whole prompt is computed for log probabilities. is_answered: False for embeddings and counts.
+    prompt: Parts of the body, not copied. A prompt that continues another prompt begins with the same bytes. owner:
+    JSON of model, salt and tenant. Requests with the same owner share a prefix cache. num_tokens: Estimate for all
+    prompts. max_tokens: Estimate for each answer. num_choices: Answers per prompt. num_streams: Answers to all prompts.
+    session: Key of the policy "affinity". scores_prompt: True if the whole prompt is computed for log probabilities.
+    is_answered: False for embeddings and token counts.
     """
 
     prompt: tuple[memoryview, ...] = ()
@@ -68,12 +68,12 @@ class RequestSummary:
 
     @cached_property
     def num_prompt_bytes(self) -> int:
-        """The prompt's length."""
+        """The prompt's bytes."""
         return sum(map(len, self.prompt))
 
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
-        """Hashes of the prompt up to the end of each piece, and the ends."""
+        """For each piece, the hash of the prompt up to the piece's end, and this end in bytes."""
         hashes: list[bytes] = []
         ends: list[int] = []
         digest = hashlib.blake2b(self.owner, digest_size=16).digest()
@@ -106,7 +106,7 @@ def _bounds(num_bytes: int) -> Iterator[tuple[int, int]]:
 def read_request_summary(
     body: bytes, *, tenant: str, headers: Mapping[str, str], session_header: str, is_answered: bool = True
 ) -> RequestSummary:
-    """Read a request. An invalid body gives the defaults."""
+    """Return a request's summary. An invalid body gives the defaults."""
     session = headers.get(session_header)
     try:
         read = _decoder.decode(body)
@@ -132,7 +132,7 @@ def read_request_summary(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Drop final closing characters, because another prompt may continue this one."""
+    """Return the prompt without final quotes and brackets, because another prompt may continue this prompt."""
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])

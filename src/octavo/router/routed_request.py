@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RoutedRequest:
     """A request that other tasks can abort.
 
-    is_begun: True once the client has received something.
+    is_begun: True after the first part of the answer was sent.
     """
 
     __slots__ = ("_task", "_why", "is_begun", "summary", "tenant")
@@ -51,7 +51,7 @@ class RoutedRequest:
             yield
         except asyncio.CancelledError:
             if self._why is None or self._task is None:
-                raise  # cancelled from elsewhere: the process ends
+                raise  # not cancelled by `end`
             self._task.uncancel()
             self._raise()
         finally:
@@ -112,7 +112,7 @@ class Share:
         return self
 
     def note_returned(self, num_events: int) -> None:
-        """Count events as tokens. The first one shows that the prompt was computed."""
+        """Subtract events from the load, as one token each. The first event shows that the prompt was computed."""
         done = min(num_events, self._num_left)
         self._num_left -= done
         self.engine.open_tokens -= done + self._num_prompt

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SLOW_READER_S = 5.0
-_BODIES = 64  # of the largest size, at the same time
+_BODIES = 64  # of the largest size
 
 
 class RouterService(HttpService):
     """State of a router. Used on one event loop only.
 
-    launcher: None if engines are started elsewhere. Raises `ConfigError`.
+    launcher: None if this process starts no engines. Raises `ConfigError`.
     """
 
     config: RouterConfig
-    upstream: Upstream  # `start` sets it, on the event loop
+    upstream: Upstream
 
     def __init__(self, config: RouterConfig, launcher: Launcher | None = None) -> None:
         self.pool = EnginePool(create_policy(config))
@@ -60,7 +60,7 @@ class RouterService(HttpService):
 
     @property
     def request_timeout_s(self) -> float:
-        """By default, the engines' limit with a margin."""
+        """The time limit of a request. By default, the engines' limit with a margin."""
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 
@@ -71,7 +71,7 @@ class RouterService(HttpService):
 
     @contextlib.contextmanager
     def entering(self, routed: RoutedRequest, *, takes_place: bool) -> Iterator[None]:
-        """Register a request during the block, or raise."""
+        """Count a request as open during the block, or raise an error."""
         self.check_ready()
         with contextlib.ExitStack() as places:
             if takes_place:
@@ -89,12 +89,12 @@ class RouterService(HttpService):
                     self._is_idle.set()
 
     def charge(self, routed: RoutedRequest, num_tokens: int) -> None:
-        """Charge the request's tenant."""
+        """Charge the tenant."""
         if num_tokens:
             self.limiter.charge(routed.tenant, num_tokens)
 
     def suspect(self, engine: EngineHandle) -> None:
-        """Check an engine now."""
+        """Recheck an engine."""
         if self._watch is not None:
             self._watch.suspect(engine)
 
@@ -113,7 +113,7 @@ class RouterService(HttpService):
         for routed in list(self._routed_requests):
             routed.end(why())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SLOW_READER_S):  # clients may not read
+            async with asyncio.timeout(_SLOW_READER_S):
                 await self._is_idle.wait()
         if self._watch is not None:
             await self._watch.stop()

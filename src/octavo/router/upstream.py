@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from octavo.router.engines import EngineHandle
 
 FAILURES = (OSError,)  # includes `TimeoutError`
-_MAX_OWN_BYTES = 16 << 20  # of answers to the router itself
+_MAX_OWN_BYTES = 16 << 20  # of answers to the router's own requests
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
-_IDLE_S = 30.0  # octavo's servers keep connections longer
-# Checked or set by the router.
+_IDLE_S = 30.0  # octavo's servers keep idle connections longer
+# The router checks or sets these headers.
 _NOT_PASSED = frozenset(
     (b"proxy-authorization", b"host", b"origin", b"content-length", b"expect", b"x-request-id", b"x-forwarded-for")
 )
@@ -54,7 +54,7 @@ class Upstream:
         self._tls: ssl.SSLContext | None = None
 
     async def ask(self, engine: EngineHandle, scope: Scope, body: bytes, request_id: str) -> Answer:
-        """Send a client's request. Raises `FAILURES`."""
+        """Send a client's request to an engine. Raises `FAILURES`."""
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         first_byte_s = engine.ends_within_s if self._first_byte_s is None else self._first_byte_s

@@ -58,7 +58,7 @@ class EngineWatch:
         self._wake: dict[EngineHandle, asyncio.Event] = {}
 
     def start(self) -> None:
-        """Start to find engines."""
+        """Start all tasks."""
         self._begin(self._discover())
 
     async def stop(self) -> None:
@@ -68,7 +68,7 @@ class EngineWatch:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def suspect(self, engine: EngineHandle) -> None:
-        """Check an engine now."""
+        """Recheck an engine."""
         if engine in self._wake:
             self._wake[engine].set()
 
@@ -86,7 +86,7 @@ class EngineWatch:
         while True:
             try:
                 found = [url for source in self._sources for url in await source.urls()]
-            except Exception:  # the task must not end
+            except Exception:
                 logger.exception("the engines could not be discovered")
             else:
                 self._change([*self._config.engines, *found])
@@ -108,7 +108,7 @@ class EngineWatch:
                 num_silent = 0
                 await self._record_health(engine, is_ready=status == 200)
             except FAILURES as error:
-                # an engine that only times out is asked once more
+                # an engine that times out once is asked again
                 is_gone = is_refusal(error)
                 num_silent = 0 if is_gone else num_silent + (not is_local_failure(error))
                 if num_silent >= _MAX_SILENT or is_gone:

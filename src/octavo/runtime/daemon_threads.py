@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class DaemonThreads:
-    """Runs tasks in order on threads that never delay the process's exit and end when this object is collected.
+    """Runs tasks on daemon threads. The threads end when this object is garbage-collected.
 
-    hangs_after_s: if every thread's task takes longer, `submit` adds a thread.
+    hangs_after_s: If every thread's task has run for longer, `submit` adds a thread.
     """
 
     def __init__(self, num_threads: int, name: str, hangs_after_s: float = math.inf) -> None:
@@ -44,7 +44,7 @@ class DaemonThreads:
         thread.start()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run a task when a thread is free. Logs its exceptions. Ignored after `close`."""
+        """Run a task when a thread is free. Exceptions are logged. After `close`, do nothing."""
         if self._is_closed:
             return
         self._tasks.put(task)
@@ -75,7 +75,7 @@ def _work(tasks: Tasks, begun: dict[int, float], number: int) -> None:
         begun[number] = time.monotonic()
         try:
             task()
-        except BaseException:  # also a library's panic, because the thread must survive
+        except BaseException:  # also a Rust library's panic
             logger.exception("a task of %s failed", threading.current_thread().name)
         del begun[number]
         del task  # release objects before the next task

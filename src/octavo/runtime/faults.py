@@ -1,12 +1,12 @@
-"""Handles faults that affect one request: they are logged with the request's id, and only that request fails.
+"""Handles faults of one request. A fault is logged with the request's id, and fails only this request.
 
-A loop over requests guards the work for each:
+A loop over requests guards the work for each request:
 
     try: ...
     except BaseException as error:
         log_fault(request_id, "it was rendered", error)
 
-Then it fails that request with `request_failed(request_id)`.
+Then the loop fails the request with the text `request_failed(request_id)`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def request_failed(request_id: str) -> str:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return False for requests to exit. A Rust library's panic is a fault, although no `Exception`."""
+    """Return False for exceptions that end the process. A Rust panic is a fault, although it is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def log_fault(request_id: str, doing: str, error: BaseException) -> None:
-    """Log a fault. Re-raise any other error."""
+    """Log a fault of a request. Raise any other error again."""
     if not is_fault(error):
         raise error
     logger.error("request %s failed while %s", request_id, doing, exc_info=error)

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def permanent_generation() -> Iterator[None]:
-    """Disable the collector during the block, then freeze all objects. Only for a process that octavo owns.
+    """Disable garbage collection during the block, then freeze all objects. Only for a process of octavo itself.
 
-    Later full collections delay requests less, because they visit only newer objects.
+    Later full collections are short, because they visit only newer objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -22,7 +22,7 @@ def permanent_generation() -> Iterator[None]:
         yield
         gc.collect()
         gc.freeze()
-        gc.collect()  # resets the count of survivors that schedules full collections
+        gc.collect()  # resets the counter that schedules full collections
     finally:
         if was_enabled:
             gc.enable()

@@ -45,5 +45,5 @@ class Gate:
 
     def _take(self, granted: asyncio.Future[None]) -> None:
         self._is_taken = True
-        if not granted.done():  # a cancelled waiter releases it in `turn`
+        if not granted.done():  # if cancelled, `turn` releases the lock
             granted.set_result(None)

@@ -22,21 +22,21 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 class Fields(dict[str, Any]):
-    """A structured message: JSON in a text line, separate fields in a JSON line."""
+    """A message of several fields. A text line shows them as JSON. A JSON line has these fields."""
 
     def __str__(self) -> str:
         return json.dumps(self)
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-11-22T20:15:05.123+00:00 ERROR octavo.http.errors: what happened [request id]`."""
+    """Lines like `2026-11-22T20:15:05.123+00:00 ERROR octavo.http.errors: what happened [request id]`."""
 
     def __init__(self, process: str = "") -> None:
         place = f"{process}: " if process else ""
         super().__init__(f"%(asctime)s %(levelname)s {place}%(name)s: %(message)s")
 
     def formatTime(self, record: logging.LogRecord, _datefmt: str | None = None) -> str:  # noqa: N802
-        """Return the record's time."""
+        """Format the time."""
         return _time_of(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
@@ -53,7 +53,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return one JSON object."""
+        """Format as JSON."""
         line: dict[str, Any] = {"time": _time_of(record), "level": record.levelname.lower(), "logger": record.name}
         if self._process:
             line["process"] = self._process
@@ -69,7 +69,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _AuditHandler(logging.handlers.WatchedFileHandler):
-    """Writes to a file that may be rotated. A failed write is logged; no request fails."""
+    """Writes to a file that may be rotated. A failed write is logged, and fails no request."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -87,11 +87,11 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
 
 
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
-    """Log to standard error. Keeps a root logger that has handlers.
+    """Log to standard error, unless the root logger has handlers.
 
-    style: one of `LOG_FORMATS`. process: name of a process that the user did not start. audit_file: receives the
-    `AUDIT` logger's lines as JSON, at all levels, instead of standard error; reopened after rotation. Raises
-    `ConfigError` if it cannot be opened.
+    style: One of `LOG_FORMATS`. process: Name of a process that the user did not start. audit_file: File for the lines
+    of the logger `AUDIT`, as JSON. These lines do not depend on `level` and do not go to standard error. Raises
+    `ConfigError` if the file cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()
@@ -111,7 +111,7 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
 
 
 def in_use() -> tuple[int, str]:
-    """Return the level and style, for a child process."""
+    """Return the level and style in use, for `configure` in a child process."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
     return root.getEffectiveLevel(), LOG_FORMATS[is_json]

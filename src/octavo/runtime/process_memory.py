@@ -19,9 +19,9 @@ _MAPS = Path("/proc/self/maps")
 
 
 def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
-    """Drop resident pages in parts (address, bytes) of a mapped file. The page cache keeps their content.
+    """Drop resident pages of a mapped file. The page cache keeps their content.
 
-    Other mappings would lose their content, so they are ignored. Linux only.
+    parts: (address, number of bytes) of each part. Parts outside the file's mappings are ignored. Linux only.
     """
     libc = _libc()
     if libc is None or not _MAPS.exists():
@@ -35,7 +35,7 @@ def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
 
 
 def return_free_memory() -> None:
-    """Return freed memory that the allocator holds (glibc only)."""
+    """Return freed memory from the allocator to the system (glibc only)."""
     trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -45,7 +45,7 @@ def return_free_memory() -> None:
 def returning_free_memory(period_s: float = RETURN_PERIOD_S) -> Iterator[None]:
     """Call `return_free_memory` every period_s seconds during the block.
 
-    Also limits glibc to two heaps for the rest of the process, because one per thread would each keep its peak size.
+    Also limits glibc to two heaps for the rest of the process. A heap for each thread would keep its peak size.
     """
     choose = getattr(_libc(), "mallopt", None)
     if choose is not None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoadingProgress:
-    """A bar of bytes. Entering it returns a callback (done, total)."""
+    """A progress bar of bytes. Its `with` block gets a callback(done, total)."""
 
     def __init__(self, text: str = "loading weights") -> None:
         self._progress = _bar(TextColumn(text), BarColumn(), DownloadColumn())
@@ -41,7 +41,7 @@ class LoadingProgress:
 
 
 class CountProgress:
-    """A bar of items. Entering it returns a callback that counts one."""
+    """A progress bar of items. Its `with` block gets a callback that counts one item."""
 
     def __init__(self, text: str, total: int) -> None:
         self._progress = _bar(TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -58,7 +58,7 @@ class CountProgress:
 
 
 class RequestProgress:
-    """A bar of requests. Entering it returns a callback for outputs."""
+    """A progress bar of requests. Its `with` block gets a callback for outputs."""
 
     def __init__(self, num_requests: int, *, enabled: bool = True) -> None:
         rate = TextColumn("{task.fields[rate]}")

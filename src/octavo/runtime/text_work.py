@@ -1,4 +1,4 @@
-"""Threads for work on texts. A request waits only for texts of similar size."""
+"""Threads for work on texts, such as tokenizing. A request waits only for texts of similar size."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-# In characters. Each size has a separate queue, because eight texts of 30,000 characters take 150 ms, a short
-# request 4 ms, and a tiny text 0.2 ms.
+# Sizes in characters. Each size class has a separate queue, because eight texts of 30,000 characters take 150 ms, a
+# short request 4 ms, and a tiny text 0.2 ms.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
-_LARGE = 256  # entries; serializing one takes microseconds
+_LARGE = 256  # entries of JSON; serializing an entry takes microseconds
 _BYTES_PER_ENTRY = 128  # of JSON input
 _KINDS = "text", "count"  # answers, token counts
 _LONGEST_S = 30.0  # 8 MB of text take a third of this time
@@ -56,10 +56,10 @@ _local = threading.local()  # `work`: this thread's `_Work`
 
 
 def progress(num_tokens: int = 0) -> None:
-    """Count tokens read by this thread's text work, if any.
+    """Count tokens that this thread's text work has read, if any.
 
-    Long work must call this often, because it can be cancelled only here. Raises `AbandonedError` if the caller is
-    gone, `RequestError` if the work takes too long.
+    Long work must call this function often, because work can be cancelled only here. Raises `AbandonedError` if the
+    caller no longer waits, and `RequestError` if the work takes too long.
     """
     work: _Work | None = getattr(_local, "work", None)
     if work is not None:
@@ -68,10 +68,10 @@ def progress(num_tokens: int = 0) -> None:
 
 
 class TextWork:
-    """One thread per size class of texts ("lane"), used by tenants in turns.
+    """One thread for each size class of texts ("lane"). Tenants use a thread in turns.
 
-    Tiny texts run on the event loop. Token counts have separate threads. A lane's next count starts when the event loop
-    has the previous result, so that other callbacks hardly wait.
+    Tiny texts run on the event loop. Token counts have separate threads. A lane's next count starts after the event
+    loop got the previous result, so that other callbacks hardly wait.
     """
 
     def __init__(self) -> None:
@@ -95,8 +95,8 @@ class TextWork:
     ) -> T:
         """Run `work` and return its result. Raises exceptions of `work`, and `DeadlineError`.
 
-        deadline: in the event loop's time. on_read: always called at the end with the number of tokens read. is_count:
-        no generation waits for the result. If the caller is cancelled, the work stops at its next `progress`.
+        deadline: Time of the event loop's clock. on_read: Called at the end, also after an error, with the number of
+        tokens read. is_count: True for token counts. If the caller is cancelled, the work stops at its next `progress`.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:
@@ -142,7 +142,7 @@ async def run_text_work(
     deadline: float = math.inf,
     is_count: bool = False,
 ) -> T:
-    """Run `work` on the event loop, or in a thread if many entries would block other requests."""
+    """Run `work` on the event loop, or on a thread if it has many entries of JSON."""
     if num_entries <= _LARGE:
         return work()
     num_chars = num_entries * _BYTES_PER_ENTRY
@@ -150,5 +150,5 @@ async def run_text_work(
 
 
 def entries_of_bytes(num_bytes: int) -> int:
-    """Estimate the entries of JSON."""
+    """Estimate the number of entries of a JSON text."""
     return num_bytes // _BYTES_PER_ENTRY

@@ -22,14 +22,15 @@ class TaskRunner(Protocol):
     """Runs callables later."""
 
     def submit(self, run: Callable[[], None], /) -> object:
-        """Queue a callable, without calling it before returning."""
+        """Queue a callable. It runs after this call has returned."""
         ...
 
 
 class Turns:
-    """Lets tenants use an executor in turns, so that a backlog delays only its tenant. Thread-safe.
+    """Lets tenants use an executor in turns. A tenant's backlog delays only this tenant. Thread-safe.
 
-    max_waiting: tasks per tenant. refusal, parameter: message and request field of the error above that limit.
+    max_waiting: Limit of a tenant's waiting tasks. refusal, parameter: Message and request field of the error above
+    this limit.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Reads checkpoints and starts the core's process."""
+"""Reads checkpoints and starts the engine core's process."""

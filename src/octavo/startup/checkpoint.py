@@ -1,4 +1,4 @@
-"""The interface of checkpoints."""
+"""Interface of checkpoints."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Checkpoint(Protocol):
 
     @property
     def path(self) -> Path:
-        """The path for another process."""
+        """The path by which another process opens the checkpoint."""
         ...
 
     @property
     def weights(self) -> WeightSource:
-        """The weights, not yet opened."""
+        """The unopened weights."""
         ...
 
     def read_config(self) -> dict[str, Any]:
-        """Return the content of config.json."""
+        """Read config.json."""
         ...
 
     def read_architecture(self) -> Architecture:
-        """Return the model's architecture."""
+        """Read the architecture."""
         ...
 
     def check_tokenizer(self) -> None:
-        """Raise errors of `read_tokenizer` that are found quickly."""
+        """Check for errors of `read_tokenizer` that can be found quickly."""
         ...
 
     def read_tokenizer(self) -> Tokenizer:
@@ -72,7 +72,7 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(model: str | Path, *, weights: bool = True) -> Checkpoint:
-    """Open a path, hub id or built-in model. A file is read as GGUF. weights: False to download no weights."""
+    """Open a model by its path, hub id or built-in name. A file is read as GGUF. weights: False to download none."""
     model = built_in_path(str(model)) or model
     if problem := explain_undecodable(str(model)):
         raise ModelError(f"the model's path {problem}")

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WORTHWHILE_SHARE = 0.8  # of the model's bytes; with more, a draft takes almost as long as a token
+_WORTHWHILE_SHARE = 0.8  # of the model's bytes. A larger draft model is hardly faster
 
 
 def find_draft_checkpoint(
     speculative: SpeculativeConfig | None, config: ModelConfig, target: ServedModel
 ) -> DraftCheckpoint | None:
-    """Return the draft model's checkpoint, or None. config: the target's. Raises `ConfigError`."""
+    """Return the draft model's checkpoint, or None. config: The target model's. Raises `ConfigError`."""
     if speculative is None or not speculative.drafts_by_model:
         return None
     if speculative.model is None:
@@ -58,7 +58,7 @@ def find_draft_checkpoint(
 
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
-    """Return the target with fewer bits. Raises `ConfigError` if that hardly saves bytes."""
+    """Return the target's weights in fewer bits as draft model. Raises `ConfigError` if this hardly saves bytes."""
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(
@@ -128,7 +128,7 @@ def _check_tokenizer(name: str, draft: Checkpoint, target: Checkpoint) -> None:
         return
     draft_vocab, target_vocab = (each.read_tokenizer().backend.get_vocab() for each in (draft, target))
     for token, number in target_vocab.items():
-        # Converters to GGUF name unused rows [PADn]. No text produces these tokens.
+        # Converters to GGUF give unused ids the token [PADn]. No text produces these tokens.
         if draft_vocab.get(token) != number and (token in draft_vocab or token != f"[PAD{number}]"):
             there = f"number {draft_vocab[token]}" if token in draft_vocab else "no token"
             raise ConfigError(

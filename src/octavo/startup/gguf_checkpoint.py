@@ -32,7 +32,7 @@ _SAMPLING_KEYS = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-_POOLING = {0: "last", 1: "mean", 3: "last"}  # llama.cpp's numbers; 0 names none
+_POOLING = {0: "last", 1: "mean", 3: "last"}  # llama.cpp's numbers; 0 means unspecified
 
 
 class GGUFCheckpoint:
@@ -97,7 +97,7 @@ class GGUFCheckpoint:
         return GenerationDefaults(sampling, self.vocabulary.eos_token_ids(), self.path)
 
     def read_embedding_config(self) -> EmbeddingConfig:
-        """See `Checkpoint`. The default is the last hidden state."""
+        """See `Checkpoint`."""
         key = f"{self.weights.architecture}.pooling_type"
         kind = self.file.metadata.get(key, 0)
         if not isinstance(kind, int) or kind not in _POOLING:

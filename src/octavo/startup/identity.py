@@ -1,4 +1,4 @@
-"""Checks an engine's fingerprint, and names the keys under which engines share KV."""
+"""Compares an engine's fingerprint with earlier starts, and makes the keys under which engines share KV."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN_KEY = 100
 
 
 def find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
-    """Start to hash the weights in the background."""
+    """Start to hash the weights in the background. Return their identity."""
     seed = config.seed if config.load_format == "dummy" else None
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
@@ -41,11 +41,11 @@ def check_fingerprint(
     dtype: str,
     identity: WeightsIdentity | None,
 ) -> EngineFingerprint:
-    """Return the fingerprint, after comparing it with earlier starts of this engine.
+    """Compare the fingerprint with earlier starts of this engine, and return it.
 
-    identity: hashes the weights, so that starts with a copy are compared, too. Nothing is compared if
-    packed_cache_bytes is 0 or there are no checksums. Raises `FingerprintError` if numbers differ, and `ModelError` if
-    weights were changed.
+    identity: Hash of the weights, so that an engine with a copy of the weights is recognized. Nothing is compared if
+    packed_cache_bytes is 0 or the fingerprint has no checksums. Raises `FingerprintError` if checksums differ, and
+    `ModelError` if weights were changed.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
@@ -55,7 +55,7 @@ def check_fingerprint(
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
         engine = _describe_engine(config, served, info, draft, dtype)
-    except (OSError, RuntimeError) as error:  # a file was removed, or no home directory
+    except (OSError, RuntimeError) as error:  # a file was removed, or there is no home directory
         logger.warning("the fingerprint of this start cannot be compared: %s", error)
         return fingerprint
     kept.check(engine, fingerprint)
@@ -82,9 +82,9 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return everything except tokens that a token's KV depends on.
+    """Return texts for everything that KV depends on, except tokens.
 
-    Engines share KV only if all keys are equal. identity: of the weights, or None if KV stays in this engine.
+    Engines share KV only if all texts are equal. identity: Hash of the weights, or None if KV stays in this engine.
     """
     model, cache = config.model, config.cache
     keys = [
@@ -101,7 +101,7 @@ def cache_keys(
 
 
 def kv_format(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return cache keys by name, for a router. Omits the secret, and hashes long values."""
+    """Return the texts of `cache_keys` by name, for a router. Omits the secret, and hashes long texts."""
     values = dict(key.split(":", 1) for key in keys)
     values.pop("secret", None)
     return {

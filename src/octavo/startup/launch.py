@@ -1,4 +1,4 @@
-"""Starts an engine without torch: its core runs in another process."""
+"""Starts an engine. Its core runs in another process, so this process does not import torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model to serve. text: checkpoint of tokenizer and chat template. max_model_len: in tokens."""
+    """A model to serve. text: Checkpoint of tokenizer and chat template. max_model_len: In tokens."""
 
     checkpoint: Checkpoint
     text: Checkpoint
@@ -63,8 +63,8 @@ def launch_engine(
 ) -> Engine:
     """Start a process for the core, load the tokenizer meanwhile, and return the engine.
 
-    progress(done, total): in bytes of packed weights. meanwhile: called while the process loads; its errors end the
-    start. Raises `ConfigError` and `ModelError`.
+    progress: Called with (done, total) bytes of packed weights. meanwhile: Called while the process loads. An error of
+    `meanwhile` ends the start. Raises `ConfigError` and `ModelError`.
     """
     from octavo.engine.remote_core import RemoteCore  # noqa: PLC0415 - only for servers
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class SessionAffinity(RoutingPolicy):
-    """Keeps a session at one engine. Other requests go to the least loaded engine.
+    """Sends a session's requests to one engine. Other requests go to the least loaded engine.
 
-    By rendezvous hashing (Thaler and Ravishankar 1998), a removed engine moves only its own sessions.
+    With rendezvous hashing (Thaler and Ravishankar 1998), the removal of an engine moves only the engine's sessions.
     """
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:

@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from octavo.router.policies.prefix_tree import Expected
     from octavo.router.request_summary import RequestSummary
 
-_LEAST_SHARE = 0.1  # of a prompt: a smaller prefix does not decide
-_COMMON_SHARE = 0.5  # of a prompt: a smaller shared beginning is soon in every cache
-_MISSED_SHARE = 0.5  # of the expected prefix: if fewer hit, the engine has evicted it
-_MISSED_TOKENS = 64  # fewer may be missing due to rounding and the chat template
-_REMEMBERED = 64  # times balance_tokens: above it, the work of all engines is halved
+_LEAST_SHARE = 0.1  # of a prompt; a smaller prefix is ignored
+_COMMON_SHARE = 0.5  # of a prompt; a smaller shared prefix is soon in every cache
+_MISSED_SHARE = 0.5  # of the expected prefix; with fewer hits, the prefix was evicted
+_MISSED_TOKENS = 64  # fewer may be missing because of rounding and the chat template
+_REMEMBERED = 64  # times balance_tokens; above this limit, the work of all engines is halved
 
 
 class CacheAware(RoutingPolicy):
-    """Predicts caches from the prompts that each engine got, corrected by the hits that it reports.
+    """Predicts each engine's cache from the prompts that the engine got and the hits that it reports.
 
-    A prompt goes to the engine with the longest prefix. Without such a prefix, or if other prompts share it, the prompt
-    is new work, which is spread so that caches differ.
+    A prompt goes to the engine with the longest cached prefix. If no engine has a prefix, or other prompts share the
+    prefix, the prompt is new work. New work is spread over the engines, so that their caches differ.
 
-    balance_tokens, balance_ratio: an engine is overloaded if its load exceeds the smallest load by more than
-    balance_tokens, and is more than balance_ratio times as large. For a shared prefix, this also applies to new work.
-
+    balance_tokens, balance_ratio: An engine is overloaded if its load exceeds the smallest load by more than
+    balance_tokens, and is more than balance_ratio times as large. For a shared prefix, the same limits apply to new
+    work.
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
@@ -40,7 +40,7 @@ class CacheAware(RoutingPolicy):
         self._work: dict[EngineHandle, float] = {}  # new tokens; old ones count less
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
-        """Return the engine with the longest prefix that is not overloaded, otherwise that with least load and work."""
+        """Return the engine with the longest prefix that is not overloaded, or the engine with least load and work."""
         least = min(engine.load for engine in engines)
         able = [engine for engine in engines if not self._is_more(engine.load, least)]
         found = self._tree.find(summary, able)
@@ -58,7 +58,7 @@ class CacheAware(RoutingPolicy):
         return amount - least > self._balance_tokens and amount > self._balance_ratio * least
 
     def _work_of(self, engine: EngineHandle) -> float:
-        """A new engine starts with the smallest amount, so as not to get all prompts."""
+        """Return an engine's work, at first the smallest work of all engines."""
         return self._work.setdefault(engine, min(self._work.values(), default=0.0))
 
     def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:
@@ -71,7 +71,7 @@ class CacheAware(RoutingPolicy):
         return known
 
     def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:
-        """Assume that an engine which evicted this prompt evicted all older ones, too."""
+        """Record a request's end. If the engine evicted the prompt, assume that it evicted all older prompts, too."""
         expected = self._open.pop((id(summary), engine))
         self._tree.close(engine, expected)
         if cached_share is None or not expected.num_bytes:

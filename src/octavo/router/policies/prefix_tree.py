@@ -1,4 +1,4 @@
-"""A bounded tree of pieces of prompts, which drops the least recently used."""
+"""A bounded tree of pieces of prompts. The least recently used pieces are dropped."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Expected:
     """The prefix of a prompt that is expected in an engine's cache.
 
-    num_bytes: 0 if only open requests sent it, because it may not be computed yet. since: when all of it had been sent.
-
+    num_bytes: Length, or 0 if only open requests have sent the prefix, because it may not be computed yet. since:
+    Earliest of the times at which its pieces were last sent.
     """
 
     num_bytes: int
@@ -30,8 +30,8 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: of each engine. is_branch: other prompts continue the longest prefix differently, as after a system
-    prompt.
+    num_bytes: Length of each engine's prefix. is_branch: True if other prompts continue the longest prefix, for example
+    a system prompt, differently.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -40,27 +40,27 @@ class Found:
 
 @dataclass(slots=True)
 class _Node:
-    """A piece of a prompt. times: engine's number -> when the piece was last sent to it."""
+    """A piece of a prompt. times: Time at which the piece was last sent to an engine, by the engine's number."""
 
     times: dict[int, int] = field(default_factory=dict)
     has_more: bool = False
 
 
 class PrefixTree:
-    """A node for each piece of a prompt, keyed by a hash of all bytes up to its end.
+    """Prompts that were sent to engines. Each piece has a node, keyed by a hash of all bytes up to the piece's end.
 
-    Engines are assumed to evict the least recently used content first, so one time per engine records its evictions.
+    Engines are assumed to evict the least recently used content first. So one time per engine records its evictions.
     """
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first, parents after children
-        self._lost: dict[int, int] = {}  # by engine's number: time up to which its cache was evicted
+        self._lost: dict[int, int] = {}  # by engine's number: content up to this time was evicted
         self._open: dict[int, set[int]] = {}
         self._now = 0
 
     def find(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> Found:
-        """Return each engine's prefix."""
+        """Return each engine's known prefix."""
         num_bytes, left, is_branch = dict.fromkeys(engines, 0), list(engines), False
         hashes, ends = summary.pieces
         for digest, end in zip(hashes, ends, strict=True):
@@ -77,7 +77,7 @@ class PrefixTree:
         return node.times.get(number, 0) > self._lost.get(number, 0)
 
     def add(self, summary: RequestSummary, engine: EngineHandle) -> Expected:
-        """Record a sent prompt. Returns the expected prefix. `close` must follow."""
+        """Record a sent prompt. Returns the expected prefix. The caller must call `close` later."""
         self._now += 1
         number, now = engine.number, self._now
         hashes, _ = summary.pieces
