@@ -112,15 +112,15 @@ template <class T>
 void write_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, const float* totals) {
   for (int64_t row = 0; row < task.tokens * s.group; ++row, totals += s.sums_size) {
     const int64_t head = task.kv_head * s.group + row % s.group;
-    T* out = static_cast<T*>(args.out) + (task.first_token + row / s.group) * args.out_stride + head * s.dim;
-    Vec weight = splat(sum_lanes(load(totals + s.padded_dim))), keep = splat(1.0f);
+    T* out = static_cast<T*>(args.out) + (task.first_token + row / s.group) * args.out_stride + head * s.value_dim;
+    Vec weight = splat(sum_lanes(load(totals + s.padded_values))), keep = splat(1.0f);
     if (args.sinks != nullptr) {
       const float sink = args.sinks[head], maximum = larger(totals[s.num_sums], sink);
       keep = exp(splat(totals[s.num_sums] - maximum));
       weight = fma(weight, keep, exp(splat(sink - maximum)));
     }
-    for (int64_t d = 0; d < s.dim; d += kLanes) {
-      store_first(out + d, load(totals + d) * keep / weight + splat(0.0f), s.dim - d);
+    for (int64_t d = 0; d < s.value_dim; d += kLanes) {
+      store_first(out + d, load(totals + d) * keep / weight + splat(0.0f), s.value_dim - d);
     }
   }
 }

@@ -13,7 +13,7 @@ struct AttentionArgs {
   int64_t k_cache_strides[2];
   int64_t v_cache_strides[2];
   DType kv_dtype;
-  void* out;  // [tokens, num_heads * head_dim]
+  void* out;  // [tokens, num_heads * value_dim]
   int64_t out_stride;
   DType dtype;
   const int32_t* query_start;   // [num_seqs + 1]
@@ -24,6 +24,7 @@ struct AttentionArgs {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t value_dim;  // at most head_dim: of a row of the value cache, only so many first values are read
   int64_t block_size;
   float scale;
   int64_t window;  // 0: unlimited
@@ -33,13 +34,13 @@ struct AttentionArgs {
   static AttentionArgs of(Address q, Strides q_strides, Address k_cache, Strides k_cache_strides, Address v_cache,
                           Strides v_cache_strides, int kv_dtype, Address out, int64_t out_stride, int dtype,
                           Address query_start, Address block_tables, int64_t block_table_stride, Address positions,
-                          int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                          double scale, int64_t window, double softcap, Address sinks) {
+                          int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t value_dim,
+                          int64_t block_size, double scale, int64_t window, double softcap, Address sinks) {
     return {at<void>(q), {q_strides.first, q_strides.second}, at<void>(k_cache), at<void>(v_cache),
             {k_cache_strides.first, k_cache_strides.second}, {v_cache_strides.first, v_cache_strides.second},
             DType(kv_dtype), at<void>(out), out_stride, DType(dtype), at<int32_t>(query_start), at<int32_t>(block_tables),
-            block_table_stride, at<int64_t>(positions), num_seqs, num_heads, num_kv_heads, head_dim, block_size,
-            static_cast<float>(scale), window, static_cast<float>(softcap), at<float>(sinks)};
+            block_table_stride, at<int64_t>(positions), num_seqs, num_heads, num_kv_heads, head_dim, value_dim,
+            block_size, static_cast<float>(scale), window, static_cast<float>(softcap), at<float>(sinks)};
   }
 
   bool reads(const StepArgs&, const BatchArgs& batch) const {

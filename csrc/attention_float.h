@@ -17,13 +17,15 @@ class FloatKV {
   static constexpr int kRows = kTileRows;  // rows that are computed together
   static constexpr int64_t kTogether = 1;  // positions of a step of the sum of values
 
-  static int64_t size(const AttentionShape& s) { return 2 * kTilePositions * s.padded_dim + s.max_rows * s.padded_dim; }
+  static int64_t size(const AttentionShape& s) {
+    return kTilePositions * (s.padded_dim + s.padded_values) + s.max_rows * s.padded_dim;
+  }
 
   FloatKV(const AttentionShape& s, float* memory)
       : s_(s),
         keys_(memory),
         values_(keys_ + kTilePositions * s.padded_dim),
-        queries_(values_ + kTilePositions * s.padded_dim) {}
+        queries_(values_ + kTilePositions * s.padded_values) {}
 
   void pack_queries(const AttentionArgs& args, const AttentionTask& task) {
     const int64_t rows = task.tokens * s_.group;
@@ -96,7 +98,7 @@ class FloatKV {
   void add(const float* weights, int64_t rows, int64_t begin, int64_t end, float* sums) const {
     if (begin >= end) return;
     const int64_t stride = s_.sums_size;
-    for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
+    for (int64_t d = 0; d < s_.padded_values; d += kPanelColumns) {
       kMultiplyWeights.of_rows[rows](weights + begin, values_ + d * kTilePositions + begin * kPanelColumns, end - begin,
                                      sums + d, stride, Chain::kContinued, weights);
     }
@@ -128,14 +130,14 @@ class FloatKV {
     }
   }
 
-  // Copies values to panels [dim / 32][64 positions][32]. Absent values are not written and never multiplied.
+  // Copies values to panels [value_dim / 32][64 positions][32]. Absent values are not written and never multiplied.
   void gather_values(const TileRows<C>& rows, const TileRows<C>& next) {
     for (int64_t i = 0; i < kTilePositions; ++i) {
-      prefetch_row(next.values[i], s_.dim);
+      prefetch_row(next.values[i], s_.value_dim);
       if (rows.values[i].values == nullptr) continue;
       float* out = values_ + i * kPanelColumns;
-      for (int64_t d = 0; d < s_.padded_dim; d += kLanes) {
-        const Vec value = d < s_.dim ? rows.values[i].read_first(d, s_.dim - d) : splat(0.0f);
+      for (int64_t d = 0; d < s_.padded_values; d += kLanes) {
+        const Vec value = d < s_.value_dim ? rows.values[i].read_first(d, s_.value_dim - d) : splat(0.0f);
         store(out + d / kPanelColumns * kPanelColumns * kTilePositions + d % kPanelColumns, value);
       }
     }
@@ -143,7 +145,7 @@ class FloatKV {
 
   const AttentionShape& s_;
   float* const keys_;     // [2 panels][padded to 16 dims][32 positions]
-  float* const values_;   // [padded_dim / 32][64][32]
+  float* const values_;   // [padded_values / 32][64][32]
   float* const queries_;  // per kTileRows rows: [dim][rows], scaled
 };
 

@@ -93,7 +93,7 @@ class PairKV {
   static constexpr int64_t kTogether = 2;
 
   static int64_t size(const AttentionShape& s) {
-    return (2 * kTilePositions + s.max_rows) * s.padded_dim / 2 + 2 * kTilePositions;
+    return ((kTilePositions + s.max_rows) * s.padded_dim + kTilePositions * s.padded_values) / 2 + 2 * kTilePositions;
   }
 
   PairKV(const AttentionShape& s, float* memory)
@@ -101,8 +101,8 @@ class PairKV {
         words_(s.padded_dim / 2),
         keys_(reinterpret_cast<uint32_t*>(memory)),
         values_(keys_ + kTilePositions * words_),
-        queries_(values_ + kTilePositions * words_),
-        key_factors_(memory + (2 * kTilePositions + s.max_rows) * words_),
+        queries_(values_ + kTilePositions * s.padded_values / 2),
+        key_factors_(memory + (size(s) - 2 * kTilePositions)),
         value_factors_(key_factors_ + kTilePositions) {}
 
   void pack_queries(const AttentionArgs& args, const AttentionTask& task) {
@@ -166,7 +166,7 @@ class PairKV {
     const int64_t first = divide_up(begin, 2), last = end / 2;
     if (begin % 2 != 0) add_half(words[begin / 2], begin / 2, kUpperHalf, sums);
     if (first < last) {
-      for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
+      for (int64_t d = 0; d < s_.padded_values; d += kPanelColumns) {
         kMultiplyPairs.of_rows[rows](words + first, kTilePositions, values_ + d * kTilePairs + first * kPanelColumns,
                                      last - first, sums + d, s_.sums_size, nullptr);
       }
@@ -178,7 +178,7 @@ class PairKV {
   static constexpr uint32_t kLowerHalf = 0x0000FFFFu, kUpperHalf = 0xFFFF0000u;
 
   void add_half(uint32_t weights, int64_t pair, uint32_t half, float* sums) const {
-    for (int64_t d = 0; d < s_.padded_dim; d += kLanes) {
+    for (int64_t d = 0; d < s_.padded_values; d += kLanes) {
       const uint32_t* word = values_ + (d / kPanelColumns * kTilePairs + pair) * kPanelColumns + d % kPanelColumns;
       store(sums + d, add_pair_products(load(sums + d), splat_int(weights & half), load_int(word) & splat_int(half)));
     }
@@ -206,7 +206,7 @@ class PairKV {
     }
   }
 
-  // Copies values to panels [dim / 32][pairs of positions][32]; absent values are zero.
+  // Copies values to panels [value_dim / 32][pairs of positions][32]; absent values are zero.
   void gather_values(const TileRows<C>& rows, RowsAhead<C>& ahead) {
     for (int64_t pair = 0; pair < kTilePairs; ++pair) {
       ahead.ask(2);
@@ -221,9 +221,9 @@ class PairKV {
     value_factors_[i] = factor(even);
     value_factors_[i + 1] = factor(odd);
     uint32_t* out = values_ + pair * kPanelColumns;
-    for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns, out += kPanelColumns * kTilePairs) {
+    for (int64_t d = 0; d < s_.padded_values; d += kPanelColumns, out += kPanelColumns * kTilePairs) {
       IVec left, right;
-      interleave_words(read_pairs(even, d, s_.dim - d), read_pairs(odd, d, s_.dim - d), left, right);
+      interleave_words(read_pairs(even, d, s_.value_dim - d), read_pairs(odd, d, s_.value_dim - d), left, right);
       store_int(out, left);
       store_int(out + kLanes, right);
     }
@@ -232,7 +232,7 @@ class PairKV {
   const AttentionShape& s_;
   const int64_t words_;     // of a row
   uint32_t* const keys_;    // [2 panels][words_][32 positions]
-  uint32_t* const values_;  // [padded_dim / 32][kTilePairs][32]
+  uint32_t* const values_;  // [padded_values / 32][kTilePairs][32]
   uint32_t* const queries_; // [max_rows][words_]
   float* const key_factors_;
   float* const value_factors_;

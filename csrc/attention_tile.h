@@ -35,7 +35,9 @@ struct AttentionShape {
   int64_t group;       // query heads per KV head
   int64_t dim;         // head_dim
   int64_t padded_dim;  // a multiple of the panel
-  int64_t num_sums;    // of a row: padded_dim sums of values, then the sums of its weights, lane by lane
+  int64_t value_dim;
+  int64_t padded_values;  // value_dim, likewise
+  int64_t num_sums;    // of a row: padded_values sums of values, then the sums of its weights, lane by lane
   int64_t sums_size;   // num_sums and a vector whose first lane is the maximum of the row's scores
   int64_t max_rows;    // of one task
 
@@ -43,7 +45,9 @@ struct AttentionShape {
       : group(args.num_heads / args.num_kv_heads),
         dim(args.head_dim),
         padded_dim(divide_up(args.head_dim, kPanelColumns) * kPanelColumns),
-        num_sums(padded_dim + kLanes),
+        value_dim(args.value_dim),
+        padded_values(divide_up(args.value_dim, kPanelColumns) * kPanelColumns),
+        num_sums(padded_values + kLanes),
         sums_size(num_sums + kLanes),
         max_rows(larger(int64_t{1}, chunk_rows(args, threads) / group) * group) {}
 

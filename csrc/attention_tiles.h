@@ -35,7 +35,7 @@ class TileKV : public PairKV<C> {
   static constexpr int kRows = kTogether;
 
   static int64_t size(const AttentionShape& s) {
-    return divide_up(Base::size(s), kLanes) * kLanes + kTilePositions * s.padded_dim / 2;
+    return divide_up(Base::size(s), kLanes) * kLanes + kTilePositions * s.padded_values / 2;
   }
 
   TileKV(const AttentionShape& s, float* memory)
@@ -172,8 +172,8 @@ class TileKV : public PairKV<C> {
   }
 
   void add_values(const float* weights, int64_t rows, const uint32_t* values, float* sums) {
-    for (int64_t d = 0; d < s_.padded_dim; d += kPanelColumns) {
-      if (are_few()) ahead_.ask(divide_up(kAskedOfSums * kPanelColumns, s_.padded_dim));
+    for (int64_t d = 0; d < s_.padded_values; d += kPanelColumns) {
+      if (are_few()) ahead_.ask(divide_up(kAskedOfSums * kPanelColumns, s_.padded_values));
       multiply(weights, kTilePositions, rows, values + d * kTilePairs, kTilePairs / kStepWords, false, sums + d, s_.sums_size);
     }
   }
@@ -265,7 +265,7 @@ class TileKV : public PairKV<C> {
   }
   bool find_out_if_finite() const {
     IVec upper = splat_int(0), lower = splat_int(0);
-    for (int64_t i = 0; i < kTilePairs * s_.padded_dim; i += kLanes) {
+    for (int64_t i = 0; i < kTilePairs * s_.padded_values; i += kLanes) {
       const IVec pair = load_int(values_ + i);
       upper = max_signed(upper, pair & splat_int(0x7F800000u));
       lower = max_signed(lower, pair & splat_int(0x00007F80u));
@@ -286,7 +286,7 @@ class TileKV : public PairKV<C> {
     for (int64_t pair = 0; pair < kTilePairs; ++pair) {
       const uint32_t mask = (is_in(range, 2 * pair) ? kLowerHalf : 0u) | (is_in(range, 2 * pair + 1) ? kUpperHalf : 0u);
       for (int64_t r = 0; r < rows; ++r) reinterpret_cast<uint32_t*>(weights + r * kTilePositions)[pair] &= mask;
-      for (int64_t d = 0; d < s_.padded_dim; d += kLanes) {
+      for (int64_t d = 0; d < s_.padded_values; d += kLanes) {
         const int64_t place = (d / kPanelColumns * kTilePairs + pair) * kPanelColumns + d % kPanelColumns;
         store_int(seen_values_ + place, load_int(values_ + place) & splat_int(mask));
       }
@@ -294,7 +294,7 @@ class TileKV : public PairKV<C> {
   }
   static bool is_in(const SeenRange& range, int64_t position) { return position >= range.begin && position < range.end; }
 
-  uint32_t* const seen_values_;  // [padded_dim / 32][kTilePairs][32]
+  uint32_t* const seen_values_;  // [padded_values / 32][kTilePairs][32]
   bool is_tested_ = false, are_finite_ = true;
   Tiles tiles_;
 

@@ -86,7 +86,7 @@ void weigh_rows(const AttentionShape& s, const Tile& tile, int64_t rows, const S
   if (rises) rescale_rows(s, rows, before, maximum, sums);
   for (int64_t r = 0; r < rows; ++r) {
     if (!kAll && seen[r].empty()) continue;
-    float* sum = sums + r * stride + s.padded_dim;
+    float* sum = sums + r * stride + s.padded_values;
     store(sum, load(sum) + weigh(tile, scores + r * kTilePositions, maximum[r]));
   }
 }

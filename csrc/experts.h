@@ -72,28 +72,6 @@ struct SortByExpertArgs {
   }
 };
 
-struct GatherRowsArgs {
-  const char* x;
-  int64_t x_stride;        // bytes between rows
-  const int64_t* sources;  // [rows]: rows of x
-  char* out;               // [rows, row_bytes], contiguous
-  int64_t rows;
-  int64_t row_bytes;
-
-  static constexpr auto kRows = &GatherRowsArgs::rows;
-  static GatherRowsArgs of(const Tensor& x, const Tensor& sources, const Tensor& out) {
-    sources.expect_contiguous(DType::kInt64, "sources");
-    out.expect_contiguous(x.dtype, "out");
-    if (x.shape.size() != 2 || x.strides[1] != 1 || out.shape.size() != 2 || out.shape[0] != sources.count() ||
-        out.shape[1] != x.shape[1]) {
-      throw std::invalid_argument("x and out are not rows of one size, or out has another number than sources");
-    }
-    const int64_t bytes = x.dtype == DType::kFloat32 ? 4 : 2;
-    return {at<char>(x.address), x.strides[0] * bytes, at<int64_t>(sources.address), at<char>(out.address), out.shape[0],
-            out.shape[1] * bytes};
-  }
-};
-
 struct AddExpertsArgs {
   const float* outputs;   // [rows * chosen, size]
   const int32_t* ids;     // [rows, chosen], ascending
@@ -274,14 +252,6 @@ inline void sort_by_expert(ThreadPool&, const SortByExpertArgs& args) {
   }
   for (int64_t i = args.experts; i > 0; --i) args.starts[i] = args.starts[i - 1];
   args.starts[0] = 0;
-}
-
-inline void gather_rows(ThreadPool& pool, const GatherRowsArgs& args) {
-  parallel_ranges(pool, args.rows, divide_up(4 * kLeastElements, args.row_bytes), [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      std::memcpy(args.out + i * args.row_bytes, args.x + args.sources[i] * args.x_stride, static_cast<size_t>(args.row_bytes));
-    }
-  });
 }
 
 // Lists the additions of the tree over [low, high) for ids[first, last): into[i] += from[i]. The sum is at ids[first].

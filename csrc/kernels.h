@@ -10,6 +10,8 @@
 #include "divide.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "grouped_linear.h"
+#include "latent.h"
 #include "linear_int4_tiles.h"  // linear, over all of its parts
 #include "packing.h"
 #include "rounding.h"
@@ -23,9 +25,9 @@
   KERNEL(pack_weight, PackArgs)             \
   KERNEL(linear, LinearArgs)                \
   KERNEL(grouped_linear, GroupedLinearArgs) \
+  KERNEL(head_linear, HeadLinearArgs)       \
   KERNEL(choose_experts, ChooseExpertsArgs) \
   KERNEL(sort_by_expert, SortByExpertArgs)  \
-  KERNEL(gather_rows, GatherRowsArgs)       \
   KERNEL(add_experts, AddExpertsArgs)       \
   KERNEL(embedding, EmbeddingArgs)          \
   KERNEL(take_rows, TakeArgs)               \
@@ -35,6 +37,7 @@
   KERNEL(soft_cap, SoftCapArgs)             \
   KERNEL(divide, DivideArgs)                \
   KERNEL(rope_and_write_kv, RopeArgs)       \
+  KERNEL(rope_and_write_latents, LatentArgs) \
   KERNEL(paged_attention, AttentionArgs)    \
   KERNEL(sample, SampleArgs)                \
   KERNEL(top_tokens, TopTokensArgs)

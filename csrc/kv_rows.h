@@ -8,7 +8,7 @@
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int64_t kMostHeadDim = 256;
+constexpr int64_t kMostHeadDim = 576;  // kMostLatentValues of latent.h
 
 template <class C>
 struct KVRow {

@@ -298,12 +298,12 @@ void linear_direct(ThreadPool& pool, const LinearArgs& args) {
   const int64_t depth = padded_depth<W>(args.k);
   float* a = static_cast<float*>(pool.shared(static_cast<size_t>(depth * M) * sizeof(float)));
   pack_rows(args, 0, M, depth, a);
-  const int64_t panels = divide_up(args.n, kPanelColumns);
-  parallel(pool, divide_up(panels, P), [&](int64_t task, int) {
-    if (task * P + P <= panels) {
-      multiply_direct<M, P, W>(args, a, 0, task * P);
+  parallel(pool, divide_up(args.num_panels, int64_t{P}), [&](int64_t task, int) {
+    const int64_t first = args.first_panel + task * P;
+    if (first + P <= args.end_panel()) {
+      multiply_direct<M, P, W>(args, a, 0, first);
     } else {
-      for (int64_t panel = task * P; panel < panels; ++panel) multiply_direct<M, 1, W>(args, a, 0, panel);
+      for (int64_t panel = first; panel < args.end_panel(); ++panel) multiply_direct<M, 1, W>(args, a, 0, panel);
     }
   });
 }
@@ -316,7 +316,8 @@ void linear_direct_twice(ThreadPool& pool, const LinearArgs& args) {
   float* a = static_cast<float*>(pool.shared(static_cast<size_t>(depth * args.rows) * sizeof(float)));
   pack_rows(args, 0, half, depth, a);
   pack_rows(args, half, rest, depth, a + half * depth);
-  parallel(pool, divide_up(args.n, kPanelColumns), [&](int64_t panel, int) {
+  parallel(pool, args.num_panels, [&](int64_t task, int) {
+    const int64_t panel = args.first_panel + task;
     kMultiply.of_rows[half](args, a, 0, panel);
     kMultiply.of_rows[rest](args, a + half * depth, half, panel);
   });
@@ -427,7 +428,7 @@ inline int64_t panels_of_a_task(int64_t panels, int64_t threads, int64_t most) {
 
 template <class W>
 void linear_many(ThreadPool& pool, const LinearArgs& args) {
-  const int64_t depth = padded_depth<W>(args.k), panels = divide_up(args.n, kPanelColumns);
+  const int64_t depth = padded_depth<W>(args.k), panels = args.num_panels;
   const int64_t most_rows = smaller(args.rows, kBlockRows);
   const int64_t tile_panels = divide_up(panels, int64_t{kBlockTilePanels});
   const int64_t group = kBlockTilePanels * panels_of_a_task(tile_panels, pool.num_threads(), kMaxGroupPanels / kBlockTilePanels);
@@ -441,8 +442,8 @@ void linear_many(ThreadPool& pool, const LinearArgs& args) {
     const auto widen = args.x_dtype == DType::kFloat32 ? widen_rows<float> : widen_rows<bf16>;
     parallel_ranges(pool, rows, kTileRows, [&](int64_t begin, int64_t end) { widen(args, block, begin, end, slices); });
     parallel(pool, divide_up(panels, group), [&](int64_t task, int thread) {
-      const int64_t panel = task * group;
-      multiply_group<W>(args, block, panel, smaller(group, panels - panel), static_cast<float*>(pool.local(thread)));
+      const int64_t panel = args.first_panel + task * group;
+      multiply_group<W>(args, block, panel, smaller(group, args.end_panel() - panel), static_cast<float*>(pool.local(thread)));
     });
   }
 }

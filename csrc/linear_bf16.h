@@ -136,7 +136,7 @@ constexpr int64_t kFewPanels = 64;  // with so few panels, packing rows does not
 inline void linear_of_pairs(ThreadPool& pool, const LinearArgs& args) {
   if (args.rows == 0) return;
   static constexpr PairFunctions kMultiply;
-  const int64_t pairs = divide_up(args.k, 2), panels = divide_up(args.n, kPanelColumns);
+  const int64_t pairs = divide_up(args.k, 2), panels = args.num_panels;
   const int64_t most_rows = larger(int64_t{1}, kBlockBytes / (4 * pairs) / kPairRows) * kPairRows;
   const int64_t block_rows = rows_of_a_block(args.rows, most_rows, kPairRows);
   const bool packs = args.k % 2 != 0 || (block_rows > kPairRows && panels > kFewPanels);

@@ -358,14 +358,15 @@ void multiply_block_rows(ThreadPool& pool, const LinearArgs& args, const BlockPa
                          const TileAt& tile_at) {
   constexpr BlockFormat kFormat = format_of(kKind);
   static constexpr BlockFunctions<form_of(kFormat), words_in_halves(kFormat)> kMultiply;
-  const int64_t panels = divide_up(args.n, kPanelColumns);
+  const int64_t panels = args.num_panels;
   const auto totals_size = static_cast<size_t>(block.rows * kPanelColumns) * sizeof(float);
   pool.reserve_local(sizeof(UnpackedPiece) + totals_size);
-  parallel_ahead(pool, panels, [&](int64_t panel, int64_t following, int thread) {
+  parallel_ahead(pool, panels, [&](int64_t task, int64_t following, int thread) {
+    const int64_t panel = args.first_panel + task;
     auto& piece = *static_cast<UnpackedPiece*>(pool.local(thread));
     auto* totals = reinterpret_cast<float*>(&piece + 1);
     std::memset(totals, 0, totals_size);
-    const int64_t to_next = (smaller(following, panels - 1) - panel) * weight.panel_bytes;  // at most the last panel
+    const int64_t to_next = (smaller(following, panels - 1) - task) * weight.panel_bytes;  // at most the last panel
     for (int64_t first = 0; first < weight.groups; first += kPieceGroups) {
       const int64_t groups = smaller(kPieceGroups, weight.groups - first);
       unpack_blocks<kKind>(weight.panel(panel) + weight.offset(first), groups, to_next, piece);

@@ -130,16 +130,16 @@ inline void multiply_rows_of_nibble_tiles(ThreadPool& pool, const LinearArgs& ar
   const int64_t near_pairs = kNearBytes / (steps * kTileStep * kTogether);
   const bool are_cut = args.rows > kNibblePairs * kTogether && near_pairs >= kFewestNearPairs;
   TasksOfTiles tasks(args.rows, steps * kTileStep, are_cut ? smaller(kNibblePairs, near_pairs) : kNibblePairs);
-  tasks.share(divide_up(args.n, kPanelColumns), 1);
+  tasks.share(args.num_panels, 1);
   const int64_t unpacked_bytes = smaller(steps, kPieceSteps) * kStepBytes * NibbleTiles::kSlices;
   const int64_t sums_bytes = NibbleTiles::kSlices * tasks.block_rows() * kPanelColumns * 4;
   pool.reserve_local(static_cast<size_t>(unpacked_bytes + sums_bytes));
   parallel_ahead(pool, tasks.count(), [&](int64_t task, int64_t following, int thread) {
     const int64_t row = tasks.first_row(task);
     const BlockOfTiles rows{all.from(row), row, smaller(tasks.block_rows(), args.rows - row)};
-    const char* next = following < tasks.count() ? product.panel(tasks.first_panel(following)) : nullptr;
+    const char* next = following < tasks.count() ? product.panel(args.first_panel + tasks.first_panel(following)) : nullptr;
     char* unpacked = static_cast<char*>(pool.local(thread));
-    multiply_nibble_panel(args, product, rows, tasks.first_panel(task), next, unpacked,
+    multiply_nibble_panel(args, product, rows, args.first_panel + tasks.first_panel(task), next, unpacked,
                           reinterpret_cast<int32_t*>(unpacked + unpacked_bytes));
   });
 }
@@ -181,14 +181,6 @@ inline void linear(ThreadPool& pool, const LinearArgs& args) {
 #endif
       return linear_of_integers<NibbleWeight>(pool, args);
     default: return linear_of_blocks(pool, args);
-  }
-}
-
-// Weights of groups without rows are not read.
-inline void grouped_linear(ThreadPool& pool, const GroupedLinearArgs& args) {
-  for (int64_t group = 0; group < args.groups; ++group) {
-    const LinearArgs product = args.of_group(group);
-    if (product.rows > 0) linear(pool, product);
   }
 }
 

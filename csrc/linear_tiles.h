@@ -496,7 +496,7 @@ class TasksOfTiles {
 template <class Product>
 void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Product& product) {
   const int64_t steps = divide_up(divide_up(args.k, Product::kDepth), kStepWords), row_bytes = steps * kTileStep;
-  const int64_t panels = divide_up(args.n, kPanelColumns);
+  const int64_t panels = args.num_panels;
   const RowsOfTiles all =
       product.packs(args) ? pack_rows_as_tiles<Product>(pool, args, steps) : product.as_they_stand(args);
   TasksOfTiles tasks(args.rows, row_bytes, kBlockPairs);
@@ -506,10 +506,10 @@ void multiply_rows_of_tiles(ThreadPool& pool, const LinearArgs& args, const Prod
   tasks.share(panels, group);
   pool.reserve_local(static_cast<size_t>(group * tasks.block_rows() * kPanelColumns) * sizeof(float));
   parallel_ahead(pool, tasks.count(), [&](int64_t task, int64_t following, int thread) {
-    const int64_t panel = tasks.first_panel(task), row = tasks.first_row(task);
-    const int64_t next = following < tasks.count() ? tasks.first_panel(following) : -1;
+    const int64_t panel = args.first_panel + tasks.first_panel(task), row = tasks.first_row(task);
+    const int64_t next = following < tasks.count() ? args.first_panel + tasks.first_panel(following) : -1;
     const BlockOfTiles rows{all.from(row), row, smaller(tasks.block_rows(), args.rows - row)};
-    multiply_panels_of_tiles(args, product, rows, panel, smaller(group, panels - panel), next,
+    multiply_panels_of_tiles(args, product, rows, panel, smaller(group, args.end_panel() - panel), next,
                              static_cast<typename Product::Sum*>(pool.local(thread)));
   });
 }

@@ -194,18 +194,18 @@ class GatedPanels {
 template <class Multiply>
 void multiply_block(ThreadPool& pool, const LinearArgs& args, const BlockOfRows& block, const PanelMemory& weight,
                     int64_t at_once, const Multiply& multiply) {
-  const int64_t panels = divide_up(args.out_features(), kPanelColumns), tiles = block.tiles();
+  const int64_t panels = args.gated ? args.num_panels / 2 : args.num_panels, tiles = block.tiles();
   const int64_t group = tiles == 1 ? panels_of_a_task(panels, pool.num_threads(), at_once) : 1;
   const int64_t tasks = divide_up(panels, group);
   if (args.gated) pool.reserve_local(static_cast<size_t>(GatedPanels::size(block, group * kPanelColumns)));
   parallel_ahead(pool, tasks, [&](int64_t task, int64_t following, int thread) {
-    const int64_t first = task * group, count = smaller(group, panels - first);
+    const int64_t first = args.first_panel + task * group, count = smaller(group, panels - task * group);
     const auto out_of = [&](int64_t tile) {
       return place_of(args, block.first + tile * block.tile_rows, first * kPanelColumns);
     };
     // shift: distance of the weight's panels from the result's
     const auto multiply_tile_of = [&](int64_t tile, int64_t shift, bool makes_results, Place place) {
-      const char* next = following < tasks ? weight.at(following * group + shift) : nullptr;
+      const char* next = following < tasks ? weight.at(args.first_panel + following * group + shift) : nullptr;
       Ahead ahead(next, weight.at(first + shift), weight.bytes, weight.steps, tile, tiles);
       if (makes_results) ahead.set_results(out_of(tile), block.rows_of(tile), bytes_of_result(args, kPanelColumns));
       multiply(tile, first + shift, count, place, ahead);

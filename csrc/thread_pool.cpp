@@ -89,6 +89,7 @@ struct ThreadPool::State {
   void start_workers(int count, const std::vector<int>& cpus) {
     num_threads.store(count);
     local = std::vector<Buffer>(static_cast<size_t>(count));
+    alone.resize(static_cast<size_t>(count));
     stopping.store(false);
     const bool is_pinned = cpus.size() == static_cast<size_t>(count);
     try {
@@ -203,6 +204,7 @@ struct ThreadPool::State {
 
   Buffer shared;
   std::vector<Buffer> local;
+  std::vector<std::unique_ptr<ThreadPool>> alone;  // each is made by its thread
 };
 
 namespace {
@@ -262,6 +264,12 @@ void ThreadPool::reserve_local(size_t bytes) {
 }
 
 void* ThreadPool::local(int thread) { return state_.load()->local[static_cast<size_t>(thread)].get(); }
+
+ThreadPool& ThreadPool::alone(int thread) {
+  std::unique_ptr<ThreadPool>& pool = state_.load()->alone[static_cast<size_t>(thread)];
+  if (!pool) pool = std::make_unique<ThreadPool>(1);
+  return *pool;
+}
 
 ThreadPool::Session::Session(ThreadPool& pool) : lock_(pool.current_state().session_mutex) {}
 

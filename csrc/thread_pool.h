@@ -46,6 +46,9 @@ class ThreadPool {
   void reserve_local(size_t bytes);
   void* local(int thread);
 
+  // The pool on which a thread calls a kernel inside `run`. It has only that thread, and memory of its own.
+  ThreadPool& alone(int thread);
+
   // Holds the pool for one kernel.
   class Session {
    public:

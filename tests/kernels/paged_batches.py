@@ -107,5 +107,5 @@ def assert_attention_is_as_exact(result, q, batch, caches, window, softcap=None,
         dense_attention(q, batch, *caches, q.shape[2] ** -0.5, window, kind, softcap, sinks)
         for kind in (torch.float64, torch.float32)
     )
-    heads = (each.unflatten(1, q.shape[1:]) for each in (result, plain.to(q.dtype), exact))
+    heads = (each.unflatten(1, (q.shape[1], -1)) for each in (result, plain.to(q.dtype), exact))
     assert_as_exact_as_torch(*heads)

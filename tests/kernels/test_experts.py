@@ -1,13 +1,15 @@
 """The choice of experts, their order, their products, and the sum of their outputs."""
 
+from itertools import product
+
 import pytest
 import torch
 from kernel_backends import compiled_kernels
 
 from octavo.kernels import instruction_sets
+from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.operations.add_experts import add_experts, additions
 from octavo.kernels.operations.choose_experts import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN, choose_experts
-from octavo.kernels.operations.gather_rows import gather_rows
 from octavo.kernels.operations.sort_by_expert import sort_by_expert
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
@@ -109,10 +111,6 @@ def test_rows_are_sorted_by_expert_in_order_of_step(kernels):
     assert sources.tolist() == [1, 0, 1, 2, 2, 0]
     assert places.tolist() == [[1, 5], [0, 2], [3, 4]]
     assert starts.tolist() == [0, 1, 4, 4, 5, 6]
-    x = torch.arange(9.0).reshape(3, 3)[:, :2]  # rows with a gap
-    out = torch.empty(6, 2)
-    gather_rows(kernels, x, sources, out)
-    assert torch.equal(out, x[sources])
 
 
 def test_outputs_are_added_in_tree_over_experts(kernels):
@@ -150,26 +148,41 @@ def test_compiled_sum_has_bits_of_plain_torch(has_shared, has_gate, dtype, gener
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "int4", "bias"])
 def test_grouped_product_has_bits_of_product_with_one_weight(stored, generator):
-    """For any number of rows of an expert, of which one has none."""
-    counts, width, columns = [3, 0, 70, 1], 64, 33
+    """For any number of rows of an expert, of which one has none, and any number of threads."""
+    counts, width, columns = [3, 0, 300, 1], 64, 545
     dtype = torch.bfloat16 if stored == "bfloat16" else torch.float32
     weights = torch.randn(len(counts), columns, width, generator=generator).to(dtype)
     biases = torch.randn(len(counts), columns, generator=generator) if stored == "bias" else [None] * len(counts)
-    x = torch.randn(sum(counts), width, generator=generator).to(dtype)
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    hidden = torch.randn(40, width + 8, generator=generator).to(dtype)[:, :width]  # rows with a gap
+    sources = torch.randint(40, (sum(counts),), generator=generator)
+    starts, x = torch.tensor([0, *counts]).cumsum(0).int(), hidden[sources]
     quantize = {"int8": quantize_int8, "int4": lambda weight: quantize_int4(weight, 32)}.get(
         stored, lambda weight: weight
     )
-    for isa in ISAS:
-        kernels = compiled_kernels(isa)
+    for isa, num_threads in product(ISAS, (1, 2, 5)):
+        kernels = CpuKernels(isa, num_threads)
         linears = [kernels.pack_linear(quantize(each), bias) for each, bias in zip(weights, biases, strict=True)]
         packed = kernels.pack_groups(linears)
         for float32_out in (False, True):
-            found = kernels.grouped_linear(x, packed, starts, float32_out=float32_out)
+            found = kernels.grouped_linear(hidden, packed, starts, sources=sources, float32_out=float32_out)
             assert found.dtype == (torch.float32 if float32_out else dtype)
+            assert torch.equal(found, kernels.grouped_linear(x, packed, starts, float32_out=float32_out))
             for expert, linear in enumerate(linears):
                 rows = slice(starts[expert], starts[expert + 1])
                 assert torch.equal(found[rows], kernels.linear(x[rows], linear, float32_out=float32_out))
+
+
+def test_grouped_product_refuses_tensors_that_do_not_fit(generator):
+    kernels = compiled_kernels(ISAS[0])
+    x = torch.randn(3, 32, generator=generator)
+    packed = kernels.pack_groups([kernels.pack_linear(torch.zeros(8, 32))] * 2)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="not of these groups"):
+        kernels.grouped_linear(x, packed, starts[:2])
+    with pytest.raises(ValueError, match="sources"):
+        kernels.grouped_linear(x, packed, starts, sources=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="without gaps"):
+        kernels.grouped_linear(torch.zeros(32, 3).T, packed, starts)
 
 
 @pytest.mark.parametrize(

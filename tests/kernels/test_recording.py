@@ -14,6 +14,7 @@ from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models.expert_layer import Experts
+from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
@@ -67,12 +68,11 @@ def with_outputs(batch, counts):
 
 class Cache:
     def __init__(self, model):
-        architecture = model.architecture
-        attention = architecture.layers[0].attention
-        shape = (NUM_BLOCKS, attention.num_kv_heads, BLOCK_SIZE, attention.head_dim)
-        self.layers = [
-            (torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype)) for _ in architecture.layers
-        ]
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.layers = []
+        for spec in model.architecture.kv_layout.layers:
+            size = spec.block_bytes(BLOCK_SIZE, dtype) // model.dtype.itemsize
+            self.layers.append(spec.views(torch.zeros(NUM_BLOCKS, size, dtype=model.dtype), BLOCK_SIZE))
 
     def layer(self, index):
         return self.layers[index]
@@ -83,6 +83,21 @@ def load(path, kernels, dtype, quantization):
         FolderWeights(path), read_architecture(path), kernels, dtype=dtype, device=torch.device("cpu"),
         max_model_len=96, quantization=quantization,
     )  # fmt: skip
+
+
+def calls_of_layer(kernels, config, layer, dtype):
+    """Return the number of kernel calls of one layer, with both of its norms."""
+    is_latent = isinstance(config.attention, LatentAttentionConfig)
+    calls = 8 if is_latent else 6 if config.attention.qk_norm else 4
+    mlp, gate_up = layer.mlp, layer.mlp.gate_up
+    if isinstance(mlp, Experts):
+        gate_up = mlp.shared_gate_up
+        calls += 7 + (mlp.shared_gate is not None)
+    if gate_up is not None:
+        number = gate_up.storage.dtype_number
+        is_fused = kernels.kernel_set.fuses_gate(int(dtype == "bfloat16"), number, gate_up.out_features)
+        calls += 2 if is_fused else 3
+    return calls + (4 if config.norms.after_mlp is not None else 2)
 
 
 @pytest.mark.sweep(32)
@@ -98,18 +113,9 @@ def test_recorded_forward_has_bits_of_model_code(name, dtype, quantization, tmp_
             lambda ids, batch: model.forward(ids, batch, recorded), ids, batch, MAX_TOKENS
         )
         assert torch.equal(first, model.forward(ids, batch, plain))
-        layer, mlp = model.architecture.layers[0], model.layers[0].mlp
-        calls = (11 if layer.attention.qk_norm else 9) + (2 if layer.norms.after_mlp is not None else 0)
-        gate_up = mlp.gate_up
-        if isinstance(mlp, Experts):
-            gate_up = mlp.shared_gate_up
-            calls += 5 if gate_up is None else 9
-        is_fused = gate_up is not None and compiled.kernel_set.fuses_gate(
-            int(dtype == "bfloat16"), gate_up.storage.dtype_number, gate_up.out_features
-        )
-        calls -= 1 if is_fused else 0
-        around = 3 if layer.norms.before_attention is None else 4
-        assert len(again.calls) == around + len(model.layers) * calls
+        around = 3 if model.architecture.layers[0].norms.before_attention is None else 4
+        calls = map(calls_of_layer, [compiled] * 2, model.architecture.layers, model.layers, [dtype] * 2)
+        assert len(again.calls) == around + sum(calls)
         assert again.calls.count("take_rows") == 2
         assert again.max_tokens == MAX_TOKENS
         starts = [0] * 9
@@ -128,8 +134,7 @@ def test_recorded_forward_has_bits_of_model_code(name, dtype, quantization, tmp_
                 assert torch.equal(model.forward(ids, wanted, plain), whole[wanted.outputs.rows]), (lengths, counts)
             starts = [3, 1, 2, 5, 0, 7, 1, 1, 4] if len(lengths) > 3 else [2, 0, 1] + [0] * 6
         for ours, theirs in zip(recorded.layers, plain.layers, strict=True):
-            assert torch.equal(ours[0], theirs[0])
-            assert torch.equal(ours[1], theirs[1])
+            assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.sweep(4)
@@ -394,8 +399,7 @@ def test_steps_with_one_to_four_kv_groups_are_recorded(num_groups, tmp_path, com
             step = grouped(with_outputs(batch, counts), num_groups)
             assert torch.equal(again(ids, step), model.forward(ids, step, plain))
         for ours, theirs in zip(recorded.layers, plain.layers, strict=True):
-            assert torch.equal(ours[0], theirs[0])
-            assert torch.equal(ours[1], theirs[1])
+            assert all(map(torch.equal, ours, theirs))
         with pytest.raises(ValueError, match="another number of KV groups"):
             again(ids, grouped(with_outputs(batch, [1, 1, 1]), num_groups + 1))
 

@@ -19,10 +19,11 @@ class OneSequenceCache:
     """KV blocks of one sequence, in an arbitrary order."""
 
     def __init__(self, model, num_blocks, block_size):
-        architecture = model.architecture
-        shapes = [(num_blocks, each.num_kv_heads, block_size, each.head_dim) for each in architecture.kv_layout.layers]
-        make = lambda shape: torch.full(shape, float("nan"), dtype=model.dtype)  # noqa: E731
-        self.layers = [(make(shape), make(shape)) for shape in shapes]
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.layers = []
+        for spec in model.architecture.kv_layout.layers:
+            size = spec.block_bytes(block_size, dtype) // model.dtype.itemsize
+            self.layers.append(spec.views(torch.full((num_blocks, size), float("nan"), dtype=model.dtype), block_size))
 
     def layer(self, index):
         return self.layers[index]

@@ -146,6 +146,15 @@ def with_weights(model, changed, change):
     return altered
 
 
+def with_attribute(model, name, change):
+    """Return a copy in which an attribute of modules that is set when they are made is changed."""
+    altered = copy.deepcopy(model)
+    for module in altered.modules():
+        if hasattr(module, name):
+            setattr(module, name, change(getattr(module, name)))
+    return altered
+
+
 def with_other_grouping(model):
     """Make each group of query heads read the keys and values of the next group."""
     heads = model.config.num_key_value_heads
@@ -204,6 +213,15 @@ ALTERATIONS = {
     "gate_slope": lambda model: with_config(model, swiglu_alpha=0.8),
     "sinks": lambda model: with_weights(model, ("self_attn.sinks",), lambda p: p + 3),
     "normalizing": lambda model: with_config(model, norm_topk_prob=not model.config.norm_topk_prob),
+    "choice_bias": lambda model: with_attribute(model, "e_score_correction_bias", lambda bias: bias.roll(1) * 5),
+    "groups": lambda model: with_config(model, topk_group=1),
+    "routed_scale": lambda model: with_config(model, routed_scaling_factor=4.0),
+    "score_scale": lambda model: with_attribute(model, "scaling", lambda scale: scale / 1.2),
+    "shared_experts": lambda model: with_weights(model, ("shared_experts.down_proj.weight",), torch.zeros_like),
+    "latent_norm": lambda model: with_weights(model, ("kv_a_layernorm.weight",), lambda p: p.roll(1)),
+    "head_keys": lambda model: with_weights(model, ("kv_b_proj.weight",), lambda p: p.roll(1, 0)),
+    "bias_of_latents": lambda model: with_weights(model, ("kv_a_proj_with_mqa.bias",), torch.zeros_like),
+    "rope_pairs": lambda model: with_config(model, rope_interleave=not model.config.rope_interleave),
     "shared": lambda model: with_weights(model, ("shared_expert.down_proj.weight",), torch.zeros_like),
     "shared_gate": lambda model: with_weights(model, ("shared_expert_gate.weight",), lambda p: -p),
     "embedding_multiplier": lambda model: with_config(model, embedding_multiplier=1.0),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -102,8 +103,9 @@ def test_tensor_shapes_equal_transformers(name, tied, tmp_path):
     expected = {}
     for key, parameter in model.named_parameters():
         expected |= shapes_of_experts(key, tuple(parameter.shape), is_transposed=name == "GptOssForCausalLM")
-    assert architecture.tensor_shapes() == expected
-    assert architecture.num_parameters == model.num_parameters()
+    biases = {key: tuple(each.shape) for key, each in model.named_buffers() if key.endswith("score_correction_bias")}
+    assert architecture.tensor_shapes() == expected | biases
+    assert architecture.num_parameters == model.num_parameters() + sum(map(math.prod, biases.values()))
 
 
 def shapes_of_experts(name, shape, *, is_transposed):

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "Gemma": "gemma", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "Granite": "granite",
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
+    "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -36,12 +37,15 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "granite-biases-yarn", "ministral3-7-per-kv", "ministral3-tied-head-80", "olmo2-7-per-kv", "olmo2-tied-head-80",
     "olmo3-every-fourth-sees-all", "olmo3-tied-head-80", "glm4-7-per-kv", "glm4-tied-head-80",
     "qwen3-moe-5-experts-of-which-3", "qwen2-moe-7-per-kv", "mixtral-3-per-kv", "olmoe-3-per-kv",
-    "gpt-oss-5-experts-of-which-3",
+    "gpt-oss-5-experts-of-which-3", "deepseek-v2-2-of-4-groups", "deepseek-v2-lite-3-of-5",
+    "deepseek-v3-yarn-choice-bias",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }}  # fmt: skip
+CONFIGS["deepseek-v3-yarn-choice-bias"]["rope_parameters"]["mscale"] = 0.8  # files have no value of its own
+CONFIGS["deepseek-v2-lite-3-of-5"]["kv_b_is_split"] = True  # as in today's files
 CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no other value than head_dim
 CONFIGS |= {
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
@@ -103,6 +107,10 @@ def stored_name(names, name):
     """Return llama.cpp's name of a tensor; of an expert's matrix the one that octavo gives its part of the tensor."""
     if match := re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)\.(.*)\.(weight|bias)", name):
         return f"{names.get_name(match[1] + match[3])}.{match[2]}.{match[4]}"
+    if match := re.fullmatch(r"(.*\.self_attn\.[kv]_b_proj)\.(\d+)\.weight", name):
+        return f"{names.get_name(match[1])}.{match[2]}.weight"
+    if name.endswith("e_score_correction_bias"):
+        return f"{names.get_name(name.removesuffix('_bias'))}.bias"
     if name.endswith(".sinks"):
         return f"{names.get_name(name)}.weight"
     return names.get_name(name, (".weight", ".bias"))
@@ -134,6 +142,30 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
                 "expert_used_count": config["num_experts_per_tok"],
                 "expert_feed_forward_length": config.get("moe_intermediate_size"),
                 "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+            }
+            return {key: value for key, value in keys.items() if value is not None}
+        case "DeepseekV2" | "DeepseekV3":
+            rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+            keys = {
+                "attention.head_count_kv": 1,
+                "attention.key_length": rank + rotated,
+                "attention.value_length": rank,
+                "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+                "attention.value_length_mla": config["v_head_dim"],
+                "attention.kv_lora_rank": rank,
+                "attention.q_lora_rank": config["q_lora_rank"],
+                "rope.dimension_count": rotated,
+                "leading_dense_block_count": config.get("first_k_dense_replace", 0),
+                "expert_count": config["n_routed_experts"],
+                "expert_used_count": config["num_experts_per_tok"],
+                "expert_feed_forward_length": config["moe_intermediate_size"],
+                "expert_shared_count": config["n_shared_experts"],
+                "expert_weights_scale": config["routed_scaling_factor"],
+                "expert_weights_norm": config.get("norm_topk_prob"),
+                "expert_gating_func": 2 if name == "DeepseekV3" else 1,
+                "expert_group_count": config["n_group"],
+                "expert_group_used_count": config["topk_group"],
+                "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"] / 10 if "mscale_all_dim" in rope else None,
             }
             return {key: value for key, value in keys.items() if value is not None}
         case "GptOss":

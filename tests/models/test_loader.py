@@ -54,12 +54,16 @@ def packed_bytes(model):
     if model.lm_head is not model.embed_tokens:
         linears.append(model.lm_head)
     for layer in model.layers:
-        linears += [layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down]
+        attention = layer.attention
+        linears += [attention.o, layer.mlp.gate_up, layer.mlp.down]
+        further = ("qkv", "down", "q_b", "k_b", "v_b")
+        linears += [each for name in further if (each := getattr(attention, name, None)) is not None]
         further = ("router", "shared_gate_up", "shared_down", "shared_gate")
         linears += [each for name in further if (each := getattr(layer.mlp, name, None)) is not None]
         of_layer = (layer.after_attention, layer.after_mlp)
         norms += [getattr(each, name) for each in of_layer for name in ("added", "stream")]
-        norms += [layer.attention.q_norm, layer.attention.k_norm, layer.attention.sinks]
+        norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm", "kv_norm", "sinks")]
+        norms.append(getattr(layer.mlp, "choice_bias", None))
     return sum(linear.num_bytes for linear in linears) + sum(norm.nbytes for norm in norms if norm is not None)
 
 
@@ -78,7 +82,7 @@ def test_computed_weight_bytes_equal_allocated_bytes(name, tied, dtype, quantiza
     tables = {each.config.rope: each.cos_sin for each in attentions}
     assert all(each.cos_sin is tables[each.config.rope] for each in attentions)
     for rope, table in tables.items():
-        turned = 0 if rope is None else rope.rotary_dim(attentions[0].config.head_dim)
+        turned = 0 if rope is None else rope.rotary_dim(attentions[0].config.rotary_width)
         assert table.nbytes == 64 * turned * 4
     assert model.dtype == activation_dtype(dtype, CPU)
 

@@ -55,6 +55,10 @@ def heads(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int) ->
     }
 
 
+def equal_heads(hidden_size: int, num_heads: int) -> dict[str, int]:
+    return {"hidden_size": hidden_size, "num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+
+
 # Wide enough that the next token is rarely the last one again, as tied random weights tend to choose.
 TIED = {"tie_word_embeddings": True, "intermediate_size": 512, "num_hidden_layers": 3}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256}
@@ -524,6 +528,48 @@ MORE_CASES = (
         0,
         heads(112, 7, 1, 16) | {"num_experts_per_tok": 1, "attention_bias": False, "sliding_window": WINDOW},
         ("layer_types", "experts", "sinks"),
+    ),
+    Case(
+        "deepseek-v2-2-of-4-groups",
+        "DeepseekV2",
+        0,
+        equal_heads(96, 6) | {"n_routed_experts": 16, "num_hidden_layers": 3},
+        ("experts", "router", "groups", "routed_scale", "shared_experts", "latent_norm", "head_keys"),
+    ),
+    Case(
+        "deepseek-v2-lite-3-of-5",
+        "DeepseekV2",
+        0,
+        equal_heads(112, 7)
+        | {"q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None, "kv_lora_rank": 40}
+        | {"n_routed_experts": 5, "num_experts_per_tok": 3, "n_shared_experts": 1, "v_head_dim": 20},
+        ("experts", "router", "routed_scale", "shared_experts", "head_keys"),
+    ),
+    Case(
+        "deepseek-v3-yarn-choice-bias",
+        "DeepseekV3",
+        0,
+        equal_heads(96, 6)
+        | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.8} | YARN}
+        | {"num_hidden_layers": 3, "qk_rope_head_dim": 16, "head_dim": 16},
+        ("experts", "choice_bias", "groups", "normalizing", "rope_pairs", "score_scale", "latent_norm"),
+    ),
+    Case(
+        "deepseek-v3-halves-one-expert-biases",
+        "DeepseekV3",
+        0,
+        equal_heads(112, 7)
+        | {"rope_interleave": False, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1, "attention_bias": True}
+        | {"norm_topk_prob": False, "first_k_dense_replace": 0},
+        ("experts", "choice_bias", "rope_pairs", "routed_scale", "bias_of_latents"),
+    ),
+    Case(
+        "glm-4.7-flash-dense-between",
+        "Glm4MoeLite",
+        0,
+        equal_heads(160, 5)
+        | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_routed_experts": 9},
+        ("experts", "choice_bias", "normalizing", "shared_experts", "rope_pairs"),
     ),
     Case("glm4-three-layers", "Glm4", 0, heads(96, 6, 3, 32) | {"num_hidden_layers": 3}, ("behind", "theta")),
 )

@@ -20,7 +20,7 @@ from octavo.kernels.machine import default_num_threads, usable_cores
 from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, PanelWeight
 from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight, minima_pay
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
-from octavo.kernels.reference import grouped_linear, pack_groups
+from octavo.kernels.reference import grouped_linear, head_linear, pack_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -43,6 +43,7 @@ Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "po
 
 ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_silu": 2}
 _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
+_NO_SOURCES = (0, _TENSOR_DTYPES[torch.int64], (0,), (1,))
 _LINE_BYTES = 64
 _SAME_SETS_BYTES = 2048  # lines at multiples of this distance use only two of a cache's 64 sets
 _ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # most rows of a task, and if rows are few; csrc/attention_tile.h
@@ -242,21 +243,39 @@ class CpuKernels:
         return GroupedPanels.pack(weights) or pack_groups(weights)
 
     def grouped_linear(
-        self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
+        self,
+        x: Tensor,
+        packed: PackedGroups,
+        group_start: Tensor,
+        *,
+        sources: Tensor | None = None,
+        float32_out: bool = False,
     ) -> Tensor:
         """See `Kernels`."""
         storage = packed.storage
         if not isinstance(storage, GroupedPanels):
-            return grouped_linear(self, x, packed, group_start, float32_out=float32_out)
-        assert x.stride(1) == 1
+            return grouped_linear(self, x, packed, group_start, sources=sources, float32_out=float32_out)
         assert x.shape[1] == packed.in_features
-        out = self._empty(x.shape[0], packed.out_features, dtype=torch.float32 if float32_out else x.dtype)
+        num_rows = len(x) if sources is None else len(sources)
+        out = self._empty(num_rows, packed.out_features, dtype=torch.float32 if float32_out else x.dtype)
         for columns, weights in storage.parts:
             part = out[:, columns]
             self._calls.grouped_linear(
-                x.data_ptr(), DTYPE_NUMBERS[x.dtype], x.stride(0), x.shape[0], part.shape[1], packed.in_features,
-                part.data_ptr(), out.stride(0), DTYPE_NUMBERS[out.dtype], _described(group_start), _described(weights),
+                _described(x), part.shape[1], part.data_ptr(), out.stride(0), DTYPE_NUMBERS[out.dtype],
+                _NO_SOURCES if sources is None else _described(sources), _described(group_start), _described(weights),
             )  # fmt: skip
+        return out
+
+    def head_linear(self, x: Tensor, packed: PackedGroups, out: Tensor | None = None) -> Tensor:
+        """See `Kernels`."""
+        if out is None:
+            out = self._empty(*x.shape[:2], packed.out_features, dtype=x.dtype)
+        storage = packed.storage
+        if not isinstance(storage, GroupedPanels):
+            return head_linear(self, x, packed, out)
+        assert (x.shape[2], out.shape[2]) == (packed.in_features, packed.out_features)
+        for columns, weights in storage.parts:
+            self._calls.head_linear(_described(x), _described(out[:, :, columns]), _described(weights))
         return out
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -402,18 +421,19 @@ class CpuKernels:
     ) -> Tensor:
         """See `Kernels`."""
         num_tokens, num_heads, head_dim = q.shape
+        value_dim = v_cache.shape[3]
         assert q.stride(2) == 1
         assert k_cache.dtype == v_cache.dtype
         assert k_cache.dtype in {q.dtype, torch.int8}
         assert k_cache.stride()[2:] == v_cache.stride()[2:] == (head_dim, 1)
-        out = self._factor_rows(num_tokens, num_heads * head_dim, q.dtype)
+        out = self._factor_rows(num_tokens, num_heads * value_dim, q.dtype)
         self._calls.paged_attention(
             q.data_ptr(), q.stride()[:2], k_cache.data_ptr(), k_cache.stride()[:2], v_cache.data_ptr(),
             v_cache.stride()[:2], DTYPE_NUMBERS[k_cache.dtype], out.data_ptr(), out.stride(0), DTYPE_NUMBERS[q.dtype],
             batch.query_start.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0),
             batch.positions.data_ptr(),
-            batch.seq_lens.shape[0], num_heads, k_cache.shape[1], head_dim, batch.block_size, scale, window or 0,
-            softcap or 0.0, 0 if sinks is None else sinks.data_ptr(),
+            batch.seq_lens.shape[0], num_heads, k_cache.shape[1], head_dim, value_dim, batch.block_size, scale,
+            window or 0, softcap or 0.0, 0 if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -243,12 +243,27 @@ class Kernels(Protocol):
         ...
 
     def grouped_linear(
-        self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
+        self,
+        x: Tensor,
+        packed: PackedGroups,
+        group_start: Tensor,
+        *,
+        sources: Tensor | None = None,
+        float32_out: bool = False,
     ) -> Tensor:
         """Multiply each row by the weight of its group (an expert or an adapter), with the bits of `linear`.
 
-        x is sorted by group. group_start int32 [num_groups + 1]: first row of each group, then num_tokens. Weights of
-        empty groups are not read.
+        sources int64 [num_rows]: the row of x at each index of the result; None if x has these rows in this order. The
+        result is sorted by group. group_start int32 [num_groups + 1]: first row of each group, then num_rows. Weights
+        of empty groups are not read.
+        """
+        ...
+
+    def head_linear(self, x: Tensor, packed: PackedGroups, out: Tensor | None = None) -> Tensor:
+        """Multiply each head by a weight of its own, with the bits of `linear`.
+
+        x [num_tokens, num_heads, in_features], with any strides of tokens and heads. Returns [num_tokens, num_heads,
+        out_features] in x's dtype, written to `out` if given, which may have any strides of tokens and heads.
         """
         ...
 

@@ -139,10 +139,20 @@ class ReferenceKernels:
         return pack_groups(weights)
 
     def grouped_linear(
-        self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
+        self,
+        x: Tensor,
+        packed: PackedGroups,
+        group_start: Tensor,
+        *,
+        sources: Tensor | None = None,
+        float32_out: bool = False,
     ) -> Tensor:
         """See `Kernels`."""
-        return grouped_linear(self, x, packed, group_start, float32_out=float32_out)
+        return grouped_linear(self, x, packed, group_start, sources=sources, float32_out=float32_out)
+
+    def head_linear(self, x: Tensor, packed: PackedGroups, out: Tensor | None = None) -> Tensor:
+        """See `Kernels`."""
+        return head_linear(self, x, packed, out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """See `Kernels`."""
@@ -183,9 +193,7 @@ class ReferenceKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels`."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-        return (wide * scale * weight.float()).to(x.dtype)
+        return rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         """See `Kernels`."""
@@ -207,20 +215,14 @@ class ReferenceKernels:
     ) -> None:
         """See `Kernels`."""
         turns = cos_sin[batch.positions].unsqueeze(1)  # [num_tokens, 1, rotary_dim]
-        q.copy_(_rotate(q, turns, interleaved=interleaved))
+        q.copy_(rotate(q, turns, interleaved=interleaved))
         if query_scale is not None:
             q.copy_(q.float() * query_scale[batch.positions, None, None])
-        block = batch.slot_mapping // batch.block_size
-        offset = batch.slot_mapping % batch.block_size
         is_finite = v.isfinite().all(dim=-1, keepdim=True)
-        keys = torch.where(is_finite, _rotate(k, turns, interleaved=interleaved), torch.nan)
-        for cache, rows in ((k_cache, keys), (v_cache, torch.where(is_finite, v, 0.0))):
-            if cache.dtype in ROUNDED_KV_DTYPES:
-                values, scales = round_kv_rows(rows.flatten(0, 1), cache.dtype)
-                cache.view(torch.int8)[block, :, offset] = values.view(torch.int8).view(rows.shape)
-                kv_scales(cache)[block, :, offset] = scales.view(rows.shape[:2])
-            else:
-                cache[block, :, offset] = rows
+        write_rows(
+            k_cache, batch.slot_mapping, torch.where(is_finite, rotate(k, turns, interleaved=interleaved), torch.nan)
+        )
+        write_rows(v_cache, batch.slot_mapping, torch.where(is_finite, v, 0.0))
 
     def paged_attention(
         self,
@@ -234,17 +236,16 @@ class ReferenceKernels:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Kernels`."""
-        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        out = q.new_empty(q.shape[0], q.shape[1] * v_cache.shape[3])
         query_start = batch.query_start.tolist()
         for i, seq_len in enumerate(batch.seq_lens.tolist()):
             blocks = batch.block_tables[i, : -(-seq_len // batch.block_size)].long()
             start = 0 if window is None else max(0, int(batch.positions[query_start[i]]) - window + 1)
             num_released = start // batch.block_size
             blocks[:num_released] = blocks[num_released]
-            keys, values = (
-                _read_blocks(cache, blocks).transpose(1, 2).flatten(0, 1)[:seq_len]  # [seq_len, num_kv_heads, head_dim]
-                for cache in (k_cache, v_cache)
-            )
+            keys = _read_blocks(k_cache, blocks)[:seq_len]
+            are_keys = v_cache.data_ptr() == k_cache.data_ptr()  # values are the first dimensions of keys
+            values = keys[..., : v_cache.shape[3]].nan_to_num() if are_keys else _read_blocks(v_cache, blocks)[:seq_len]
             keys[:start] = values[:start] = 0
             for first in range(query_start[i], query_start[i + 1], _QUERY_CHUNK):
                 rows = slice(first, min(first + _QUERY_CHUNK, query_start[i + 1]))
@@ -311,7 +312,15 @@ def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     return torch.where(nothing, -1, first)
 
 
-def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / root mean square * weight, computed in float32 and rounded once."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first dimensions of x by turns [..., rotary_dim]: cosines, then sines."""
     turning, rest = x.split_with_sizes([turns.shape[-1], x.shape[-1] - turns.shape[-1]], dim=-1)
     half = turns.shape[-1] // 2
     pairs = turning.float().reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
@@ -321,11 +330,26 @@ def _rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
     return torch.cat([torch.stack(turned, dim=-1 if interleaved else -2).flatten(-2).to(x.dtype), rest], dim=-1)
 
 
+def write_rows(cache: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
+    """Write rows [num_tokens, num_heads, width] to a cache, rounded if it is int8 or fp8."""
+    block_size = cache.shape[2]
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    if cache.dtype in ROUNDED_KV_DTYPES:
+        values, scales = round_kv_rows(rows.flatten(0, 1), cache.dtype)
+        cache.view(torch.int8)[block, :, offset] = values.view(torch.int8).view(rows.shape)
+        kv_scales(cache)[block, :, offset] = scales.view(rows.shape[:2])
+    else:
+        cache[block, :, offset] = rows
+
+
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
-    if cache.dtype not in ROUNDED_KV_DTYPES:
-        return cache[blocks].float()
-    values = cache.view(torch.int8)[blocks].view(cache.dtype)  # torch does not index fp8 on every device
-    return values.float() * kv_scales(cache)[blocks].unsqueeze(-1)
+    """Return float32 [positions, num_kv_heads, head_dim]."""
+    if cache.dtype in ROUNDED_KV_DTYPES:
+        values = cache.view(torch.int8)[blocks].view(cache.dtype)  # torch does not index fp8 on every device
+        read = values.float() * kv_scales(cache)[blocks].unsqueeze(-1)
+    else:
+        read = cache[blocks].float()
+    return read.transpose(1, 2).flatten(0, 1)
 
 
 def _attend(
@@ -338,7 +362,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return float32 attention of one sequence's rows over its KV: [n, num_heads * head_dim]."""
+    """Return float32 attention of one sequence's rows over its KV: [n, num_heads * value_dim]."""
     num_rows, num_heads, head_dim = q.shape
     grouped = q.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
     scores = torch.einsum("nkgd,skd->nkgs", grouped, keys) * scale
@@ -354,7 +378,7 @@ def _attend(
     else:
         column = sinks.view(1, *grouped.shape[1:3], 1).expand(num_rows, -1, -1, -1)
         weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
-    return torch.einsum("nkgs,skd->nkgd", weights, values).reshape(num_rows, num_heads * head_dim)
+    return torch.einsum("nkgs,skd->nkgd", weights, values).reshape(num_rows, -1)
 
 
 def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
@@ -387,9 +411,16 @@ def pack_groups(weights: Sequence[PackedLinear]) -> PackedGroups:
 
 
 def grouped_linear(
-    kernels: Kernels, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool
+    kernels: Kernels,
+    x: Tensor,
+    packed: PackedGroups,
+    group_start: Tensor,
+    *,
+    sources: Tensor | None,
+    float32_out: bool,
 ) -> Tensor:
     """Compute one product per group; group_start is read on the host."""
+    x = x if sources is None else x[sources]
     bounds = pairwise(group_start.tolist())
     parts = [
         kernels.linear(x[first:end], weight, float32_out=float32_out)
@@ -398,3 +429,12 @@ def grouped_linear(
     ]
     dtype = torch.float32 if float32_out else x.dtype
     return torch.cat(parts) if parts else x.new_empty(0, packed.out_features, dtype=dtype)
+
+
+def head_linear(kernels: Kernels, x: Tensor, packed: PackedGroups, out: Tensor | None) -> Tensor:
+    """Compute one product per head."""
+    if out is None:
+        out = x.new_empty(*x.shape[:2], packed.out_features)
+    for head, weight in enumerate(packed.storage):
+        out[:, head] = kernels.linear(x[:, head].contiguous(), weight)
+    return out

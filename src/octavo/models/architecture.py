@@ -10,6 +10,7 @@ from octavo.models.attention import AttentionConfig
 from octavo.models.declared import Linear, Norm, in_order
 from octavo.models.experts import ExpertsConfig
 from octavo.models.kv_layout import KVLayout
+from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.quantization_config import read_quantization_config
 from octavo.models.stored_floats import StoredFloats
 from octavo.models.stored_quantization import SCALE_NAMES, StoredQuantization, StoredTensor
@@ -87,9 +88,10 @@ class Architecture:
         return replace(self, layers=tuple(layer.within(max_model_len) for layer in self.layers))
 
     @property
-    def attentions(self) -> list[AttentionConfig]:
+    def attentions(self) -> list[AttentionConfig | LatentAttentionConfig]:
         """The attention layers, without other token mixers."""
-        return [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionConfig)]
+        kinds = (AttentionConfig, LatentAttentionConfig)
+        return [layer.attention for layer in self.layers if isinstance(layer.attention, kinds)]
 
     @property
     def num_parameters(self) -> int:

@@ -108,6 +108,11 @@ class AttentionConfig:
         )
 
     @property
+    def rotary_width(self) -> int:
+        """Width of the heads that `rope` rotates."""
+        return self.head_dim
+
+    @property
     def cache_spec(self) -> KVShape:
         """See `TokenMixerConfig`."""
         return KVShape(self.num_kv_heads, self.head_dim, self.window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 
     from octavo.models.stored_quantization import StoredTensor
 
+logger = logging.getLogger(__name__)
 _RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PREDICTION = "eh_proj.weight"  # only layers that predict further tokens have it
 # octavo computes these.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
@@ -83,6 +86,7 @@ class CheckpointFiles:
                 "download is incomplete or config.json belongs to another model"
             )
         extra = [name for name in self._file_of if name not in expected and not _IGNORED.search(name)]
+        extra = self._without_prediction_layers(extra)
         if unexpected := [name for name in extra if name != _HEAD]:
             raise ModelError(
                 f"{self.directory}: the weights have {some(unexpected)}, which config.json does not require; octavo "
@@ -110,6 +114,14 @@ class CheckpointFiles:
                 f"{self._file_of[_HEAD][0]}: lm_head.weight differs from the embeddings, but config.json has "
                 "tie_word_embeddings = true; set it to false"
             )
+
+    def _without_prediction_layers(self, extra: list[str]) -> list[str]:
+        """Leave out layers that predict further tokens (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2)."""
+        layers = tuple(name.removesuffix(_PREDICTION) for name in extra if name.endswith(_PREDICTION))
+        if layers:
+            names = ", ".join(layer.removesuffix(".") for layer in layers)
+            logger.info("%s: %s is not loaded: octavo does not predict several tokens", self.directory, names)
+        return [name for name in extra if not name.startswith(layers)]
 
     def _is_tied(self) -> bool:
         head, embeddings = self.tensor(_HEAD), self.find(_EMBEDDING)

@@ -32,6 +32,7 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "alibi": (None, False),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
     "per_layer_config": (None, {}),
     "block_configs": (None, []),
     "is_encoder_decoder": (None, False),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +37,33 @@ class Linear:
             if self.has_bias:
                 shapes[f"{name}.bias"] = (rows,)
         return shapes
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights and biases."""
+        return sum(map(math.prod, self.shapes.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPart(Linear):
+    """One head's rows of a stored matrix, multiplied as floats.
+
+    whole: the stored matrix. rows: the first row and the one after the last. is_transposed: they are columns here.
+    """
+
+    whole: Linear = field(kw_only=True)
+    rows: tuple[int, int] = field(kw_only=True)
+    is_transposed: bool = field(default=False, kw_only=True)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of the stored matrix, which all heads share."""
+        return self.whole.shapes
+
+    @property
+    def num_weights(self) -> int:
+        """See `Linear`."""
+        return self.out_features * self.in_features
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from octavo.kernels.operations.add_experts import add_experts
 from octavo.kernels.operations.choose_experts import choose_experts
-from octavo.kernels.operations.gather_rows import gather_rows
 from octavo.kernels.operations.sort_by_expert import sort_by_expert
 
 if TYPE_CHECKING:
@@ -21,12 +20,13 @@ class Experts:
     """The experts of one layer."""
 
     __slots__ = (
-        "config", "down", "gate_up", "kernels", "router", "shared_down", "shared_gate", "shared_gate_up",
+        "choice_bias", "config", "down", "gate_up", "kernels", "router", "shared_down", "shared_gate", "shared_gate_up",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext, config: ExpertsConfig, tensors: ExpertsTensors) -> None:
         self.config, self.kernels = config, context.kernels
         self.router = context.linear(tensors.router)
+        self.choice_bias = None if tensors.choice_bias is None else context.vector(tensors.choice_bias)
         self.gate_up, self.down = context.grouped(tensors.gate_up), context.grouped(tensors.down)
         shared, gate = tensors.shared, tensors.shared_gate
         self.shared_gate_up = None if shared is None else context.linear(shared.gate_up)
@@ -39,19 +39,19 @@ class Experts:
         num_chosen, integers = router.num_chosen, batch.query_start
         logits = kernels.linear(hidden, self.router, float32_out=True)
         nothing = logits[:0]
+        choice_bias = nothing if self.choice_bias is None else self.choice_bias
         ids = kernels.empty(num_tokens, num_chosen, like=integers)
         weights = kernels.empty(num_tokens, num_chosen, like=logits)
         choose_experts(
-            kernels, logits, nothing, ids, weights, router.scoring, router.num_groups, router.num_chosen_groups,
+            kernels, logits, choice_bias, ids, weights, router.scoring, router.num_groups, router.num_chosen_groups,
             router.is_group_best, router.least_sum, router.scale,
         )  # fmt: skip
         sources = kernels.empty(num_tokens * num_chosen, like=batch.positions)
         places = kernels.empty(num_tokens, num_chosen, like=integers)
         starts = kernels.empty(router.num_experts + 1, like=integers)
         sort_by_expert(kernels, ids, sources, places, starts)
-        rows = kernels.empty(num_tokens * num_chosen, width, like=hidden)
-        gather_rows(kernels, hidden, sources, rows)
-        inner = kernels.gate(kernels.grouped_linear(rows, self.gate_up, starts), self.config.activation)
+        gate_up = kernels.grouped_linear(hidden, self.gate_up, starts, sources=sources)
+        inner = kernels.gate(gate_up, self.config.activation)
         outputs = kernels.grouped_linear(inner, self.down, starts, float32_out=True)
         shared = shared_gate = nothing
         if self.shared_gate_up is not None and self.shared_down is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from octavo.models.declared import Linear
+from octavo.models.declared import Linear, Vector
 from octavo.models.gated_mlp import GatedMLPTensors
 
 if TYPE_CHECKING:
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from octavo.models.expert_layer import Experts
     from octavo.models.layers import ModelContext
 
-SOFTMAX_OF_CHOSEN = 2  # as in `choose_experts`, which imports torch
+SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2  # as in `choose_experts`, which imports torch
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of the number of experts
 _MOST_CHOSEN = 64  # csrc/experts.h
 
 
@@ -22,7 +23,9 @@ _MOST_CHOSEN = 64  # csrc/experts.h
 class Router:
     """Chooses and weights experts; see `choose_experts`.
 
-    least_sum: negative if weights are not normalized.
+    least_sum        negative if weights are not normalized
+    has_bias         the scores have a bias
+    has_choice_bias  another bias is added for the choice alone
     """
 
     num_experts: int
@@ -34,6 +37,7 @@ class Router:
     least_sum: float = -1.0
     scale: float = 1.0
     has_bias: bool = False
+    has_choice_bias: bool = False
 
     @classmethod
     def read(cls, config: ConfigFile, *, normalizes: bool) -> Router:
@@ -41,17 +45,34 @@ class Router:
 
         normalizes: True if the chosen experts' weights sum to 1.
         """
-        key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
+        key = next((each for each in _COUNTS if config.has(each)), "num_experts")
         num_experts, num_chosen = config.count(key), config.count("num_experts_per_tok")
         if num_chosen > min(num_experts, _MOST_CHOSEN):
             raise config.error("num_experts_per_tok", f"must be at most {key} = {num_experts}, and {_MOST_CHOSEN}")
         return cls(num_experts=num_experts, num_chosen=num_chosen, least_sum=0.0 if normalizes else -1.0)
+
+    def in_groups(self, config: ConfigFile) -> Router:
+        """Read DeepSeek's keys: experts are chosen from the best groups, and their weights are scaled.
+
+        Raises `ModelError` if the groups have too few experts.
+        """
+        groups, chosen = config.count("n_group", 1), config.count("topk_group", 1)
+        if self.num_experts % groups:
+            raise config.error("n_group", f"must divide the number of experts, {self.num_experts}")
+        if chosen > groups:
+            raise config.error("topk_group", f"must be at most n_group = {groups}")
+        if (offered := self.num_experts // groups * chosen) < self.num_chosen:
+            problem = f"{chosen} of {groups} groups have {offered} experts, but {self.num_chosen} are chosen"
+            raise config.error("topk_group", problem)
+        scale = config.number("routed_scaling_factor", 1.0)
+        return replace(self, num_groups=groups, num_chosen_groups=chosen, scale=scale)
 
 
 class ExpertsTensors(NamedTuple):
     """The experts' tensors."""
 
     router: Linear
+    choice_bias: Vector | None
     gate_up: tuple[Linear, ...]
     down: tuple[Linear, ...]
     shared: GatedMLPTensors | None
@@ -62,8 +83,9 @@ class ExpertsTensors(NamedTuple):
 class ExpertsConfig:
     """The weighted sum of the chosen experts' outputs, plus a shared expert that computes every token.
 
-    has_shared_gate: a sigmoid of the token multiplies the shared expert's output. has_bias: the experts have biases.
-    router_name: name in the checkpoint, after "mlp.".
+    has_shared_gate: a sigmoid of the token multiplies the shared expert's output. has_bias, has_shared_bias: the
+    experts, or the shared expert, have biases.
+    router_name, shared_name: names in the checkpoint, after "mlp.".
     """
 
     router: Router
@@ -73,7 +95,9 @@ class ExpertsConfig:
     shared_size: int | None = None
     has_shared_gate: bool = False
     has_bias: bool = False
+    has_shared_bias: bool = False
     router_name: str = "gate"
+    shared_name: str = "shared_expert"
 
     @property
     def intermediate_size(self) -> int:
@@ -95,13 +119,19 @@ class ExpertsConfig:
         ]
         shared = None
         if self.shared_size is not None:
-            shared = _expert(f"{name}.shared_expert", hidden_size, self.shared_size)
+            shared = _expert(f"{name}.{self.shared_name}", hidden_size, self.shared_size, self.has_shared_bias)
+        router, choice_bias = f"{name}.{self.router_name}", None
+        if self.router.has_choice_bias:
+            choice_bias = Vector(f"{router}.e_score_correction_bias", num_experts)
         return ExpertsTensors(
-            router=Linear(((f"{name}.{self.router_name}", num_experts),), hidden_size, self.router.has_bias),
+            router=Linear(((router, num_experts),), hidden_size, self.router.has_bias),
+            choice_bias=choice_bias,
             gate_up=tuple(each.gate_up for each in experts),
             down=tuple(each.down for each in experts),
             shared=shared,
-            shared_gate=Linear(((f"{name}.shared_expert_gate", 1),), hidden_size) if self.has_shared_gate else None,
+            shared_gate=Linear(((f"{name}.{self.shared_name}_gate", 1),), hidden_size)
+            if self.has_shared_gate
+            else None,
         )
 
     def build(self, context: ModelContext, tensors: ExpertsTensors) -> Experts:

@@ -12,6 +12,7 @@ from octavo.errors import ModelError
 from octavo.models.attention import AttentionConfig
 from octavo.models.config_file import ConfigFile
 from octavo.models.experts import ExpertsConfig
+from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.registry import architecture_of
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from octavo.models.architecture import Architecture
     from octavo.models.decoder_layer import LayerConfig, MLPConfig
+    from octavo.models.rope_config import RopeConfig
 
 # Patterns of layers repeat within 12 layers.
 _SAMPLE: dict[str, Any] = {
@@ -33,6 +35,16 @@ _SAMPLE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+_OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite"))
 _WITH_EXPERTS = frozenset(f"{name}ForCausalLM" for name in ("GptOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"))
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 _OPTIONS: tuple[dict[str, Any], ...] = (
@@ -49,7 +61,9 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
     {"tie_word_embeddings": True},
 )
-_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused"})  # describe only the files
+_OF_FILES = frozenset(
+    {"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split"}
+)  # describe only the files
 _OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})  # described separately
 
 
@@ -82,6 +96,7 @@ def parts_of(architecture: Architecture) -> list[Part]:
 def family_parts(name: str) -> tuple[list[str], list[str]]:
     """Return the parts that all models of a family have, and optional parts."""
     sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
+    sample |= _DEEPSEEK if name in _OF_DEEPSEEK else {}
     try:
         always = _names_of(sample | _ROPE)
         sample |= _ROPE
@@ -102,8 +117,12 @@ def _names_of(config: dict[str, Any]) -> list[str]:
 def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
     if isinstance(layer.attention, AttentionConfig):
         yield from _attention_parts(layer.attention)
+    elif isinstance(layer.attention, LatentAttentionConfig):
+        yield Part("multi-head latent attention")
+        yield from _changed("attention", layer.attention)
+        yield from _rope_parts(layer.attention.rope)
     else:
-        yield Part(type(layer.attention).__name__)
+        yield Part("attention")
     yield from _mlp_parts(layer.mlp)
     places = [each.name for each in dataclasses.fields(layer.norms) if getattr(layer.norms, each.name) is not None]
     if places != ["before_attention", "before_mlp"]:
@@ -131,8 +150,12 @@ def _attention_parts(attention: AttentionConfig) -> Iterator[Part]:
     if attention.rope is None:
         yield Part("no rotary embedding")
     else:
-        leave_out = frozenset(each.name for each in dataclasses.fields(attention.rope)) - _OF_KIND
-        yield from _changed("rope", attention.rope, leave_out)
+        yield from _rope_parts(attention.rope)
+
+
+def _rope_parts(rope: RopeConfig) -> Iterator[Part]:
+    leave_out = frozenset(each.name for each in dataclasses.fields(rope)) - _OF_KIND
+    yield from _changed("rope", rope, leave_out)
 
 
 def _changed(prefix: str, described: Any, leave_out: frozenset[str] = _OF_FILES) -> Iterator[Part]:

@@ -42,6 +42,7 @@ _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0  # default
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
+_SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
 _GELU = "gelu_pytorch_tanh"
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 
@@ -106,16 +107,18 @@ class GGUFFields:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers. Raises `ModelError` if the tensors disagree."""
+        """Number of layers, without those that predict further tokens. Raises `ModelError` if the tensors disagree."""
         count = self.count("block_count")
         there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
         if count != len(there):
             raise self.values.error("block_count", f"the file has tensors of {len(there)} layers")
-        return count
+        return count - len(prediction_layers(self.file))
 
     @property
     def head_dim(self) -> int:
-        """Width of a head's keys and values."""
+        """Width of a head's keys and values. With latents, the width of the key that all heads share."""
+        if "attention.kv_lora_rank" in self.values.values:
+            return self.count("rope.dimension_count")
         heads, hidden = self.count("attention.head_count"), self.count("embedding_length")
         if "attention.key_length" not in self.values.values and hidden % heads:
             raise self.values.error("attention.head_count", f"must divide embedding_length = {hidden}")
@@ -155,6 +158,11 @@ class GGUFFields:
         if not (np.isfinite(found) & (found > 0)).all():
             raise ModelError(f"{stored.path}: {tensor} has a value that is not a number above zero")
         return [float(str(each)) for each in found]
+
+
+def prediction_layers(file: GGUFFile) -> set[str]:
+    """Return the prefixes of layers that predict further tokens; octavo leaves these out."""
+    return {name.partition(".nextn.")[0] + "." for name in file.tensors if ".nextn." in name}
 
 
 def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
@@ -378,6 +386,50 @@ def _read_llama(fields: GGUFFields) -> dict[str, Any]:
     }
 
 
+def _read_deepseek2(fields: GGUFFields) -> dict[str, Any]:
+    for key in ("attention.key_length", "attention.value_length", "nextn_predict_layers"):
+        fields.values.mark(key)
+    is_sigmoid = _scores_by_sigmoid(fields)
+    groups, rotated = fields.count("expert_group_count", 1), fields.count("rope.dimension_count")
+    rope = read_gguf_rope(fields)
+    if (multiplier := fields.optional("rope.scaling.yarn_log_multiplier")) is not None:
+        # The converter writes a tenth of mscale_all_dim, and llama.cpp takes mscale for the same.
+        rope |= {"mscale_all_dim": round(10 * multiplier, 6), "attention_factor": 1.0}
+    if fields.values.flag("expert_weights_norm", default=False) and not is_sigmoid:
+        raise fields.values.error("expert_weights_norm", "octavo normalizes weights of experts of a sigmoid only")
+    config = _read_experts(fields) | {
+        "architectures": [f"DeepseekV{3 if is_sigmoid else 2}ForCausalLM"],
+        "model_type": f"deepseek_v{3 if is_sigmoid else 2}",
+        "norm_topk_prob": fields.values.flag("expert_weights_norm", default=False),
+        "topk_method": "noaux_tc" if is_sigmoid else "group_limited_greedy" if groups > 1 else "greedy",
+        "n_group": groups,
+        "topk_group": fields.count("expert_group_used_count", 1),
+        "n_shared_experts": int(fields.optional("expert_shared_count") or 0),
+        "routed_scaling_factor": fields.optional("expert_weights_scale") or 1.0,
+        "first_k_dense_replace": int(fields.optional("leading_dense_block_count") or 0),
+        "kv_lora_rank": fields.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": fields.count("attention.key_length_mla") - rotated,
+        "v_head_dim": fields.count("attention.value_length_mla"),
+        "kv_b_is_split": not fields.has("blk.0.attn_kv_b.weight"),
+        "attention_bias": fields.has("blk.0.attn_kv_a_mqa.bias"),
+        "rope_parameters": rope,
+    }
+    rank = fields.optional("attention.q_lora_rank")
+    return config if rank is None else config | {"q_lora_rank": int(rank)}
+
+
+def _scores_by_sigmoid(fields: GGUFFields) -> bool:
+    key = "expert_gating_func"
+    if not fields.optional(key):  # only routers of a sigmoid have a bias for the choice
+        return any(name.endswith(".exp_probs_b.bias") for name in fields.file.tensors)
+    number = fields.count(key)
+    if number not in {_SOFTMAX, _SIGMOID}:
+        raise fields.values.error(key, f"octavo supports {_SOFTMAX} (softmax) and {_SIGMOID} (sigmoid)")
+    return number == _SIGMOID
+
+
+_DEEPSEEK_NAMES = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 _GPT_OSS_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FAMILIES = {
@@ -390,6 +442,7 @@ _FAMILIES = {
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),
     "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", _read_gemma2, _GEMMA_NORMS, norms_around_one=True),
     "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _GEMMA_NORMS, norms_around_one=True),
+    "deepseek2": GGUFFamily("DeepseekV3ForCausalLM", "deepseek_v3", _read_deepseek2, _DEEPSEEK_NAMES),
     "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", _read_gpt_oss, _GPT_OSS_NAMES),
     "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", _read_phi3, _FUSED),
     "mistral3": GGUFFamily("MistralForCausalLM", "mistral", _read_mistral3, rotates_pairs=True),

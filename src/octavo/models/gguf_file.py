@@ -33,6 +33,7 @@ _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
 _ALL_EXPERTS = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
+_ALL_HEADS = re.compile(r"blk\.\d+\.attn_[kv]_b\.weight")
 # Pieces of a file cut by bytes: NAME.gguf.part1of2, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
     r"(?P<whole>.+\.gguf)"
@@ -120,7 +121,11 @@ class GGUFFile:
 
 
 def _divided(tensors: dict[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
+    """Yield tensors of all experts, or of all heads, one by one."""
     for name, stored in tensors.items():
+        if _ALL_HEADS.fullmatch(name) is not None and len(stored.shape) == 3:
+            yield from _heads(name.removesuffix(".weight"), stored)
+            continue
         match = _ALL_EXPERTS.fullmatch(name)
         if match is None or len(stored.shape) != (3 if match["kind"] == "weight" else 2):
             yield name, stored
@@ -136,6 +141,14 @@ def _divided(tensors: dict[str, StoredArray]) -> Iterator[tuple[str, StoredArray
                 f"{match['layer']}.ffn_{part}_exps.{index // len(parts)}.{match['kind']}",
                 StoredArray(stored.path, stored.type, shape, stored.offset + index * size, size),
             )
+
+
+def _heads(name: str, stored: StoredArray) -> Iterator[tuple[str, StoredArray]]:
+    num_heads, *shape = stored.shape
+    size = stored.num_bytes // num_heads
+    for head in range(num_heads):
+        part = StoredArray(stored.path, stored.type, tuple(shape), stored.offset + head * size, size)
+        yield f"{name}.{head}.weight", part
 
 
 def _read(path: Path) -> tuple[dict[str, Value], dict[str, StoredArray]]:

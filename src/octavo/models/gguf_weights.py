@@ -12,6 +12,7 @@ from octavo.models.gguf_config import (
     HEAD,
     GGUFFields,
     find_gguf_family,
+    prediction_layers,
 )
 from octavo.models.gguf_rope import LONG_FACTORS, ROPE_FREQUENCIES, SHORT_FACTORS
 
@@ -35,6 +36,12 @@ _LAYER_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_sinks": "self_attn.sinks",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -45,6 +52,7 @@ _LAYER_NAMES = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_HEAD_NAMES = {"attn_k_b": "k_b_proj", "attn_v_b": "v_b_proj"}
 _EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 # Names of llama.cpp's mixes of types, by general.file_type.
 _FILE_TYPES = {
@@ -110,8 +118,9 @@ class GGUFWeights:
 
     def names(self) -> dict[str, str]:
         """Map Hugging Face's names to the file's names."""
-        parts = _LAYER_NAMES | self.family.names
-        return {_hugging_face_name(name, parts): name for name in self.file.tensors if name not in _OF_CONFIG}
+        parts, left_out = _LAYER_NAMES | self.family.names, tuple(prediction_layers(self.file))
+        read = [name for name in self.file.tensors if name not in _OF_CONFIG and not name.startswith(left_out)]
+        return {_hugging_face_name(name, parts): name for name in read}
 
     def block_bytes(self) -> dict[str, int]:
         """Return the bytes in memory of matrices in blocks."""
@@ -137,4 +146,8 @@ def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
         case ["blk", layer, part, expert, "weight" | "bias" as kind] if part in _EXPERT_NAMES:
             return f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.{kind}"
+        case ["blk", layer, part, head, "weight"] if part in _HEAD_NAMES:
+            return f"model.layers.{layer}.self_attn.{_HEAD_NAMES[part]}.{head}.weight"
+        case ["blk", layer, "exp_probs_b", "bias"]:
+            return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
     return _MODEL_NAMES.get(name, name)

@@ -75,8 +75,7 @@ class KVShape:
         """See `CacheSpec`. Includes the scales of rounded rows."""
         if self.shared_layer is not None:
             return 0
-        row_bytes = self.head_dim * _VALUE_BYTES[dtype] + (_SCALE_BYTES if dtype in ROUNDED_KV.values() else 0)
-        return 2 * self.num_kv_heads * block_size * row_bytes
+        return 2 * self.num_kv_heads * block_size * _row_bytes(self.head_dim, dtype)
 
     def views(self, part: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each [num_blocks, num_kv_heads, block_size, head_dim]."""
@@ -87,9 +86,44 @@ class KVShape:
 
     def obstacle(self, dtype: str) -> str | None:
         """See `CacheSpec`."""
-        if dtype in ROUNDED_KV.values() and self.head_dim % 4:
-            return f"needs a head_dim that is a multiple of 4, not {self.head_dim}"
-        return None
+        return _obstacle(self.head_dim, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """A latent of `rank` values and a rotated key of `rope_dim`, which all heads of a layer read as one row."""
+
+    rank: int
+    rope_dim: int
+    shared_layer: int | None = None
+
+    @property
+    def kind(self) -> KVGroupKind:
+        """See `CacheSpec`."""
+        return FullAttention()
+
+    @property
+    def keeping_all(self) -> LatentShape:
+        """See `CacheSpec`."""
+        return self
+
+    def block_bytes(self, block_size: int, dtype: str) -> int:
+        """See `CacheSpec`."""
+        return 0 if self.shared_layer is not None else block_size * _row_bytes(self.width, dtype)
+
+    @property
+    def width(self) -> int:
+        """Values of a row."""
+        return self.rank + self.rope_dim
+
+    def views(self, part: Tensor, block_size: int) -> tuple[Tensor]:
+        """Return rows [num_blocks, 1, block_size, rank + rope_dim]."""
+        rows = part[:, : block_size * self.width]
+        return (rows.view(len(rows), 1, block_size, self.width),)
+
+    def obstacle(self, dtype: str) -> str | None:
+        """See `CacheSpec`."""
+        return _obstacle(self.width, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +194,16 @@ class KVLayout:
     def bytes_before_window(self, dtype: str) -> int:
         """Return a token's bytes before all windows."""
         return self.block_bytes(1, dtype)[0]
+
+
+def _row_bytes(width: int, dtype: str) -> int:
+    return width * _VALUE_BYTES[dtype] + (_SCALE_BYTES if dtype in ROUNDED_KV.values() else 0)
+
+
+def _obstacle(width: int, dtype: str) -> str | None:
+    if dtype in ROUNDED_KV.values() and width % 4:
+        return f"needs a head_dim that is a multiple of 4, not {width}"
+    return None
 
 
 def _reading(spec: CacheSpec, layer: int) -> CacheSpec:

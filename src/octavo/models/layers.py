@@ -84,8 +84,10 @@ class ModelContext:
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
         """Return a norm's weight, or None."""
-        if declared is None:
-            return None
+        return None if declared is None else self.norm(declared)
+
+    def norm(self, declared: Norm) -> Tensor:
+        """Return a norm's weight."""
         self.norms.append(self.weights.norm(declared))
         return self.norms[-1]
 

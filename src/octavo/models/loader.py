@@ -23,6 +23,7 @@ from octavo.kernels.quantization import (
 )
 from octavo.kernels.vector_math import start_vector_math
 from octavo.models.architecture import is_norm
+from octavo.models.declared import HeadPart
 from octavo.models.float_weights import open_tensors
 from octavo.models.layers import CausalLM, ModelContext
 from octavo.models.packed_cache import FORMAT_VERSION, Identity, KeptWeights, PackedCache
@@ -239,6 +240,7 @@ class _Packer:
         self.norm_offset = architecture.norm_offset
         self.norm_dtype = torch.float32 if self.norm_offset else norm_dtype
         self.device = device
+        self.whole: tuple[str, Tensor] | None = None  # the matrix of the last head
         self.done_bytes = 0
         self.total_bytes = total_bytes
         self.progress = progress or (lambda _done, _total: None)
@@ -259,6 +261,8 @@ class _Packer:
             refuse_broken_scales(self.source, names)
 
     def _weight(self, declared: Linear) -> WeightToPack:
+        if isinstance(declared, HeadPart):
+            return self._of_head(declared)
         names = {f"{name}.weight": rows * declared.in_features for name, rows in declared.parts}
         if not self.keeps_format:
             return self._of_floats(next(iter(names)), (self._counted(self.source.tensor(n), names[n]) for n in names))
@@ -271,6 +275,14 @@ class _Packer:
         if floats:
             return self._of_floats(next(iter(names)), floats)
         return self._fused(stored)
+
+    def _of_head(self, declared: HeadPart) -> WeightToPack:
+        """Parts of the same matrix follow each other, so the matrix is read once."""
+        name = f"{declared.whole.names[0]}.weight"
+        if self.whole is None or self.whole[0] != name:
+            self.whole = name, self.source.tensor(name)
+        rows = self.whole[1][slice(*declared.rows)]
+        return [self._counted((rows.T if declared.is_transposed else rows).to(self.device, self.dtype), rows.numel())]
 
     def _fused(self, stored: Mapping[str, StoredWeight]) -> WeightToPack:
         blocks = [each.to(self.device) for each in stored.values() if isinstance(each, BlockWeight)]
@@ -317,7 +329,7 @@ class _Packer:
         return numbers
 
     def skip(self, declared: Linear) -> None:
-        self._count(sum(map(math.prod, declared.shapes.values())) * self.dtype.itemsize)
+        self._count(declared.num_weights * self.dtype.itemsize)
 
     def _fuse(self, tensors: list[tuple[str, tuple[int, ...]]]) -> Tensor:
         sizes = [math.prod(shape) for _, shape in tensors]

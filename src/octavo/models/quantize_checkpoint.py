@@ -22,10 +22,11 @@ from octavo.models.architecture import is_vocabulary
 from octavo.models.config_file import ConfigFile
 from octavo.models.experts import is_router
 from octavo.models.float_weights import open_tensors
+from octavo.models.latent_attention import is_absorbed
 from octavo.models.quantized_weights import describe_stored, refuse_broken_scales, stored_tensors
 from octavo.models.registry import read_architecture
 from octavo.models.text_part import text_part
-from octavo.models.weight_bytes import weight_bytes
+from octavo.models.weight_bytes import is_never_rounded, weight_bytes
 from octavo.models.weight_source import FolderWeights
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ PRECISIONS = ("int8", "int4")
 MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
 _ROUTERS = (r"re:.*\.mlp\.(gate|router)$", r"re:.*\.shared_expert_gate$")
+_ABSORBED = (r"re:.*\.kv_b_proj$",)
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")
 
 
@@ -73,10 +75,9 @@ def quantize_checkpoint(
     refuse_broken_scales(files, architecture.scale_names())
     config = text_part(ConfigFile.read(source / "config.json")).values
     config.pop("compression_config", None)  # an older name of quantization_config
-    has_experts = any(is_router(name) for name in architecture.tensor_shapes())
-    config["quantization_config"] = describe_stored(
-        precision, group_size, ["lm_head", *(_ROUTERS if has_experts else ())]
-    )
+    names = architecture.tensor_shapes()
+    ignored = [*(_ROUTERS if any(map(is_router, names)) else ()), *(_ABSORBED if any(map(is_absorbed, names)) else ())]
+    config["quantization_config"] = describe_stored(precision, group_size, ["lm_head", *ignored])
     try:
         # Finished files need only be renamed. config.json comes last.
         folder = destination if destination.exists() else destination.parent
@@ -108,7 +109,7 @@ def _write_weights(
     done = 0
     for name, shape in architecture.tensor_shapes().items():
         tensor = files.tensor(name)
-        if len(shape) == 2 and not is_vocabulary(name) and not is_router(name):
+        if len(shape) == 2 and not is_vocabulary(name) and not is_never_rounded(name):
             tensors = stored_tensors(name.removesuffix(".weight"), tensor, precision, group_size)
         else:
             tensors = {name: tensor.clone()}

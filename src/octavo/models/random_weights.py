@@ -69,7 +69,29 @@ class RandomWeights:
 
 _NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
 _QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": _DEEPSEEK
+    | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
+    "DeepseekV3ForCausalLM": _DEEPSEEK
+    | {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "norm_topk_prob": True},
+    "Glm4MoeLiteForCausalLM": _DEEPSEEK
+    | {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1},
     "GemmaForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma2ForCausalLM": {
         "hidden_activation": "gelu_pytorch_tanh",

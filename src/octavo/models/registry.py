@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 FAMILIES = {
+    "DeepseekV2ForCausalLM": "octavo.models.deepseek",
+    "DeepseekV3ForCausalLM": "octavo.models.deepseek",
     "GemmaForCausalLM": "octavo.models.gemma",
     "Gemma2ForCausalLM": "octavo.models.gemma2",
     "Gemma3ForCausalLM": "octavo.models.gemma3",
     "Glm4ForCausalLM": "octavo.models.glm",
+    "Glm4MoeLiteForCausalLM": "octavo.models.deepseek",
     "GlmForCausalLM": "octavo.models.glm",
     "GptOssForCausalLM": "octavo.models.gpt_oss",
     "GraniteForCausalLM": "octavo.models.granite",

@@ -9,6 +9,7 @@ from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.models.architecture import DTYPE_BYTES, is_norm, is_vocabulary
 from octavo.models.declared import Linear, Vector, in_order
 from octavo.models.experts import is_router
+from octavo.models.latent_attention import is_absorbed
 
 if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
@@ -46,13 +47,18 @@ def weight_bytes(
 
 
 def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
-    """Return the bits that a matrix is rounded to, or None. Routers are not rounded."""
-    if quantization is None or is_router(matrix_name) or (quantization == "fp8" and is_vocabulary(matrix_name)):
+    """Return the bits that a matrix is rounded to, or None."""
+    if quantization is None or is_never_rounded(matrix_name) or (quantization == "fp8" and is_vocabulary(matrix_name)):
         return None
     if quantization == "fp8":
         return 8
     is_int8 = quantization == "int8" or (quantization == "int4" and is_vocabulary(matrix_name))
     return 8 if is_int8 else 4
+
+
+def is_never_rounded(matrix_name: str) -> bool:
+    """Return True for routers, and for the weights that latent attention absorbs."""
+    return is_router(matrix_name) or is_absorbed(matrix_name)
 
 
 def _order_bytes(architecture: Architecture) -> int:

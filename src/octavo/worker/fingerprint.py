@@ -10,6 +10,7 @@ from octavo.data.fingerprint import EngineFingerprint
 from octavo.errors import FingerprintError
 from octavo.kernels.checksum import digest
 from octavo.models.attention import Attention
+from octavo.models.latent_layer import LatentAttention
 from octavo.models.rope import find_wrong_row, first_rows, make_query_scale
 from octavo.worker.warm_up import fixed_prompt_logits
 
@@ -55,7 +56,7 @@ def check_tables(model: CausalLM) -> None:
     """
     for attention in _attentions(model):
         rope, table, scale = attention.config.rope, attention.cos_sin, attention.query_scale
-        name, row = "rotary table", find_wrong_row(table, rope, attention.config.head_dim)
+        name, row = "rotary table", find_wrong_row(table, rope, attention.config.rotary_width)
         if row is None and scale is not None:
             again = make_query_scale(rope, len(scale), scale.device)
             assert again is not None
@@ -68,9 +69,10 @@ def check_tables(model: CausalLM) -> None:
             )
 
 
-def _attentions(model: CausalLM) -> Iterable[Attention]:
-    attentions = [layer.attention for layer in model.layers if isinstance(layer.attention, Attention)]
-    return {(each.config.rope, each.config.head_dim): each for each in attentions}.values()
+def _attentions(model: CausalLM) -> Iterable[Attention | LatentAttention]:
+    kinds = (Attention, LatentAttention)
+    attentions = [layer.attention for layer in model.layers if isinstance(layer.attention, kinds)]
+    return {(each.config.rope, each.config.rotary_width): each for each in attentions}.values()
 
 
 def _tables(model: CausalLM) -> Iterator[Tensor]:
@@ -81,7 +83,7 @@ def _tables(model: CausalLM) -> Iterator[Tensor]:
 def _first_rows(model: CausalLM) -> Iterator[Tensor]:
     for each in _attentions(model):
         rope, num_positions = each.config.rope, len(each.cos_sin)
-        rows = first_rows(rope, each.config.head_dim, num_positions, _FIRST_ROWS)
+        rows = first_rows(rope, each.config.rotary_width, num_positions, _FIRST_ROWS)
         scales = make_query_scale(rope, _FIRST_ROWS, rows.device)
         yield from (table for table in (rows, scales) if table is not None and table.numel())
 

@@ -264,6 +264,7 @@ ELSEWHERE = {
     "e4m3",
     "exponentials",
     "grouped_matmul",
+    "head_matmul",
     "matmul_blocks",
     "noise",
     "reductions",

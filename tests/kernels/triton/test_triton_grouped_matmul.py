@@ -65,12 +65,19 @@ def test_grouped_product_accepts_strided_rows(kernels, generator):
     assert torch.equal(kernels.grouped_linear(wide[:, :48], packed, start), kernels.grouped_linear(x, packed, start))
 
 
+def test_grouped_product_reads_rows_at_sources(kernels, generator):
+    x, weights, start = make(generator, [2, 0, BLOCK_M + 3], 48, 7, torch.bfloat16)
+    sources, packed = torch.randint(9, (len(x),), generator=generator), groups_of(kernels, weights)
+    found = kernels.grouped_linear(x[:9], packed, start, sources=sources)
+    assert torch.equal(found, kernels.grouped_linear(x[sources], packed, start))
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
         ("tiles_until <= row_tile", "tiles_until < row_tile"),
         ("tiles_before) * BLOCK_M", "tiles_before) * (BLOCK_M + 1)"),
-        ("row, column, end, num_columns, x_stride, 0,", "row, column, end - 1, num_columns, x_stride, 0,"),
+        ("x_row, column, x_end, num_columns, x_stride, 0,", "x_row, column, x_end - 1, num_columns, x_stride, 0,"),
         ("(row < end)", "(row <= end)"),
         ("group.to(tl.int64) * num_columns", "0 * num_columns"),
     ],

@@ -16,13 +16,14 @@ from triton.runtime import driver
 
 from octavo.kernels.interface import PackedGroups, PackedLinear
 from octavo.kernels.quantization import Fp8Weight, Int4Weight, Int8Weight
-from octavo.kernels.reference import ReferenceKernels, grouped_linear, pack_groups
+from octavo.kernels.reference import ReferenceKernels, grouped_linear, head_linear, pack_groups
 from octavo.kernels.triton import attention, elementwise, embedding, norms, rejection, rope_kv, sampling, top_tokens
 from octavo.kernels.triton.compilations import Compilations
 from octavo.kernels.triton.decode_graphs import DecodeGraphs
 from octavo.kernels.triton.e4m3 import as_bytes
 from octavo.kernels.triton.graphs import CudaGraphPool
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
+from octavo.kernels.triton.head_matmul import head_matmul
 from octavo.kernels.triton.matmul import BLOCK_M, matmul, partial_bytes_per_row
 from octavo.kernels.triton.matmul_blocks import FEW_ROWS, matmul_blocks
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
@@ -46,6 +47,7 @@ _OPERATIONS = (
     "gate",
     "gated_linear",
     "grouped_linear",
+    "head_linear",
     "linear",
     "paged_attention",
     "rejection_sample",
@@ -154,14 +156,29 @@ class TritonKernels(ReferenceKernels):
         return PackedGroups(len(weights), weights[0].out_features, weights[0].in_features, kept, kept.nbytes)
 
     def grouped_linear(
-        self, x: Tensor, packed: PackedGroups, group_start: Tensor, *, float32_out: bool = False
+        self,
+        x: Tensor,
+        packed: PackedGroups,
+        group_start: Tensor,
+        *,
+        sources: Tensor | None = None,
+        float32_out: bool = False,
     ) -> Tensor:
         """See `Kernels`."""
         if not isinstance(packed.storage, torch.Tensor):
-            return grouped_linear(self, x, packed, group_start, float32_out=float32_out)
+            return grouped_linear(self, x, packed, group_start, sources=sources, float32_out=float32_out)
         dtype = torch.float32 if float32_out else x.dtype
-        out = torch.empty(x.shape[0], packed.out_features, dtype=dtype, device=x.device)
-        return grouped_matmul(x, packed.storage, group_start, out)
+        num_rows = len(x) if sources is None else len(sources)
+        out = torch.empty(num_rows, packed.out_features, dtype=dtype, device=x.device)
+        return grouped_matmul(x, packed.storage, group_start, out, sources)
+
+    def head_linear(self, x: Tensor, packed: PackedGroups, out: Tensor | None = None) -> Tensor:
+        """See `Kernels`."""
+        if not isinstance(packed.storage, torch.Tensor):
+            return head_linear(self, x, packed, out)
+        if out is None:
+            out = x.new_empty(*x.shape[:2], packed.out_features)
+        return head_matmul(x, packed.storage, out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """See `Kernels`."""
@@ -263,6 +280,10 @@ class TritonKernels(ReferenceKernels):
         if not attention.is_covered(q.shape[2], q.dtype):
             self._leave_to_torch(_attention_in_torch(q.dtype))
             return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap, sinks)
+        num_rows, num_heads, head_dim = q.shape
+        if (value_dim := v_cache.shape[3]) < head_dim:  # values are the first dimensions of keys
+            whole = attention.paged_attention(q, k_cache, k_cache, batch, scale, window, softcap, sinks)
+            return whole.view(num_rows, num_heads, head_dim)[..., :value_dim].flatten(1)
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap, sinks)
 
     def _leave_to_torch(self, what: str) -> None:

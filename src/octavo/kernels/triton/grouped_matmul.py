@@ -19,30 +19,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def grouped_matmul(x: Tensor, weights: Tensor, group_start: Tensor, out: Tensor) -> Tensor:
+def grouped_matmul(
+    x: Tensor, weights: Tensor, group_start: Tensor, out: Tensor, sources: Tensor | None = None
+) -> Tensor:
     """See `Kernels`. weights [num_groups, out_features, in_features]."""
-    num_rows, width = x.shape
+    num_rows, width = len(out), x.shape[1]
     num_groups, num_columns, _ = weights.shape
     row_tiles = triton.cdiv(num_rows, BLOCK_M) + num_groups  # at most
     tiles = row_tiles * triton.cdiv(num_columns, BLOCK_N)
     _grouped_matmul[(min(tiles, num_processors(x.device)),)](
-        x, weights, out, group_start, row_tiles, num_groups, num_columns, x.stride(0), WIDTH=width,
+        x, weights, out, group_start, group_start if sources is None else sources, row_tiles, num_groups, len(x),
+        num_columns, x.stride(0), WIDTH=width, HAS_SOURCES=sources is not None,
         MOST_GROUPS=triton.next_power_of_2(num_groups), **tile_options(x.dtype, weights.dtype),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["most_row_tiles"])
+@triton.jit(do_not_specialize=["most_row_tiles", "num_x_rows"])
 def _grouped_matmul(
     x_ptr,
     weight_ptr,
     out_ptr,
     group_start_ptr,
+    sources_ptr,
     most_row_tiles,
     num_groups,
+    num_x_rows,
     num_columns,
     x_stride,
     WIDTH: tl.constexpr,
+    HAS_SOURCES: tl.constexpr,
     MOST_GROUPS: tl.constexpr,
     PARTITION: tl.constexpr,
     IS_WIDE: tl.constexpr,
@@ -65,14 +71,17 @@ def _grouped_matmul(
             tiles_before = tl.max(tl.where(groups < group, tiles_until, 0), 0)
             row = start + (row_tile - tiles_before) * BLOCK_M + tl.arange(0, BLOCK_M)
             column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            x_row, x_end = row, end
+            if HAS_SOURCES:
+                x_row, x_end = tl.load(sources_ptr + row, mask=row < end, other=0), num_x_rows
             weight = weight_ptr + group.to(tl.int64) * num_columns * WIDTH
             total = partition_product(
-                x_ptr, weight, x_ptr, row, column, end, num_columns, x_stride, 0,
+                x_ptr, weight, x_ptr, x_row, column, x_end, num_columns, x_stride, 0,
                 WIDTH, PARTITION, False, IS_WIDE, 0, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             for partition in range(1, tl.cdiv(WIDTH, PARTITION)):
                 total += partition_product(
-                    x_ptr, weight, x_ptr, row, column, end, num_columns, x_stride, partition,
+                    x_ptr, weight, x_ptr, x_row, column, x_end, num_columns, x_stride, partition,
                     WIDTH, PARTITION, False, IS_WIDE, 0, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
             place = out_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
