@@ -2,6 +2,7 @@
 
     python benchmarks/gguf_speed.py PYTHON ./SmolLM2-135M-Instruct.Q4_1.gguf ./qwen2-0.5b.gguf
     python benchmarks/gguf_speed.py PYTHON ./SmolLM2-135M-Instruct.Q4_1.gguf --ftype Q4_0 --turns 1 --figure 64
+    python benchmarks/gguf_speed.py PYTHON ./experts.gguf --ftype as-is      # of tools/make_expert_gguf.py
 
 PYTHON is the interpreter of an environment with llama-cpp-python, built for this machine (pip install --no-binary
 :all:). llama.cpp converts each model to each format once (Q4_0, Q8_0 and Q4_K_M via float32, into --home). Figures:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FTYPES = ("Q4_0", "Q8_0", "Q4_K_M")
+AS_IS = "as-is"
 LONG_PROMPT, REQUESTS, PROMPT_OF_MANY, OUT_OF_MANY = 1024, 64, 8, 16
 
 
@@ -87,6 +89,8 @@ class LlamaCpp(Engine):
 
 def written(options: argparse.Namespace, gguf: Path, ftype: str) -> Path:
     """Have llama.cpp convert a file to a format, unless that exists: see `runners/llama_cpp_quality.py`."""
+    if ftype == AS_IS:
+        return gguf
     options.home.mkdir(parents=True, exist_ok=True)
     job = {"gguf": str(gguf), "ftype": ftype, "home": str(options.home), "threads": 2, "pieces": [], "prompt": []}
     script = str(RUNNERS / "llama_cpp_quality.py")
@@ -145,7 +149,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python", help="of an environment with llama-cpp-python")
     parser.add_argument("model", nargs="+", type=Path, help="GGUF files, in any format that loses little")
-    parser.add_argument("--ftype", action="append", choices=FTYPES, help="again for more (default: all)")
+    parser.add_argument(
+        "--ftype", action="append", choices=(*FTYPES, AS_IS), help="again for more (default: all formats)"
+    )
     parser.add_argument("--figure", action="append", choices=FIGURES, help="again for more (default: all)")
     parser.add_argument("--turns", type=int, default=5, help="medians of so many (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each (%(default)s)")

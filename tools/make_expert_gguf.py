@@ -1,0 +1,167 @@
+"""Write a GGUF file with random blocks in the widths of a real mixture of experts, for benchmarks.
+
+    python tools/make_expert_gguf.py qwen3-30b-a3b OUT.gguf --layers 4 --type Q4_K
+    python tools/make_expert_gguf.py gpt-oss-20b OUT.gguf --layers 4
+
+Tensors are written one by one, and no float weights are made or rounded. All layers have the same blocks, but each
+layer has its own bytes in the file. The vocabulary consists of bytes, with filler tokens up to the model's size.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+
+from octavo.kernels.block_weight import BlockKind, random_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Each width is that of config.json. attention: type of other matrices, if the experts' type does not suit them.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        "architecture": "qwen3moe", "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "experts": 128,
+        "chosen": 8, "expert": 768, "vocabulary": 151936, "has_qk_norm": True, "theta": 1e6,
+    },
+    "olmoe-1b-7b": {
+        "architecture": "olmoe", "hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "experts": 64,
+        "chosen": 8, "expert": 1024, "vocabulary": 50304, "has_qk_norm": True, "theta": 1e4,
+    },
+    "gpt-oss-20b": {
+        "architecture": "gpt-oss", "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "experts": 32,
+        "chosen": 4, "expert": 2880, "vocabulary": 201088, "has_qk_norm": False, "theta": 150000.0,
+    },
+}  # fmt: skip
+
+
+def write(path: Path, shape: dict[str, Any], *, layers: int, kind: str, seed: int = 0) -> Path:
+    """Write the file; return its path."""
+    writer = gguf.GGUFWriter(path, shape["architecture"])
+    for key, value in metadata(shape, layers).items():
+        add(writer, key, value)
+    made: dict[tuple[str, int, int], Any] = {}
+    generator = torch.Generator().manual_seed(seed)
+    for name, (in_kind, *sizes) in tensors(shape, layers, kind):
+        if in_kind == "F32":
+            writer.add_tensor(name, torch.ones(sizes).numpy() if "norm" in name else 0.02 * torch.randn(sizes).numpy())
+            continue
+        rows = sizes[0] if len(sizes) == 2 else sizes[0] * sizes[1]
+        key = (in_kind, rows, sizes[-1])
+        if key not in made:
+            blocks = random_blocks(generator, BlockKind[in_kind], rows, sizes[-1]).rows
+            made[key] = blocks.view(*sizes[:-1], -1).numpy()
+        writer.add_tensor(name, made[key], raw_dtype=gguf.GGMLQuantizationType[in_kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def metadata(shape: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return the file's metadata."""
+    keys = {
+        "block_count": layers,
+        "context_length": 32768,
+        "embedding_length": shape["hidden"],
+        "feed_forward_length": shape["expert"],
+        "attention.head_count": shape["heads"],
+        "attention.head_count_kv": shape["kv_heads"],
+        "attention.key_length": shape["head_dim"],
+        "attention.value_length": shape["head_dim"],
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": shape["theta"],
+        "expert_count": shape["experts"],
+        "expert_used_count": shape["chosen"],
+        "expert_feed_forward_length": shape["expert"],
+    }
+    if shape["architecture"] == "gpt-oss":
+        keys["attention.sliding_window"] = 128
+    return {f"{shape['architecture']}.{key}": value for key, value in keys.items()} | vocabulary(shape["vocabulary"])
+
+
+def vocabulary(size: int) -> dict[str, Any]:
+    """Return the metadata of a tokenizer of bytes."""
+    words = [*sorted(ByteLevel.alphabet()), "he"]
+    tokens = ["<|endoftext|>", *words]
+    tokens += [f"[PAD{number}]" for number in range(len(tokens), size)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * len(words) + [5] * (size - 1 - len(words)),
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+def tensors(shape: dict[str, Any], layers: int, kind: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield names with type and sizes. Embeddings, head and values have Q6_K in a file of Q4_K, as llama.cpp's mix."""
+    hidden, wide = shape["hidden"], "Q6_K" if kind == "Q4_K" else "Q8_0"
+    dense = "Q8_0" if kind == "MXFP4" else kind
+    q_rows, kv_rows = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    is_gpt_oss = shape["architecture"] == "gpt-oss"
+    yield "token_embd.weight", (wide, shape["vocabulary"], hidden)
+    yield "output.weight", (wide, shape["vocabulary"], hidden)
+    yield "output_norm.weight", ("F32", hidden)
+    for layer in range(layers):
+        name = f"blk.{layer}."
+        rows = {"attn_q": q_rows, "attn_k": kv_rows, "attn_v": kv_rows}
+        for part, count in rows.items():
+            yield f"{name}{part}.weight", (wide if part == "attn_v" else dense, count, hidden)
+        yield f"{name}attn_output.weight", (dense, hidden, q_rows)
+        yield f"{name}attn_norm.weight", ("F32", hidden)
+        yield f"{name}{'post_attention' if is_gpt_oss else 'ffn'}_norm.weight", ("F32", hidden)
+        yield f"{name}ffn_gate_inp.weight", ("F32", shape["experts"], hidden)
+        for part in ("gate", "up"):
+            yield f"{name}ffn_{part}_exps.weight", (kind, shape["experts"], shape["expert"], hidden)
+        yield f"{name}ffn_down_exps.weight", (kind, shape["experts"], hidden, shape["expert"])
+        if shape["has_qk_norm"]:
+            is_wide = shape["architecture"] == "olmoe"
+            yield f"{name}attn_q_norm.weight", ("F32", q_rows if is_wide else shape["head_dim"])
+            yield f"{name}attn_k_norm.weight", ("F32", kv_rows if is_wide else shape["head_dim"])
+        if is_gpt_oss:
+            yield f"{name}attn_sinks.weight", ("F32", shape["heads"])
+            biases = rows | {"attn_output": hidden, "ffn_gate_inp": shape["experts"]}
+            for part, count in biases.items():
+                yield f"{name}{part}.bias", ("F32", count)
+            for part, count in (("gate", shape["expert"]), ("up", shape["expert"]), ("down", hidden)):
+                yield f"{name}ffn_{part}_exps.bias", ("F32", shape["experts"], count)
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a key with the type that llama.cpp expects."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def main() -> None:
+    """Write one file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--layers", type=int, default=4, help="number of layers (default: %(default)s)")
+    parser.add_argument("--type", choices=("Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"), help="of the experts")
+    options = parser.parse_args()
+    kind = options.type or ("MXFP4" if options.shape == "gpt-oss-20b" else "Q4_K")
+    path = write(options.path, SHAPES[options.shape], layers=options.layers, kind=kind)
+    print(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
+
+
+if __name__ == "__main__":
+    main()
