@@ -46,16 +46,16 @@ def write(path: Path, shape: dict[str, Any], *, layers: int, kind: str, seed: in
         add(writer, key, value)
     made: dict[tuple[str, int, int], Any] = {}
     generator = torch.Generator().manual_seed(seed)
-    for name, (in_kind, *sizes) in tensors(shape, layers, kind):
+    for name, in_kind, sizes in tensors(shape, layers, kind):
         if in_kind == "F32":
             writer.add_tensor(name, torch.ones(sizes).numpy() if "norm" in name else 0.02 * torch.randn(sizes).numpy())
             continue
         rows = sizes[0] if len(sizes) == 2 else sizes[0] * sizes[1]
-        key = (in_kind, rows, sizes[-1])
-        if key not in made:
-            blocks = random_blocks(generator, BlockKind[in_kind], rows, sizes[-1]).rows
-            made[key] = blocks.view(*sizes[:-1], -1).numpy()
-        writer.add_tensor(name, made[key], raw_dtype=gguf.GGMLQuantizationType[in_kind])
+        columns = sizes[-1]
+        if (in_kind, rows, columns) not in made:
+            blocks = random_blocks(generator, BlockKind[in_kind], rows, columns).rows
+            made[in_kind, rows, columns] = blocks.view(*sizes[:-1], -1).numpy()
+        writer.add_tensor(name, made[in_kind, rows, columns], raw_dtype=gguf.GGMLQuantizationType[in_kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -102,38 +102,37 @@ def vocabulary(size: int) -> dict[str, Any]:
     }
 
 
-def tensors(shape: dict[str, Any], layers: int, kind: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield names with type and sizes. Embeddings, head and values have Q6_K in a file of Q4_K, as llama.cpp's mix."""
-    hidden, wide = shape["hidden"], "Q6_K" if kind == "Q4_K" else "Q8_0"
-    dense = "Q8_0" if kind == "MXFP4" else kind
+def tensors(shape: dict[str, Any], layers: int, kind: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield names, types and sizes. Embeddings, head and values have Q6_K in a file of Q4_K, as llama.cpp's mix."""
+    hidden, inner, experts = shape["hidden"], shape["expert"], shape["experts"]
+    wide, dense = "Q6_K" if kind == "Q4_K" else "Q8_0", "Q8_0" if kind == "MXFP4" else kind
     q_rows, kv_rows = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
     is_gpt_oss = shape["architecture"] == "gpt-oss"
-    yield "token_embd.weight", (wide, shape["vocabulary"], hidden)
-    yield "output.weight", (wide, shape["vocabulary"], hidden)
-    yield "output_norm.weight", ("F32", hidden)
+    for part in ("token_embd", "output"):
+        yield f"{part}.weight", wide, (shape["vocabulary"], hidden)
+    yield "output_norm.weight", "F32", (hidden,)
     for layer in range(layers):
         name = f"blk.{layer}."
         rows = {"attn_q": q_rows, "attn_k": kv_rows, "attn_v": kv_rows}
         for part, count in rows.items():
-            yield f"{name}{part}.weight", (wide if part == "attn_v" else dense, count, hidden)
-        yield f"{name}attn_output.weight", (dense, hidden, q_rows)
-        yield f"{name}attn_norm.weight", ("F32", hidden)
-        yield f"{name}{'post_attention' if is_gpt_oss else 'ffn'}_norm.weight", ("F32", hidden)
-        yield f"{name}ffn_gate_inp.weight", ("F32", shape["experts"], hidden)
+            yield f"{name}{part}.weight", wide if part == "attn_v" else dense, (count, hidden)
+        yield f"{name}attn_output.weight", dense, (hidden, q_rows)
+        for part in ("attn", "post_attention" if is_gpt_oss else "ffn"):
+            yield f"{name}{part}_norm.weight", "F32", (hidden,)
+        yield f"{name}ffn_gate_inp.weight", "F32", (experts, hidden)
         for part in ("gate", "up"):
-            yield f"{name}ffn_{part}_exps.weight", (kind, shape["experts"], shape["expert"], hidden)
-        yield f"{name}ffn_down_exps.weight", (kind, shape["experts"], hidden, shape["expert"])
+            yield f"{name}ffn_{part}_exps.weight", kind, (experts, inner, hidden)
+        yield f"{name}ffn_down_exps.weight", kind, (experts, hidden, inner)
         if shape["has_qk_norm"]:
             is_wide = shape["architecture"] == "olmoe"
-            yield f"{name}attn_q_norm.weight", ("F32", q_rows if is_wide else shape["head_dim"])
-            yield f"{name}attn_k_norm.weight", ("F32", kv_rows if is_wide else shape["head_dim"])
+            for part, count in (("q", q_rows), ("k", kv_rows)):
+                yield f"{name}attn_{part}_norm.weight", "F32", (count if is_wide else shape["head_dim"],)
         if is_gpt_oss:
-            yield f"{name}attn_sinks.weight", ("F32", shape["heads"])
-            biases = rows | {"attn_output": hidden, "ffn_gate_inp": shape["experts"]}
-            for part, count in biases.items():
-                yield f"{name}{part}.bias", ("F32", count)
-            for part, count in (("gate", shape["expert"]), ("up", shape["expert"]), ("down", hidden)):
-                yield f"{name}ffn_{part}_exps.bias", ("F32", shape["experts"], count)
+            yield f"{name}attn_sinks.weight", "F32", (shape["heads"],)
+            for part, count in (rows | {"attn_output": hidden, "ffn_gate_inp": experts}).items():
+                yield f"{name}{part}.bias", "F32", (count,)
+            for part, count in (("gate", inner), ("up", inner), ("down", hidden)):
+                yield f"{name}ffn_{part}_exps.bias", "F32", (experts, count)
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

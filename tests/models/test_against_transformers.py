@@ -208,6 +208,8 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 ALTERATIONS = {
     "experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),
     "router": lambda model: with_weights(model, ("mlp.gate.weight", "mlp.router.weight"), lambda p: p.roll(1, 0)),
+    "granite_experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),
+    "granite_router": lambda model: with_weights(model, ("moe.router.weight",), lambda p: p.roll(1, 0)),
     "router_bias": lambda model: with_weights(model, ("mlp.router.bias",), lambda p: -3 * p),
     "expert_bias": lambda model: with_weights(model, ("up_proj_bias", "down_proj_bias"), torch.zeros_like),
     "gate_slope": lambda model: with_config(model, swiglu_alpha=0.8),

@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
+    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -38,7 +39,7 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "olmo3-every-fourth-sees-all", "olmo3-tied-head-80", "glm4-7-per-kv", "glm4-tied-head-80",
     "qwen3-moe-5-experts-of-which-3", "qwen2-moe-7-per-kv", "mixtral-3-per-kv", "olmoe-3-per-kv",
     "gpt-oss-5-experts-of-which-3", "deepseek-v2-2-of-4-groups", "deepseek-v2-lite-3-of-5",
-    "deepseek-v3-yarn-choice-bias",
+    "deepseek-v3-yarn-choice-bias", "glm-4.5-3-of-5-groups-dense-first", "granite-moe-3-of-7",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -94,7 +95,8 @@ def converted(config):
     said |= own_keys(name, config, rope)
     metadata = {f"{architecture}.{key}": value for key, value in said.items()}
     metadata["general.architecture"] = architecture
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper().replace("-", "_")], len(expected.layers))
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(number, len(expected.layers))
     shapes = {stored_name(names, name): shape for name, shape in expected.tensor_shapes().items()}
     factors = {LONG_FACTORS: list(rope["long_factor"]), SHORT_FACTORS: list(rope["short_factor"])} if (
         kind == "longrope") else {}  # fmt: skip
@@ -129,8 +131,26 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
             original = config.get("original_max_position_embeddings", config["max_position_embeddings"])
             keys = {"rope.scaling.original_context_length": original}
             return keys | {"attention.sliding_window": config["sliding_window"] or 0}
-        case "Granite":
-            return {
+        case "Glm4Moe":
+            keys = {
+                "leading_dense_block_count": config["first_k_dense_replace"],
+                "expert_count": config["n_routed_experts"],
+                "expert_used_count": config["num_experts_per_tok"],
+                "expert_feed_forward_length": config["moe_intermediate_size"],
+                "expert_shared_count": config["n_shared_experts"],
+                "expert_weights_scale": config["routed_scaling_factor"],
+                "expert_weights_norm": config.get("norm_topk_prob", True),
+                "expert_gating_func": 2,
+                "expert_group_count": config["n_group"],
+                "expert_group_used_count": config["topk_group"],
+            }
+            return keys | {"nextn_predict_layers": 1, "block_count": config["num_hidden_layers"] + 1}
+        case "Granite" | "GraniteMoe":
+            experts = {
+                "expert_count": config.get("num_local_experts"),
+                "expert_used_count": config.get("num_experts_per_tok"),
+            }
+            return {key: value for key, value in experts.items() if value} | {
                 "attention.scale": config["attention_multiplier"],
                 "embedding_scale": config["embedding_multiplier"],
                 "residual_scale": config["residual_multiplier"],

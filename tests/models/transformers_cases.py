@@ -571,5 +571,35 @@ MORE_CASES = (
         | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_routed_experts": 9},
         ("experts", "choice_bias", "normalizing", "shared_experts", "rope_pairs"),
     ),
+    Case(
+        "glm-4.5-3-of-5-groups-dense-first",
+        "Glm4Moe",
+        0,
+        heads(96, 6, 3, 32) | {"n_routed_experts": 10, "n_group": 5, "topk_group": 3, "num_hidden_layers": 3},
+        ("experts", "choice_bias", "groups", "qk_norm", "shared_experts", "partial"),
+    ),
+    Case(
+        "glm-4.5-biases-whole-heads-rotate",
+        "Glm4Moe",
+        0,
+        heads(112, 7, 1, 16)
+        | {"use_qk_norm": False, "attention_bias": True, "first_k_dense_replace": 0, "norm_topk_prob": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        ("experts", "routed_scale", "bias", "theta"),
+    ),
+    Case(
+        "granite-moe-3-of-7",
+        "GraniteMoe",
+        0,
+        heads(96, 6, 3, 32) | {"num_local_experts": 7, "num_experts_per_tok": 3},
+        ("granite_experts", "granite_router", "embedding_multiplier", "residual", "attention_scale", "logits_scaling"),
+    ),
+    Case(
+        "granite-moe-one-expert-tied",
+        "GraniteMoe",
+        0,
+        heads(160, 4, 2, 40) | TIED | {"num_experts_per_tok": 1},
+        ("granite_experts", "granite_router", "tied"),
+    ),
     Case("glm4-three-layers", "Glm4", 0, heads(96, 6, 3, 32) | {"num_hidden_layers": 3}, ("behind", "theta")),
 )

@@ -18,7 +18,11 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 
 VOCAB_SIZE, NUM_TOKENS = 288, 24
 PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
-FAMILIES = ("Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GptOss in MXFP4")
+FAMILIES = (
+    "Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GptOss in MXFP4", "GraniteMoe", "Glm4Moe", "DeepseekV2",
+    "DeepseekV3", "Glm4MoeLite",
+)  # fmt: skip
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
     "num_hidden_layers": 4, "intermediate_size": 160,
@@ -42,6 +46,10 @@ def llama_cpp(tmp_path_factory):
 def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_path):
     family = case.split()[0]
     config = tiny_config(f"{family}ForCausalLM", **SIZES)
+    if family in LATENT:
+        config |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": config["qk_rope_head_dim"]}
+    if "mlp_layer_types" in config:
+        config |= {"mlp_layer_types": ["dense", *["sparse"] * 3], "first_k_dense_replace": 1}
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"] * 2
     folder, file = write_checkpoint(tmp_path / "folder", config, std=0.1), tmp_path / "model.gguf"

@@ -44,8 +44,10 @@ _DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
-_OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite"))
-_WITH_EXPERTS = frozenset(f"{name}ForCausalLM" for name in ("GptOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"))
+_OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite"))
+_WITH_EXPERTS = frozenset(
+    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
+)
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"attention_bias": True},

@@ -108,11 +108,12 @@ class GGUFFields:
     @property
     def num_layers(self) -> int:
         """Number of layers, without those that predict further tokens. Raises `ModelError` if the tensors disagree."""
-        count = self.count("block_count")
+        left_out = prediction_layers(self.file)
+        count = self.count("block_count") - max(len(left_out), int(self.optional("nextn_predict_layers") or 0))
         there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
-        if count != len(there):
+        if count != len(there) - len(left_out):
             raise self.values.error("block_count", f"the file has tensors of {len(there)} layers")
-        return count - len(prediction_layers(self.file))
+        return count
 
     @property
     def head_dim(self) -> int:
@@ -387,26 +388,18 @@ def _read_llama(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_deepseek2(fields: GGUFFields) -> dict[str, Any]:
-    for key in ("attention.key_length", "attention.value_length", "nextn_predict_layers"):
+    for key in ("attention.key_length", "attention.value_length"):
         fields.values.mark(key)
-    is_sigmoid = _scores_by_sigmoid(fields)
-    groups, rotated = fields.count("expert_group_count", 1), fields.count("rope.dimension_count")
+    is_sigmoid, rotated = _scores_by_sigmoid(fields), fields.count("rope.dimension_count")
     rope = read_gguf_rope(fields)
     if (multiplier := fields.optional("rope.scaling.yarn_log_multiplier")) is not None:
         # The converter writes a tenth of mscale_all_dim, and llama.cpp takes mscale for the same.
         rope |= {"mscale_all_dim": round(10 * multiplier, 6), "attention_factor": 1.0}
     if fields.values.flag("expert_weights_norm", default=False) and not is_sigmoid:
         raise fields.values.error("expert_weights_norm", "octavo normalizes weights of experts of a sigmoid only")
-    config = _read_experts(fields) | {
+    config = _read_routed(fields, is_sigmoid=is_sigmoid) | {
         "architectures": [f"DeepseekV{3 if is_sigmoid else 2}ForCausalLM"],
         "model_type": f"deepseek_v{3 if is_sigmoid else 2}",
-        "norm_topk_prob": fields.values.flag("expert_weights_norm", default=False),
-        "topk_method": "noaux_tc" if is_sigmoid else "group_limited_greedy" if groups > 1 else "greedy",
-        "n_group": groups,
-        "topk_group": fields.count("expert_group_used_count", 1),
-        "n_shared_experts": int(fields.optional("expert_shared_count") or 0),
-        "routed_scaling_factor": fields.optional("expert_weights_scale") or 1.0,
-        "first_k_dense_replace": int(fields.optional("leading_dense_block_count") or 0),
         "kv_lora_rank": fields.count("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": fields.count("attention.key_length_mla") - rotated,
@@ -417,6 +410,37 @@ def _read_deepseek2(fields: GGUFFields) -> dict[str, Any]:
     }
     rank = fields.optional("attention.q_lora_rank")
     return config if rank is None else config | {"q_lora_rank": int(rank)}
+
+
+def _read_routed(fields: GGUFFields, *, is_sigmoid: bool) -> dict[str, Any]:
+    """Read experts of DeepSeek's form."""
+    groups = fields.count("expert_group_count", 1)
+    return _read_experts(fields) | {
+        "norm_topk_prob": fields.values.flag("expert_weights_norm", default=False),
+        "topk_method": "noaux_tc" if is_sigmoid else "group_limited_greedy" if groups > 1 else "greedy",
+        "n_group": groups,
+        "topk_group": fields.count("expert_group_used_count", 1),
+        "n_shared_experts": int(fields.optional("expert_shared_count") or 0),
+        "routed_scaling_factor": fields.optional("expert_weights_scale") or 1.0,
+        "first_k_dense_replace": int(fields.optional("leading_dense_block_count") or 0),
+    }
+
+
+def _read_glm4_moe(fields: GGUFFields) -> dict[str, Any]:
+    if fields.optional("expert_gating_func") not in {None, float(_SIGMOID)}:
+        raise fields.values.error("expert_gating_func", f"octavo supports {_SIGMOID} (sigmoid) for this family")
+    return _read_routed(fields, is_sigmoid=True) | {
+        "use_qk_norm": fields.has("blk.0.attn_q_norm.weight"),
+        "partial_rotary_factor": fields.count("rope.dimension_count", fields.head_dim) / fields.head_dim,
+    }
+
+
+def _read_granite_moe(fields: GGUFFields) -> dict[str, Any]:
+    experts = {
+        "num_local_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+    }
+    return _read_granite(fields) | experts
 
 
 def _scores_by_sigmoid(fields: GGUFFields) -> bool:
@@ -430,7 +454,8 @@ def _scores_by_sigmoid(fields: GGUFFields) -> bool:
 
 
 _DEEPSEEK_NAMES = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
-_GPT_OSS_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
+_POST_NORM, _ROUTER = {"post_attention_norm": "post_attention_layernorm"}, {"ffn_gate_inp": "mlp.router"}
+_GLM4_MOE_NAMES, _GPT_OSS_NAMES = _DEEPSEEK_NAMES | _POST_NORM, _POST_NORM | _ROUTER
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", "llama", _read_llama, rotates_pairs=True),
@@ -446,6 +471,8 @@ _FAMILIES = {
     "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", _read_gpt_oss, _GPT_OSS_NAMES),
     "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", _read_phi3, _FUSED),
     "mistral3": GGUFFamily("MistralForCausalLM", "mistral", _read_mistral3, rotates_pairs=True),
+    "glm4moe": GGUFFamily("Glm4MoeForCausalLM", "glm4_moe", _read_glm4_moe, _GLM4_MOE_NAMES),
+    "granitemoe": GGUFFamily("GraniteMoeForCausalLM", "granitemoe", _read_granite_moe, _ROUTER, rotates_pairs=True),
     "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_granite, rotates_pairs=True),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", _read_smollm3, rotates_pairs=True),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", _read_olmo, _OLMO_NORMS),

@@ -1,4 +1,4 @@
-"""Granite 3 (dense): Llama with constant factors for embeddings, residuals, scores and logits."""
+"""Granite 3: Llama, or Mixtral, with constant factors for embeddings, residuals, scores and logits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 from octavo.models.architecture import Architecture, read_decoder
 from octavo.models.attention import AttentionConfig
 from octavo.models.decoder_layer import LayerConfig
+from octavo.models.experts import SOFTMAX_OF_CHOSEN, ExpertsConfig, Router
 from octavo.models.gated_mlp import GatedMLPConfig
 from octavo.models.rope_config import read_rope
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
+    from octavo.models.decoder_layer import MLPConfig
 
 
-MODELS = {"GraniteForCausalLM": "Granite 3"}
+MODELS = {"GraniteForCausalLM": "Granite 3", "GraniteMoeForCausalLM": "Granite 3 MoE (1B-A400M, 3B-A800M)"}
+_WITH_EXPERTS = "GraniteMoeForCausalLM"
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
@@ -23,9 +26,12 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     max_positions = config.count("max_position_embeddings", 2048)
     rope, bias = read_rope(config, max_positions), config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias)
+    mlp: MLPConfig = GatedMLPConfig.read(config, bias=config.flag("mlp_bias", default=False))
+    if name == _WITH_EXPERTS:
+        mlp = _read_experts(config)
     layer = LayerConfig(
         attention=replace(attention, scale=config.number("attention_multiplier", 1.0)),
-        mlp=GatedMLPConfig.read(config, bias=config.flag("mlp_bias", default=False)),
+        mlp=mlp,
         residual_scale=config.number("residual_multiplier", 1.0),
     )
     architecture = read_decoder(
@@ -38,4 +44,16 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
         architecture,
         embedding_scale=config.number("embedding_multiplier", 1.0),
         logits_scaling=config.number("logits_scaling", 1.0),
+    )
+
+
+def _read_experts(config: ConfigFile) -> ExpertsConfig:
+    """`intermediate_size` is one expert's."""
+    dense = GatedMLPConfig.read(config)
+    return ExpertsConfig(
+        router=replace(Router.read(config, normalizes=True), scoring=SOFTMAX_OF_CHOSEN),
+        hidden_size=config.count("hidden_size"),
+        expert_size=dense.intermediate_size,
+        activation=dense.activation,
+        router_name="router",
     )

@@ -111,6 +111,24 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "sliding_window": 37,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "Glm4MoeForCausalLM": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
+    "GraniteMoeForCausalLM": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    },
     "GptOssForCausalLM": {
         "model_type": "gpt_oss",
         "num_local_experts": 4,
@@ -132,6 +150,21 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Olmo3ForCausalLM": {
         "rope_parameters": {"full_attention": _NO_SCALING, "sliding_attention": _NO_SCALING},
         "sliding_window": 37,
+    },
+}
+
+
+_STORED_NAMES = {
+    "GraniteMoeForCausalLM": {
+        "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+        "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+        "mlp.router": "block_sparse_moe.router.layer",
+    },
+    "MixtralForCausalLM": {
+        ".mlp.": ".block_sparse_moe.",
+        ".gate_proj.": ".w1.",
+        ".down_proj.": ".w2.",
+        ".up_proj.": ".w3.",
     },
 }
 
@@ -178,8 +211,8 @@ def write_checkpoint(
     weights = RandomWeights(shapes, getattr(torch, architecture.dtype), seed, std, 1.0 - architecture.norm_offset)
     shards: list[dict[str, Tensor]] = [{}]
     tensors = {name: weights.tensor(name) for name in shapes}
-    if config["architectures"] == ["GptOssForCausalLM"]:
-        tensors = _with_experts_of_gpt_oss(tensors)
+    if (family := config["architectures"][0]) in {"GptOssForCausalLM", "GraniteMoeForCausalLM"}:
+        tensors = _with_joined_experts(tensors, family)
     for name, tensor in tensors.items():
         full = max_shard_bytes is not None and _num_bytes(shards[-1]) + tensor.nbytes > max_shard_bytes
         if full and shards[-1]:
@@ -198,8 +231,8 @@ def write_checkpoint(
     return directory
 
 
-def _with_experts_of_gpt_oss(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Join experts' tensors; see `stored_experts`."""
+def _with_joined_experts(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
+    """Join experts' tensors; see `stored_experts`. Only gpt-oss alternates rows and transposes matrices."""
     experts: dict[tuple[str, str], list[Tensor]] = {}
     together = {}
     for name, tensor in tensors.items():
@@ -208,22 +241,22 @@ def _with_experts_of_gpt_oss(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             experts.setdefault((f"{layer}.experts", own.partition(".")[2]), []).append(tensor)
         else:
             together[name] = tensor
+    is_gpt_oss = family == "GptOssForCausalLM"
     for layer in dict.fromkeys(layer for layer, _ in experts):
-        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+        for kind, suffix in (("weight", ""), ("bias", "_bias")) if is_gpt_oss else (("weight", ""),):
             gate, up, down = (
                 torch.stack(experts[layer, f"{part}.{kind}"]) for part in ("gate_proj", "up_proj", "down_proj")
             )
-            gate_up = torch.stack((gate, up), dim=2).flatten(1, 2)
+            gate_up = torch.stack((gate, up), dim=2).flatten(1, 2) if is_gpt_oss else torch.cat((gate, up), dim=1)
             for name, tensor in (("gate_up_proj", gate_up), ("down_proj", down)):
-                together[f"{layer}.{name}{suffix}"] = (tensor.mT if kind == "weight" else tensor).contiguous()
+                is_transposed = is_gpt_oss and kind == "weight"
+                together[f"{layer}.{name}{suffix}"] = (tensor.mT if is_transposed else tensor).contiguous()
     return together
 
 
 def _stored_name(family: str, name: str) -> str:
-    if family != "MixtralForCausalLM" or ".mlp." not in name:
-        return name
-    for ours, theirs in (("mlp", "block_sparse_moe"), ("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
-        name = name.replace(f".{ours}.", f".{theirs}.")
+    for ours, theirs in _STORED_NAMES.get(family, {}).items():
+        name = name.replace(ours, theirs)
     return name
 
 

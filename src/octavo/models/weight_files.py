@@ -17,6 +17,14 @@ BARE_EMBEDDING = "embed_tokens.weight"  # exists if names lack "model."
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(experts\.\d+\.)?(gate|w1|w2|w3)(?=\.)")
+_GRANITE = re.compile(
+    r"\.block_sparse_moe\.(input_linear\.weight|output_linear\.weight|router\.layer|router|experts)(?=\.|$)"
+)
+_GRANITE_PARTS = {
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "router.layer": "router",
+}
 _MIXTRAL_PARTS = {"gate": "gate", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -90,5 +98,7 @@ def decoder_names(stored: Iterable[str]) -> dict[str, str]:
 
 def _of_experts(name: str) -> str:
     if match := _MIXTRAL.search(name):
-        name = name.replace(match[0], f".mlp.{match[1] or ''}{_MIXTRAL_PARTS[match[2]]}")
+        return name.replace(match[0], f".mlp.{match[1] or ''}{_MIXTRAL_PARTS[match[2]]}")
+    if match := _GRANITE.search(name):
+        return name.replace(match[0], f".mlp.{_GRANITE_PARTS.get(match[1], match[1])}")
     return name
