@@ -13,7 +13,7 @@ from router.virtual_time import run_virtually
 from starlette.requests import ClientDisconnect
 
 from octavo.data.kv_transfer_params import KVTransferParams
-from octavo.errors import DeadlineError, RequestFailedError
+from octavo.errors import DeadlineError, RequestError, RequestFailedError
 from octavo.outputs import CompletionOutput, ErrorCode, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers import answering
@@ -359,6 +359,45 @@ def test_slow_reader_of_last_event_gets_no_keep_alive(virtually: Any, monkeypatc
         assert client.text == b"0!x;end 1"
         assert (job.place.num_left, service.ended) == (1, ["a"])
         assert len(waits) < 40  # it sleeps between its looks
+
+    virtually(work)
+
+
+class Checking(Service):
+    """A service that checks each prompt before it generates."""
+
+    async def generate(self, job: Job, index: int, *, check: Any, unsent: Any) -> AsyncIterator[RequestOutput]:
+        check(SimpleNamespace(prompt_token_ids=[1] * (index + 1), sampling_params=job.params))
+        async for each in super().generate(job, index, check=check, unsent=unsent):
+            yield each
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_refusal_by_check_of_job_ends_request(virtually: Any, num_prompts: int) -> None:
+    async def work(_now: Any) -> None:
+        def refuse(processed: Any) -> None:
+            if len(processed.prompt_token_ids) == num_prompts:
+                raise RequestError("mine", parameter="input")
+
+        service: Any = Checking(a=[(1.0, output("x", finished=True))])
+        job = job_of(*"a" * num_prompts, check=refuse)
+        with pytest.raises(RequestError, match="mine"):
+            await answer(service, Client(), job, Reply())  # type: ignore[arg-type]
+
+    virtually(work)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_cancellation_is_no_fault_of_request(virtually: Any, is_stream: bool) -> None:
+    async def work(_now: Any) -> None:
+        service: Any = Service(a=[(9.0, output("x", finished=True))])
+        client: Any = Client()
+        task = asyncio.create_task(answer(service, client, job_of("a", stream=is_stream), Reply()))  # type: ignore[arg-type]
+        await asyncio.sleep(1.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert service.ended == ["a"]
 
     virtually(work)
 

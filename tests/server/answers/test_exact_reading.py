@@ -18,7 +18,7 @@ from octavo.server.answers.named_calls import NamedFormat
 from octavo.server.answers.nested_calls import MARK, MiniMaxM3Format
 from octavo.server.answers.parts import Part, joined
 from octavo.server.answers.python_calls import LFM2Format, PythonFormat, PythonicFormat
-from octavo.server.answers.tagged_calls import MiniCPM5Format, TaggedFormat
+from octavo.server.answers.tagged_calls import MiniCPM5Format, Qwen3CoderFormat, TaggedFormat
 from octavo.server.answers.tool_format import Function, ToolFormat
 from octavo.server.answers.tool_formats import HermesFormat, NamedMistralFormat
 
@@ -222,6 +222,14 @@ def test_malformed_nested_tag_breaks_call(tags: str) -> None:
     assert read(form, list(text)) == expected
 
 
+@pytest.mark.parametrize("tag", ["</function", "</function/>", "</function/"])
+def test_misspelled_end_of_call_is_dropped(tag: str) -> None:
+    text = Qwen3CoderFormat().write([("save", {"path": "a", "days": 3})]).replace("</function>", tag)
+    for pieces in ([text], list(text)):
+        parts = read(Qwen3CoderFormat(), pieces)
+        assert (valued(parts), content_of(parts)) == ([("save", {"path": "a", "days": 3})], "")
+
+
 @pytest.mark.parametrize("attributes", ['type="string"', "", 'name="path" type="string"'])
 def test_kimi_k3_argument_needs_key(attributes: str) -> None:
     text = KimiK3Format().write([("save", {"path": "a"})])
@@ -298,6 +306,15 @@ def test_head_longer_than_limit_is_text_in_truncated_answer() -> None:
         assert content_of(read(HarmonyFormat(), [text], is_cut=True)).strip() == (
             "" if num_chars == 200 else text.strip()
         )
+
+
+@pytest.mark.parametrize("num_brackets", [1, 7, 8])
+def test_few_surplus_brackets_before_closing_mark_are_dropped(num_brackets: int) -> None:
+    text = f'<tool_call>{{"name": "now", "arguments": {{}}}}{"}" * num_brackets}</tool_call>'
+    for pieces in ([text], list(text)):
+        parts = read(HermesFormat(), pieces)
+        assert valued(parts) == [("now", {})]
+        assert (content_of(parts) == "") is (num_brackets < 8)
 
 
 # --- the ends of calls ------------------------------------------------------------------------------------------------

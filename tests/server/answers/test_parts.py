@@ -302,6 +302,7 @@ CUT_OFF = [
     (LlamaParser, '{"age": 3, "name"', content('{"age": 3, "name"')),
     (LlamaParser, "<|python_tag|>print(", content("<|python_tag|>print(")),
     (LlamaParser, "<b>bold", content("<b>bold")),
+    (LlamaParser, "<|python_tag|> ", []),
 ]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SPACE = " \t\r\n"
 HELD_CHARS = 1024  # characters of streamed arguments that are held back
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # surplus brackets before a closing mark
+_MAX_CLOSERS = 8  # surplus brackets, with the closing mark after them
 HALF = "\ufffd"  # an incomplete character
 _AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"

@@ -171,7 +171,7 @@ class GemmaParser(ValueParser):
             yield from self._items(call, depth + 1)
         else:
             word = yield from self._run(_WORD)
-            if self._is_cut and self._position == len(self._text):
+            if self._is_cut:
                 raise MalformedError  # may be incomplete
             self._say(_word(word), call)
             self._drop()
