@@ -300,12 +300,28 @@ def test_blanks_may_end_message_head(family: type[ToolFormat]) -> None:
         assert valued(read(form, list(spread))) == [("save", {"path": "a"})]
 
 
-def test_head_longer_than_limit_is_text_in_truncated_answer() -> None:
-    for num_chars in (200, 300):
-        text = "<|channel|>commentary to=functions.save" + " " * (num_chars - 39)
-        assert content_of(read(HarmonyFormat(), [text], is_cut=True)).strip() == (
-            "" if num_chars == 200 else text.strip()
-        )
+@pytest.mark.parametrize(("num_chars", "is_read"), [(HEAD_CHARS, True), (HEAD_CHARS + 1, False)])
+def test_message_head_longer_than_limit_is_text(num_chars: int, is_read: bool) -> None:
+    head = "<|channel|>commentary to=functions.save".ljust(num_chars)
+    for pieces in ([f"{head}<|message|>{{}}<|call|>"], [*head, "<|message|>{}<|call|>"]):
+        assert valued(read(HarmonyFormat(), pieces)) == ([("save", {})] if is_read else [])
+
+
+@pytest.mark.parametrize(("num_chars", "is_read"), [(HEAD_CHARS + 11, True), (HEAD_CHARS + 12, False)])
+def test_head_longer_than_limit_is_text_in_truncated_answer(num_chars: int, is_read: bool) -> None:
+    """The mark behind a head, which may have been cut off, has 11 characters."""
+    text = "<|channel|>commentary to=functions.save".ljust(num_chars)
+    for pieces in ([text], list(text)):
+        assert content_of(read(HarmonyFormat(), pieces, is_cut=True)).strip() == ("" if is_read else text.strip())
+
+
+@pytest.mark.parametrize(("num_chars", "is_read"), [(HEAD_CHARS - 1, True), (HEAD_CHARS, False)])
+def test_name_longer_than_limit_is_text(num_chars: int, is_read: bool) -> None:
+    text = f'[TOOL_CALLS]{"save".ljust(num_chars)}{{"path": "a"}}'
+    for pieces in ([text], list(text)):
+        parts = read(NamedMistralFormat(), pieces)
+        assert valued(parts) == ([("save", {"path": "a"})] if is_read else [])
+        assert content_of(parts) == ("" if is_read else text)
 
 
 @pytest.mark.parametrize("num_brackets", [1, 7, 8])

@@ -193,7 +193,8 @@ REASONING = [
     ("  <thin", False, content("  <thin")),
     ("<think>a</think>", False, [Part("reasoning", "a")]),
     ("", True, []),
-    (" " * 300 + "<think>a</think>b", False, content(" " * 300 + "<think>a</think>b")),
+    (" " * 256 + "<think>a</think>b", False, [Part("reasoning", "a"), *content("b")]),
+    (" " * 257 + "<think>a</think>b", False, content(" " * 257 + "<think>a</think>b")),
     ("<think>a" + " " * 300 + "</think>b", False, [Part("reasoning", "a" + " " * 44), *content("b")]),
 ]
 

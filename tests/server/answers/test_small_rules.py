@@ -411,7 +411,7 @@ def test_lookahead_error_quotes_pattern() -> None:
     assert str(error) == (
         "the pattern `(?=a)b` looks ahead, and this model's form of calls cannot check that: write it without"
     )
-    assert len(str(argument_values.LookaheadError("x" * 999))) < 400
+    assert str(argument_values.LookaheadError("x" * 999)).count("x") == 200
 
 
 def test_any_of_alternative_without_arguments_is_empty_grammar_rule() -> None:
