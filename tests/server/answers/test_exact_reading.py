@@ -14,10 +14,11 @@ from octavo.server.answers.harmony import HarmonyFormat
 from octavo.server.answers.kimi_k3 import KimiK3Format
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.muse_glimmer import MuseGlimmerFormat
-from octavo.server.answers.named_calls import NamedFormat
+from octavo.server.answers.named_calls import FunctionaryFormat, NamedFormat
 from octavo.server.answers.nested_calls import MARK, MiniMaxM3Format
 from octavo.server.answers.parts import Part, joined
 from octavo.server.answers.python_calls import LFM2Format, PythonFormat, PythonicFormat
+from octavo.server.answers.recipients import RecipientsFormat
 from octavo.server.answers.tagged_calls import MiniCPM5Format, Qwen3CoderFormat, TaggedFormat
 from octavo.server.answers.tool_format import Function, ToolFormat
 from octavo.server.answers.tool_formats import HermesFormat, NamedMistralFormat
@@ -230,6 +231,13 @@ def test_misspelled_end_of_call_is_dropped(tag: str) -> None:
         assert (valued(parts), content_of(parts)) == ([("save", {"path": "a", "days": 3})], "")
 
 
+@pytest.mark.parametrize("family", [LFM2Format, PythonicFormat], ids=by_name)
+def test_python_argument_needs_name(family: type[ToolFormat]) -> None:
+    text = family().write([("save", {"path": "a"})]).replace("path", "")
+    for pieces in ([text], list(text)):
+        assert read(family(), pieces) == [Part("content", text)]
+
+
 @pytest.mark.parametrize("attributes", ['type="string"', "", 'name="path" type="string"'])
 def test_kimi_k3_argument_needs_key(attributes: str) -> None:
     text = KimiK3Format().write([("save", {"path": "a"})])
@@ -288,6 +296,13 @@ def test_head_longer_than_limit_is_text(family: type[NamedFormat]) -> None:
         cut = read(form, [begun], is_cut=True)
         assert (content_of(cut) == "") is is_read, num_chars
         assert is_read or cut == [Part("content", begun)]
+
+
+def test_text_is_emitted_once_it_cannot_be_head() -> None:
+    parser = FunctionaryFormat().parser(FUNCTIONS)
+    text = "<function=" + "x" * HEAD_CHARS
+    assert parser.feed(text) == []
+    assert parser.feed("y") == [Part("content", f"{text}y")]
 
 
 @pytest.mark.parametrize("family", [HarmonyFormat, MuseGlimmerFormat], ids=by_name)
@@ -364,8 +379,10 @@ def test_blanks_before_message_end_are_dropped(family: type[ToolFormat], blank: 
 )  # fmt: skip
 def test_truncated_name_is_dropped_only_if_it_may_be_function(rest: str, is_call: bool) -> None:
     text = f"[TOOL_CALLS]{rest}"
-    for pieces in ([text], list(text)):
-        assert content_of(read(NamedMistralFormat(), pieces, is_cut=True)) == ("" if is_call else text)
+    for before in ("", '[TOOL_CALLS]save[ARGS]{"path": "a"}so'):
+        for pieces in ([before + text], list(before + text)):
+            told = content_of(read(NamedMistralFormat(), pieces, is_cut=True))
+            assert told.removeprefix("so" if before else "") == ("" if is_call else text)
 
 
 @pytest.mark.parametrize("blank", ["", " ", "\n\n"])
@@ -416,6 +433,15 @@ def test_arguments_in_string_or_before_name_become_one_object(rest: str, is_firs
         parts = read(HermesFormat(), pieces)
         assert valued(parts) == ([] if rest.strip() else [("save", {"path": 1})])
         assert content_of(parts) == (text if rest.strip() else "")
+
+
+@pytest.mark.parametrize("family", [NamedMistralFormat, RecipientsFormat], ids=by_name)
+@pytest.mark.parametrize("value", ["a", 'a "b" c'])
+def test_blanks_after_repaired_call_are_dropped(family: type[ToolFormat], value: str) -> None:
+    text = family().write([("save", {"path": "@"})]).replace("@", value) + " \n"
+    for pieces in ([text], list(text)):
+        parts = read(family(), pieces)
+        assert (valued(parts), content_of(parts)) == ([("save", {"path": value})], "")
 
 
 def test_argument_names_decide_which_quote_ends_value() -> None:

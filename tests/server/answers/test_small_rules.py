@@ -134,7 +134,10 @@ def test_truncated_reasoning_records_start_offset() -> None:
         ("", None),
         ("[x", False),
         ("x[{", False),
-        ("[" + " " * 99 + "{", False),
+        *(
+            (" " * before + "[" + " " * inside + "{", max(before, inside) < 9)
+            for before, inside in [(8, 8), (9, 0), (0, 9)]
+        ),
     ],
 )
 def test_heads_match_with_few_inner_blanks(text: str, expected: bool | None) -> None:

@@ -113,8 +113,7 @@ class SectionParser(ToolParser):
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between = form.call_opens, form.between.strip()
         # Models put blanks after the bracket that ends a list.
-        is_list_end = form.closes.lstrip().startswith("]")
-        self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
+        self._closes = form.closes.replace("]", "] ", 1)
         self._one_each = form.one_each
         self._is_list = not form.one_each and not form.call_opens  # calls have no marks
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)

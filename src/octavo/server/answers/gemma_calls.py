@@ -124,7 +124,6 @@ class GemmaParser(ValueParser):
         yield from self._expect("{")
         call.name = name
         yield from self._arguments(call, self._object(call, 0))
-        self._commit()
 
     def _object(self, call: Call, depth: int) -> Wait[None]:
         self._say("{", call)

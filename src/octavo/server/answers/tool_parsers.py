@@ -54,7 +54,7 @@ class LlamaParser(ToolParser):
         while found := (yield from self._content(self.opener, "{")):
             start = self._position - (found == "{")
             if (yield from self._begins_with(start, call_starts)):
-                self._position, self._is_tagged = start, found == self.opener
+                self._position = start
                 yield from self._object()
             else:
                 self._report_content()
