@@ -17,9 +17,9 @@ from octavo.errors import DeadlineError, RequestError, RequestFailedError
 from octavo.outputs import CompletionOutput, ErrorCode, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers import answering
-from octavo.server.answers.answering import EventStreamResponse, answer, answer_complete
+from octavo.server.answers.answering import ChoiceUpdates, EventStreamResponse, answer, answer_complete
 from octavo.server.answers.job_outputs import MergedOutputs, error_of, outputs_of
-from octavo.server.answers.jobs import Job, StreamForm
+from octavo.server.answers.jobs import Job, StreamForm, event, json_response, line
 from octavo.server.answers.usage import UsageCounter
 
 if TYPE_CHECKING:
@@ -200,6 +200,32 @@ def test_error_before_first_output_is_raised(virtually: Any, is_stream: bool, tr
     virtually(work)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_error_of_one_prompt_ends_others(virtually: Any, is_stream: bool) -> None:
+    async def work(now: Any) -> None:
+        service: Any = Service(a=[(1.0, DeadlineError("mine"))], b=[(9.0, output("x", finished=True))])
+        client: Any = Client()
+        with pytest.raises(DeadlineError):
+            await answer(service, client, job_of("a", "b", stream=is_stream), Reply())  # type: ignore[arg-type]
+        assert (now(), service.ended, len(asyncio.all_tasks())) == (1.0, ["a", "b"], 1)
+
+    virtually(work)
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+def test_error_without_text_has_text_of_its_code(code: ErrorCode) -> None:
+    for text in (None, "mine"):
+        error = error_of(RequestOutput("r", None, [], [], finished=True, error=text, error_code=code))
+        assert str(error) == (text or code.text)
+
+
+def test_events_and_lines_are_json() -> None:
+    assert event({"a": 1}) == b'data: {"a":1}\n\n'
+    assert event({"a": 1}, "done") == b'event: done\ndata: {"a":1}\n\n'
+    assert line({"a": 1}) == b'{"a":1}\n'
+    assert json_response({"a": 1}).body == b'{"a":1}'
+
+
 @pytest.mark.parametrize("counts", [False, True])
 def test_stream_sends_changed_choices_until_finished(virtually: Any, counts: bool) -> None:
     async def work(_now: Any) -> None:
@@ -249,13 +275,15 @@ def test_disconnect_during_stream_ends_request(virtually: Any) -> None:
     virtually(work)
 
 
-def test_silent_stream_sends_keep_alives(virtually: Any) -> None:
+@pytest.mark.parametrize("clock_s", [0.0, 1000.0])
+def test_silent_stream_sends_keep_alives(virtually: Any, clock_s: float) -> None:
     async def work(_now: Any) -> None:
+        await asyncio.sleep(clock_s)
         service = Service(a=[(25.0, output("x")), (4.0, output("y")), (31.0, output("z", finished=True))])
         client, job = Client(), job_of("a", stream=True, form=StreamForm("text/x", ALIVE))
         await streamed(service, client, job)
-        moments = [round(moment, 3) for moment, message in client.sent if message.get("body") == ALIVE]
-        begun = next(moment for moment, message in client.sent if message["type"] == "http.response.start")
+        moments = [round(moment - clock_s, 3) for moment, message in client.sent if message.get("body") == ALIVE]
+        begun = next(moment - clock_s for moment, message in client.sent if message["type"] == "http.response.start")
         assert begun == 10.0
         assert moments == [20.0, 39.0, 49.0, 59.0]
         assert client.text.replace(ALIVE, b"") == b"0!x;0y;0z;end 3"
@@ -413,6 +441,38 @@ def test_single_prompt_keeps_its_stream_and_several_are_merged(virtually: Any) -
         assert sorted(service.ended) == ["a", "a", "b"]
 
     virtually(work)
+
+
+def test_permit_limits_choices_of_prompts_at_once(virtually: Any) -> None:
+    async def work(now: Any) -> None:
+        service: Any = Service(a=[(1.0, output("x", finished=True))])
+        outputs = outputs_of(service, job_of(*"aaaa", n=Place.num_streams // 2), UsageCounter())
+        assert len([each async for each in outputs]) == 4
+        assert now() == 2.0
+
+    virtually(work)
+
+
+def test_full_queue_of_merged_outputs_does_not_delay_end(virtually: Any) -> None:
+    async def work(now: Any) -> None:
+        service: Any = Service(a=[(0.0, output("x"))] * 99)
+        outputs = outputs_of(service, job_of("a", "a"), UsageCounter())
+        await anext(outputs)
+        await asyncio.sleep(1.0)
+        await asyncio.wait_for(outputs.aclose(), 1.0)
+        assert (now(), service.ended) == (1.0, ["a", "a"])
+
+    virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("text", "token_ids", "finish_reason", "is_told"),
+    [("", [], None, False), ("x", [], None, True), ("", [5], None, True), ("", [], "stop", True)],
+)
+def test_update_is_told_only_if_it_has_news(text: str, token_ids: list[int], finish_reason: Any, is_told: bool) -> None:
+    completion = CompletionOutput(0, text, token_ids, finish_reason=finish_reason)
+    told = ChoiceUpdates(job_of("a")).of(RequestOutput("r", None, [1], [completion], finished=False))
+    assert len(told) == is_told
 
 
 def test_client_failure_before_first_output_ends_request(virtually: Any) -> None:

@@ -100,6 +100,7 @@ def test_malformed_value_of_long_call_is_content_only() -> None:
         ('{"a": "b"', None),
         ("{'a': `b`}", None),
         ('{"a": (1]}', None),
+        ('[(1)"a"]', None),
         ("} {", None),
         ('"a"', None),
     ],
