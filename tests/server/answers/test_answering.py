@@ -275,15 +275,13 @@ def test_disconnect_during_stream_ends_request(virtually: Any) -> None:
     virtually(work)
 
 
-@pytest.mark.parametrize("clock_s", [0.0, 1000.0])
-def test_silent_stream_sends_keep_alives(virtually: Any, clock_s: float) -> None:
+def test_silent_stream_sends_keep_alives(virtually: Any) -> None:
     async def work(_now: Any) -> None:
-        await asyncio.sleep(clock_s)
         service = Service(a=[(25.0, output("x")), (4.0, output("y")), (31.0, output("z", finished=True))])
         client, job = Client(), job_of("a", stream=True, form=StreamForm("text/x", ALIVE))
         await streamed(service, client, job)
-        moments = [round(moment - clock_s, 3) for moment, message in client.sent if message.get("body") == ALIVE]
-        begun = next(moment - clock_s for moment, message in client.sent if message["type"] == "http.response.start")
+        moments = [round(moment, 3) for moment, message in client.sent if message.get("body") == ALIVE]
+        begun = next(moment for moment, message in client.sent if message["type"] == "http.response.start")
         assert begun == 10.0
         assert moments == [20.0, 39.0, 49.0, 59.0]
         assert client.text.replace(ALIVE, b"") == b"0!x;0y;0z;end 3"
