@@ -231,6 +231,23 @@ def test_misspelled_end_of_call_is_dropped(tag: str) -> None:
         assert (valued(parts), content_of(parts)) == ([("save", {"path": "a", "days": 3})], "")
 
 
+@pytest.mark.parametrize("family", FORMATS, ids=by_name)
+def test_line_feed_at_end_of_string_is_kept(family: type[ToolFormat]) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("save", {"path": "a\n", "free": "b\n"})]
+    text = family().write(calls)
+    for pieces in ([text], list(text)):
+        assert valued(read(family(), pieces)) == calls
+
+
+@pytest.mark.parametrize("family", TAGGED, ids=by_name)
+def test_truncated_name_of_tagged_call_is_dropped(family: type[TaggedFormat]) -> None:
+    if family in {KimiK3Format, MuseGlimmerFormat}:  # a quote or the head of a message shows that the name is whole
+        return
+    begun, name, rest = family().write([("save", {"path": "a"})]).partition("save")
+    assert calls_of(read(family(), [begun + name], is_cut=True)) == []
+    assert calls_of(read(family(), [begun + name + rest[:1]], is_cut=True)) == [("save", "")]
+
+
 @pytest.mark.parametrize("family", [LFM2Format, PythonicFormat], ids=by_name)
 def test_python_argument_needs_name(family: type[ToolFormat]) -> None:
     text = family().write([("save", {"path": "a"})]).replace("path", "")

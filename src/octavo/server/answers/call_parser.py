@@ -346,8 +346,7 @@ class ToolParser:
         raise MalformedError
 
     def _known_keys(self, call: Call) -> frozenset[str] | None:
-        parameters = self._parameters.get(call.name or "")
-        return None if parameters is None else known_keys(parameters)
+        return known_keys(self._parameters.get(call.name or "", {}))
 
     def _begin(self, call: Call) -> None:
         if call.name not in self._names:

@@ -138,7 +138,7 @@ class GemmaParser(ValueParser):
             if not (yield from self._takes_next(",")):
                 break
         yield from self._expect("}")
-        self._say_closed("}", call)
+        self._report("arguments", "}", call)
 
     def _key(self) -> Wait[str]:
         if (char := (yield from self._peek())) == "<":
@@ -183,7 +183,7 @@ class GemmaParser(ValueParser):
             if not (yield from self._takes_next(",")):
                 break
         yield from self._expect("]")
-        self._say_closed("]", call)
+        self._report("arguments", "]", call)
 
     def _opening_quote(self) -> Wait[ValueEnd]:
         if not (yield from self._takes_all(QUOTE)):
