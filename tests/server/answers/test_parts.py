@@ -26,6 +26,7 @@ ADD = '{"name": "add", "arguments": {"a": 1, "b": -2.5e3}}'
 
 RM = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
 BROKEN = '<tool_call>{"name": "add", "arguments": {"a": [1, "x'
+UNCLOSED = '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"b\\""}</tool_call>'
 LONE = '<tool_call>{"name": "add", "arguments": "\\ud800"}'
 
 
@@ -83,6 +84,7 @@ HERMES = [
     ('<tool_call>{"name": 3}', content('<tool_call>{"name": 3}')),
     ('<tool_call>{"name": "a\\ud800dd"}', content('<tool_call>{"name": "a\\ud800dd"}')),
     (LONE, content(LONE)),
+    (UNCLOSED, content(UNCLOSED)),
     (f"<tool_call>{{<tool_call>{ADD}", [*content("<tool_call>{"), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
     # The model ended within its arguments, so the intended call is not known.
     (BROKEN, content(BROKEN)),
