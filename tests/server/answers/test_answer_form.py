@@ -15,11 +15,15 @@ from octavo import assets
 from octavo.config import ModelInfo
 from octavo.engine.input_processor import InputProcessor
 from octavo.engine.tokenizer import Tokenizer
+from octavo.errors import RequestError
+from octavo.outputs import CompletionOutput
 from octavo.sampling_params import SamplingParams, StructuredOutputsParams
-from octavo.server.answers.answer_form import AnswerForm, AnswerStyle
+from octavo.server.answers.answer_form import AnswerForm, AnswerReader, AnswerStyle
 from octavo.server.answers.call_parser import HELD_CHARS, ToolParser
+from octavo.server.answers.harmony import HarmonyFormat
 from octavo.server.answers.named_calls import SolarFormat
 from octavo.server.answers.parts import Part
+from octavo.server.answers.reasoning_forms import find_reasoning_form
 from octavo.server.answers.tool_formats import HermesFormat
 from octavo.server.answers.tools import NO_TOOLS, Toolbox, read_chat_tools
 
@@ -71,7 +75,9 @@ def test_tool_markers_are_dropped_without_tools() -> None:
 
 
 def test_marker_beyond_vocab_size_is_not_token() -> None:
-    for num_rows, has_token in ((9999, True), (9, False)):
+    token_id = make_inputs("added").tokenizer.token_id("<tool_call>")
+    assert token_id is not None
+    for num_rows, has_token in ((token_id + 1, True), (token_id, False), (9, False)):
         style = AnswerStyle.find("auto", "auto", make_inputs("added", num_rows))
         structure = toolbox_of(style, strict=True).structure(None)
         assert structure is not None
@@ -105,6 +111,7 @@ def test_parser_limits_held_text_only_for_streams() -> None:
     assert isinstance(streamed, ToolParser)
     assert isinstance(whole, ToolParser)
     assert (streamed.num_held_chars, whole.num_held_chars) == (HELD_CHARS, None)
+    assert not AnswerForm.of(AnswerStyle(HermesFormat()), toolbox, "Hello.").is_whole
 
 
 @pytest.mark.parametrize("wanted", [{"json_object": True}, {"json": {"type": "object"}}])
@@ -115,3 +122,44 @@ def test_framed_content_accepts_only_json_object(wanted: dict[str, Any]) -> None
     assert params.structured_outputs is not None
     assert grammars.accepts(params.structured_outputs, '<|content|>{"a": 1}<|end|>')
     assert not grammars.accepts(params.structured_outputs, "<|content|>[1]<|end|>")
+
+
+def test_framed_content_has_no_other_structure_than_json() -> None:
+    form = AnswerForm(frame=SolarFormat())
+    assert form.applied_to(SamplingParams()).structured_outputs is None
+    with pytest.raises(RequestError, match="JSON can be asked for, nothing else") as refused:
+        form.applied_to(SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    assert refused.value.parameter == "structured_outputs"
+
+
+def test_framed_calls_go_with_json_content() -> None:
+    form = AnswerForm(read_chat_tools([NOW], None, None, SolarFormat()), frame=SolarFormat())
+    wanted = StructuredOutputsParams(json={"const": "said"})
+    structure = form.applied_to(SamplingParams(structured_outputs=wanted)).structured_outputs
+    assert structure == form.toolbox.structure(wanted)
+
+
+def test_marks_around_content_are_shown_without_tools() -> None:
+    ids = {mark: index for index, mark in enumerate(SolarFormat.markers)}
+    form = AnswerForm.of(AnswerStyle(SolarFormat(), special_ids=ids), NO_TOOLS, "Hello.")
+    assert form.shown_ids == tuple(ids.values())
+
+
+def test_messages_end_their_reasoning_themselves() -> None:
+    reasoning = find_reasoning_form("openai_gptoss", [])
+    assert reasoning is not None
+    parser = AnswerForm(reasoning=reasoning, frame=HarmonyFormat()).parser()
+    text = f"{reasoning.opens}Hm.<|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    assert parser.feed(text) + parser.finish() == [Part("reasoning", "Hm."), Part("content", "Yes.")]
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "stop_reason", "is_cut"),
+    [("stop", None, False), ("stop", 7, False), ("stop", "x", True), ("length", None, True)],
+)
+def test_incomplete_mark_is_text_only_if_model_ended_answer(
+    finish_reason: Any, stop_reason: int | str | None, is_cut: bool
+) -> None:
+    form = AnswerForm(read_chat_tools([NOW], None, None, HermesFormat()))
+    end = CompletionOutput(0, "a <tool", [5], finish_reason=finish_reason, stop_reason=stop_reason)
+    assert AnswerReader(form).read(end) == [Part("content", "a" if is_cut else "a <tool")]

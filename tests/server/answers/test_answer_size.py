@@ -99,16 +99,16 @@ def test_large_work_runs_outside_event_loop_thread(
 
 
 @pytest.mark.parametrize(
-    ("with_prompt", "expected"), [(True, 2 * (2 + 2 * 2) + (3 + 3 * 2) + 1 + 2), (False, (3 + 3 * 2) + 1 + 2)]
+    ("with_prompt", "expected"), [(True, 2 * (2 + 2 * 2) + (3 + 3 * 2) + 1 + 16), (False, (3 + 3 * 2) + 1 + 16)]
 )
 def test_answer_size_counts_tokens_logprobs_and_pooled_numbers(with_prompt: bool, expected: int) -> None:
     pair: Any = {1: None, 2: None}
     whole = CompletionOutput(0, "", [1, 2, 3], logprobs=[pair] * 3)
     bare = CompletionOutput(1, "", [1], logprobs=[])
     output = RequestOutput("r", None, [1, 2], [whole, bare], finished=True)
-    output = replace(output, prompt_logprobs=[None, pair], pooled=b"\0" * 128)
+    output = replace(output, prompt_logprobs=[None, pair], pooled=b"\0" * 1024)
     assert num_entries(output, [whole, bare], with_prompt=with_prompt) == expected
-    assert num_entries(replace(output, prompt_logprobs=[None]), [bare], with_prompt=True) == 2 + 1 + 2
+    assert num_entries(replace(output, prompt_logprobs=[None]), [bare], with_prompt=True) == 2 + 1 + 16
 
 
 def test_small_work_runs_on_event_loop_thread(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,13 @@ from router.virtual_time import run_virtually
 from starlette.requests import ClientDisconnect
 
 from octavo.data.kv_transfer_params import KVTransferParams
-from octavo.errors import DeadlineError, RequestFailedError
+from octavo.errors import DeadlineError, RequestError, RequestFailedError
 from octavo.outputs import CompletionOutput, ErrorCode, RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers import answering
-from octavo.server.answers.answering import EventStreamResponse, answer, answer_complete
+from octavo.server.answers.answering import ChoiceUpdates, EventStreamResponse, answer, answer_complete
 from octavo.server.answers.job_outputs import MergedOutputs, error_of, outputs_of
-from octavo.server.answers.jobs import Job, StreamForm
+from octavo.server.answers.jobs import Job, StreamForm, event, json_response, line
 from octavo.server.answers.usage import UsageCounter
 
 if TYPE_CHECKING:
@@ -200,6 +200,32 @@ def test_error_before_first_output_is_raised(virtually: Any, is_stream: bool, tr
     virtually(work)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_error_of_one_prompt_ends_others(virtually: Any, is_stream: bool) -> None:
+    async def work(now: Any) -> None:
+        service: Any = Service(a=[(1.0, DeadlineError("mine"))], b=[(9.0, output("x", finished=True))])
+        client: Any = Client()
+        with pytest.raises(DeadlineError):
+            await answer(service, client, job_of("a", "b", stream=is_stream), Reply())  # type: ignore[arg-type]
+        assert (now(), service.ended, len(asyncio.all_tasks())) == (1.0, ["a", "b"], 1)
+
+    virtually(work)
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+def test_error_without_text_has_text_of_its_code(code: ErrorCode) -> None:
+    for text in (None, "mine"):
+        error = error_of(RequestOutput("r", None, [], [], finished=True, error=text, error_code=code))
+        assert str(error) == (text or code.text)
+
+
+def test_events_and_lines_are_json() -> None:
+    assert event({"a": 1}) == b'data: {"a":1}\n\n'
+    assert event({"a": 1}, "done") == b'event: done\ndata: {"a":1}\n\n'
+    assert line({"a": 1}) == b'{"a":1}\n'
+    assert json_response({"a": 1}).body == b'{"a":1}'
+
+
 @pytest.mark.parametrize("counts", [False, True])
 def test_stream_sends_changed_choices_until_finished(virtually: Any, counts: bool) -> None:
     async def work(_now: Any) -> None:
@@ -363,6 +389,45 @@ def test_slow_reader_of_last_event_gets_no_keep_alive(virtually: Any, monkeypatc
     virtually(work)
 
 
+class Checking(Service):
+    """A service that checks each prompt before it generates."""
+
+    async def generate(self, job: Job, index: int, *, check: Any, unsent: Any) -> AsyncIterator[RequestOutput]:
+        check(SimpleNamespace(prompt_token_ids=[1] * (index + 1), sampling_params=job.params))
+        async for each in super().generate(job, index, check=check, unsent=unsent):
+            yield each
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+def test_refusal_by_check_of_job_ends_request(virtually: Any, num_prompts: int) -> None:
+    async def work(_now: Any) -> None:
+        def refuse(processed: Any) -> None:
+            if len(processed.prompt_token_ids) == num_prompts:
+                raise RequestError("mine", parameter="input")
+
+        service: Any = Checking(a=[(1.0, output("x", finished=True))])
+        job = job_of(*"a" * num_prompts, check=refuse)
+        with pytest.raises(RequestError, match="mine"):
+            await answer(service, Client(), job, Reply())  # type: ignore[arg-type]
+
+    virtually(work)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_cancellation_is_no_fault_of_request(virtually: Any, is_stream: bool) -> None:
+    async def work(_now: Any) -> None:
+        service: Any = Service(a=[(9.0, output("x", finished=True))])
+        client: Any = Client()
+        task = asyncio.create_task(answer(service, client, job_of("a", stream=is_stream), Reply()))  # type: ignore[arg-type]
+        await asyncio.sleep(1.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert service.ended == ["a"]
+
+    virtually(work)
+
+
 def test_single_prompt_keeps_its_stream_and_several_are_merged(virtually: Any) -> None:
     async def work(_now: Any) -> None:
         service: Any = Service(a=[(1.0, output("x", finished=True))], b=[(1.0, output("y", finished=True))])
@@ -374,6 +439,38 @@ def test_single_prompt_keeps_its_stream_and_several_are_merged(virtually: Any) -
         assert sorted(service.ended) == ["a", "a", "b"]
 
     virtually(work)
+
+
+def test_permit_limits_choices_of_prompts_at_once(virtually: Any) -> None:
+    async def work(now: Any) -> None:
+        service: Any = Service(a=[(1.0, output("x", finished=True))])
+        outputs = outputs_of(service, job_of(*"aaaa", n=Place.num_streams // 2), UsageCounter())
+        assert len([each async for each in outputs]) == 4
+        assert now() == 2.0
+
+    virtually(work)
+
+
+def test_full_queue_of_merged_outputs_does_not_delay_end(virtually: Any) -> None:
+    async def work(now: Any) -> None:
+        service: Any = Service(a=[(0.0, output("x"))] * 99)
+        outputs = outputs_of(service, job_of("a", "a"), UsageCounter())
+        await anext(outputs)
+        await asyncio.sleep(1.0)
+        await asyncio.wait_for(outputs.aclose(), 1.0)
+        assert (now(), service.ended) == (1.0, ["a", "a"])
+
+    virtually(work)
+
+
+@pytest.mark.parametrize(
+    ("text", "token_ids", "finish_reason", "is_told"),
+    [("", [], None, False), ("x", [], None, True), ("", [5], None, True), ("", [], "stop", True)],
+)
+def test_update_is_told_only_if_it_has_news(text: str, token_ids: list[int], finish_reason: Any, is_told: bool) -> None:
+    completion = CompletionOutput(0, text, token_ids, finish_reason=finish_reason)
+    told = ChoiceUpdates(job_of("a")).of(RequestOutput("r", None, [1], [completion], finished=False))
+    assert len(told) == is_told
 
 
 def test_client_failure_before_first_output_ends_request(virtually: Any) -> None:

@@ -82,6 +82,14 @@ def test_unmarked_python_list_with_invalid_call_is_content() -> None:
         assert content(read(PythonicFormat, text)) == text
 
 
+def test_malformed_value_of_long_call_is_content_only() -> None:
+    path = "x" * 1100
+    text = f'<|tool_call_start|>[nosuch(cmd=1), read(path="{path}", cmd=[1, 2))'
+    parts = read(LFM2Format, text, is_cut=True)
+    assert call_slips.calls_of(parts) == [("read", f'{{"path": "{path}"')]
+    assert content(parts).endswith("[1, 2))")
+
+
 @pytest.mark.parametrize(
     ("text", "end"),
     [
@@ -92,6 +100,7 @@ def test_unmarked_python_list_with_invalid_call_is_content() -> None:
         ('{"a": "b"', None),
         ("{'a': `b`}", None),
         ('{"a": (1]}', None),
+        ('[(1)"a"]', None),
         ("} {", None),
         ('"a"', None),
     ],

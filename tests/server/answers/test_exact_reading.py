@@ -14,11 +14,12 @@ from octavo.server.answers.harmony import HarmonyFormat
 from octavo.server.answers.kimi_k3 import KimiK3Format
 from octavo.server.answers.known_formats import FORMATS
 from octavo.server.answers.muse_glimmer import MuseGlimmerFormat
-from octavo.server.answers.named_calls import NamedFormat
+from octavo.server.answers.named_calls import FunctionaryFormat, NamedFormat
 from octavo.server.answers.nested_calls import MARK, MiniMaxM3Format
 from octavo.server.answers.parts import Part, joined
 from octavo.server.answers.python_calls import LFM2Format, PythonFormat, PythonicFormat
-from octavo.server.answers.tagged_calls import MiniCPM5Format, TaggedFormat
+from octavo.server.answers.recipients import RecipientsFormat
+from octavo.server.answers.tagged_calls import MiniCPM5Format, Qwen3CoderFormat, TaggedFormat
 from octavo.server.answers.tool_format import Function, ToolFormat
 from octavo.server.answers.tool_formats import HermesFormat, NamedMistralFormat
 
@@ -222,6 +223,39 @@ def test_malformed_nested_tag_breaks_call(tags: str) -> None:
     assert read(form, list(text)) == expected
 
 
+@pytest.mark.parametrize("tag", ["</function", "</function/>", "</function/"])
+def test_misspelled_end_of_call_is_dropped(tag: str) -> None:
+    text = Qwen3CoderFormat().write([("save", {"path": "a", "days": 3})]).replace("</function>", tag)
+    for pieces in ([text], list(text)):
+        parts = read(Qwen3CoderFormat(), pieces)
+        assert (valued(parts), content_of(parts)) == ([("save", {"path": "a", "days": 3})], "")
+
+
+@pytest.mark.parametrize("family", FORMATS, ids=by_name)
+def test_line_feed_at_end_of_string_is_kept(family: type[ToolFormat]) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("save", {"path": "a\n", "free": "b\n"})]
+    text = family().write(calls)
+    for pieces in ([text], list(text)):
+        assert valued(read(family(), pieces)) == calls
+
+
+@pytest.mark.parametrize(
+    "family", [each for each in TAGGED if each not in {KimiK3Format, MuseGlimmerFormat}], ids=by_name
+)
+def test_truncated_name_of_tagged_call_is_dropped(family: type[TaggedFormat]) -> None:
+    """In the other two formats, a quote or the head of a message shows that the name is whole."""
+    begun, name, rest = family().write([("save", {"path": "a"})]).partition("save")
+    assert calls_of(read(family(), [begun + name], is_cut=True)) == []
+    assert calls_of(read(family(), [begun + name + rest[:1]], is_cut=True)) == [("save", "")]
+
+
+@pytest.mark.parametrize("family", [LFM2Format, PythonicFormat], ids=by_name)
+def test_python_argument_needs_name(family: type[ToolFormat]) -> None:
+    text = family().write([("save", {"path": "a"})]).replace("path", "")
+    for pieces in ([text], list(text)):
+        assert read(family(), pieces) == [Part("content", text)]
+
+
 @pytest.mark.parametrize("attributes", ['type="string"', "", 'name="path" type="string"'])
 def test_kimi_k3_argument_needs_key(attributes: str) -> None:
     text = KimiK3Format().write([("save", {"path": "a"})])
@@ -282,6 +316,13 @@ def test_head_longer_than_limit_is_text(family: type[NamedFormat]) -> None:
         assert is_read or cut == [Part("content", begun)]
 
 
+def test_text_is_emitted_once_it_cannot_be_head() -> None:
+    parser = FunctionaryFormat().parser(FUNCTIONS)
+    text = "<function=" + "x" * HEAD_CHARS
+    assert parser.feed(text) == []
+    assert parser.feed("y") == [Part("content", f"{text}y")]
+
+
 @pytest.mark.parametrize("family", [HarmonyFormat, MuseGlimmerFormat], ids=by_name)
 def test_blanks_may_end_message_head(family: type[ToolFormat]) -> None:
     form = family()
@@ -292,12 +333,37 @@ def test_blanks_may_end_message_head(family: type[ToolFormat]) -> None:
         assert valued(read(form, list(spread))) == [("save", {"path": "a"})]
 
 
-def test_head_longer_than_limit_is_text_in_truncated_answer() -> None:
-    for num_chars in (200, 300):
-        text = "<|channel|>commentary to=functions.save" + " " * (num_chars - 39)
-        assert content_of(read(HarmonyFormat(), [text], is_cut=True)).strip() == (
-            "" if num_chars == 200 else text.strip()
-        )
+@pytest.mark.parametrize(("num_chars", "is_read"), [(HEAD_CHARS, True), (HEAD_CHARS + 1, False)])
+def test_message_head_longer_than_limit_is_text(num_chars: int, is_read: bool) -> None:
+    head = "<|channel|>commentary to=functions.save".ljust(num_chars)
+    for pieces in ([f"{head}<|message|>{{}}<|call|>"], [*head, "<|message|>{}<|call|>"]):
+        assert valued(read(HarmonyFormat(), pieces)) == ([("save", {})] if is_read else [])
+
+
+@pytest.mark.parametrize(("num_chars", "is_read"), [(HEAD_CHARS + 11, True), (HEAD_CHARS + 12, False)])
+def test_head_longer_than_limit_is_text_in_truncated_answer(num_chars: int, is_read: bool) -> None:
+    """The mark behind a head, which may have been cut off, has 11 characters."""
+    text = "<|channel|>commentary to=functions.save".ljust(num_chars)
+    for pieces in ([text], list(text)):
+        assert content_of(read(HarmonyFormat(), pieces, is_cut=True)).strip() == ("" if is_read else text.strip())
+
+
+@pytest.mark.parametrize(("num_chars", "is_read"), [(HEAD_CHARS - 1, True), (HEAD_CHARS, False)])
+def test_name_longer_than_limit_is_text(num_chars: int, is_read: bool) -> None:
+    text = f'[TOOL_CALLS]{"save".ljust(num_chars)}{{"path": "a"}}'
+    for pieces in ([text], list(text)):
+        parts = read(NamedMistralFormat(), pieces)
+        assert valued(parts) == ([("save", {"path": "a"})] if is_read else [])
+        assert content_of(parts) == ("" if is_read else text)
+
+
+@pytest.mark.parametrize("num_brackets", [1, 7, 8])
+def test_few_surplus_brackets_before_closing_mark_are_dropped(num_brackets: int) -> None:
+    text = f'<tool_call>{{"name": "now", "arguments": {{}}}}{"}" * num_brackets}</tool_call>'
+    for pieces in ([text], list(text)):
+        parts = read(HermesFormat(), pieces)
+        assert valued(parts) == [("now", {})]
+        assert (content_of(parts) == "") is (num_brackets < 8)
 
 
 # --- the ends of calls ------------------------------------------------------------------------------------------------
@@ -331,8 +397,10 @@ def test_blanks_before_message_end_are_dropped(family: type[ToolFormat], blank: 
 )  # fmt: skip
 def test_truncated_name_is_dropped_only_if_it_may_be_function(rest: str, is_call: bool) -> None:
     text = f"[TOOL_CALLS]{rest}"
-    for pieces in ([text], list(text)):
-        assert content_of(read(NamedMistralFormat(), pieces, is_cut=True)) == ("" if is_call else text)
+    for before in ("", '[TOOL_CALLS]save[ARGS]{"path": "a"}so'):
+        for pieces in ([before + text], list(before + text)):
+            told = content_of(read(NamedMistralFormat(), pieces, is_cut=True))
+            assert told.removeprefix("so" if before else "") == ("" if is_call else text)
 
 
 @pytest.mark.parametrize("blank", ["", " ", "\n\n"])
@@ -383,6 +451,15 @@ def test_arguments_in_string_or_before_name_become_one_object(rest: str, is_firs
         parts = read(HermesFormat(), pieces)
         assert valued(parts) == ([] if rest.strip() else [("save", {"path": 1})])
         assert content_of(parts) == (text if rest.strip() else "")
+
+
+@pytest.mark.parametrize("family", [NamedMistralFormat, RecipientsFormat], ids=by_name)
+@pytest.mark.parametrize("value", ["a", 'a "b" c'])
+def test_blanks_after_repaired_call_are_dropped(family: type[ToolFormat], value: str) -> None:
+    text = family().write([("save", {"path": "@"})]).replace("@", value) + " \n"
+    for pieces in ([text], list(text)):
+        parts = read(family(), pieces)
+        assert (valued(parts), content_of(parts)) == ([("save", {"path": value})], "")
 
 
 def test_argument_names_decide_which_quote_ends_value() -> None:

@@ -198,6 +198,10 @@ def test_incomplete_escape_is_held_back(num_chars: int) -> None:
     assert told + content_of(parser.feed(escape[num_chars:] + 'b"}')) == "a🙂b"
 
 
+def test_lone_half_of_pair_holds_no_text_back() -> None:
+    assert content_of(read(['{"response": "\\ud83dabcdef'], is_cut=True)) == "\ufffdabcdef"
+
+
 MESSAGES = [{"role": "user", "content": "Weather?"}]
 ANTHROPIC_TOOLS = [{"name": each.name, "input_schema": each.parameters} for each in FUNCTIONS]
 RESPONSES_TOOLS = [{"type": "function", "name": each.name, "parameters": each.parameters} for each in FUNCTIONS]

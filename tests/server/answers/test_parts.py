@@ -26,6 +26,7 @@ ADD = '{"name": "add", "arguments": {"a": 1, "b": -2.5e3}}'
 
 RM = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
 BROKEN = '<tool_call>{"name": "add", "arguments": {"a": [1, "x'
+UNCLOSED = '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"b\\""}</tool_call>'
 LONE = '<tool_call>{"name": "add", "arguments": "\\ud800"}'
 
 
@@ -83,6 +84,7 @@ HERMES = [
     ('<tool_call>{"name": 3}', content('<tool_call>{"name": 3}')),
     ('<tool_call>{"name": "a\\ud800dd"}', content('<tool_call>{"name": "a\\ud800dd"}')),
     (LONE, content(LONE)),
+    (UNCLOSED, content(UNCLOSED)),
     (f"<tool_call>{{<tool_call>{ADD}", [*content("<tool_call>{"), *call(0, "add", '{"a": 1, "b": -2.5e3}')]),
     # The model ended within its arguments, so the intended call is not known.
     (BROKEN, content(BROKEN)),
@@ -193,7 +195,8 @@ REASONING = [
     ("  <thin", False, content("  <thin")),
     ("<think>a</think>", False, [Part("reasoning", "a")]),
     ("", True, []),
-    (" " * 300 + "<think>a</think>b", False, content(" " * 300 + "<think>a</think>b")),
+    (" " * 256 + "<think>a</think>b", False, [Part("reasoning", "a"), *content("b")]),
+    (" " * 257 + "<think>a</think>b", False, content(" " * 257 + "<think>a</think>b")),
     ("<think>a" + " " * 300 + "</think>b", False, [Part("reasoning", "a" + " " * 44), *content("b")]),
 ]
 
@@ -302,6 +305,7 @@ CUT_OFF = [
     (LlamaParser, '{"age": 3, "name"', content('{"age": 3, "name"')),
     (LlamaParser, "<|python_tag|>print(", content("<|python_tag|>print(")),
     (LlamaParser, "<b>bold", content("<b>bold")),
+    (LlamaParser, "<|python_tag|> ", []),
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,8 @@ from octavo.server.answers.reasoning_forms import REASONING_FORMS, find_reasonin
 from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
 from octavo.server.answers.tool_formats import HermesFormat, MistralFormat
-from octavo.server.answers.tools import NO_TOOLS, Choice, Toolbox, read_chat_tools
+from octavo.server.answers.tools import MAX_TOOLS, NO_TOOLS, Choice, Toolbox, read_chat_tools, read_choice
+from octavo.structured_output.schema_faults import LENIENT
 
 STRING = {"type": "string"}
 SAVE = Function("save", {"type": "object", "properties": {"path": STRING}})
@@ -131,7 +134,10 @@ def test_truncated_reasoning_records_start_offset() -> None:
         ("", None),
         ("[x", False),
         ("x[{", False),
-        ("[" + " " * 99 + "{", False),
+        *(
+            (" " * before + "[" + " " * inside + "{", max(before, inside) < 9)
+            for before, inside in [(8, 8), (9, 0), (0, 9)]
+        ),
     ],
 )
 def test_heads_match_with_few_inner_blanks(text: str, expected: bool | None) -> None:
@@ -160,12 +166,67 @@ def test_allowed_tools_require_function_names_and_valid_mode() -> None:
     named = {"type": "function", "function": {"name": "save"}}
     assert [each.name for each in allowed([named]).functions] == ["save"]
     unnamed = {"type": "function", "function": {"name": 5}}
-    for wrong in ([], [unnamed], [named, unnamed], None, "save", [named, {"type": "other"}], {"save": named}):
+    custom = {"type": "custom", "function": {"name": "load"}}
+    for wrong in ([], [unnamed], [named, unnamed], None, "save", [named, custom], [named, "load"], {"save": named}):
         with pytest.raises(RequestError, match="must be a list of"):
             allowed(wrong)
     for mode in ("none", None, 5):
         with pytest.raises(RequestError, match="must be auto or required"):
             allowed([named], mode)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([*map(str, range(MAX_TOOLS))], None),
+        ([*map(str, range(MAX_TOOLS + 1))], f"{MAX_TOOLS + 1} tools are given; the limit is {MAX_TOOLS}"),
+        (["save", "load", "save"], "two tools have the same name"),
+    ],
+)
+def test_tools_are_refused_above_limit_or_with_equal_names(names: list[str], message: str | None) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    with contextlib.nullcontext() if message is None else pytest.raises(RequestError, match=message):
+        assert len(read_chat_tools(tools, None, None, HermesFormat()).functions) == len(names)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"properties": {"a": nested(depth - 1)}} if depth else {}
+
+
+@pytest.mark.parametrize(
+    ("properties", "message"),
+    [
+        ({"a": nested(400)}, "is no JSON schema, or is nested too deep"),
+        ({f"a{index}": STRING for index in range(2001)}, "an object of the schema has 2001 properties"),
+    ],
+)
+def test_refusal_names_field_of_schema_that_no_grammar_can_hold(properties: Any, message: str) -> None:
+    tool = {"name": "deep", "parameters": {"type": "object", "properties": properties}, "strict": True}
+    toolbox = read_chat_tools([TOOLS[0], {"type": "function", "function": tool}], None, None, HermesFormat())
+    with pytest.raises(RequestError, match=message) as refused:
+        toolbox.structure(None)
+    assert refused.value.parameter == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize("mode", [None, "none", "auto", "required"])
+def test_missing_tool_choice_is_auto(mode: str | None) -> None:
+    assert read_choice(mode, lambda _: None, has_tools=True) == Choice(mode or "auto")
+
+
+def test_structure_of_calls_or_content_has_both() -> None:
+    wanted = StructuredOutputsParams(json={"const": "said"}, starts_after="</other>")
+    structure = read_chat_tools(TOOLS, "auto", None, HermesFormat()).structure(wanted)
+    assert structure is not None
+    assert structure.starts_after == "</other>"
+    assert all(f'"{each}' in str(structure.grammar) for each in ("const", "save", "load"))
+
+
+def test_format_that_needs_grammar_enforces_only_strict_schemas_fully() -> None:
+    described = [(replace(SAVE, name=name, strict=name == "strict"), "") for name in ("strict", "free")]
+    structure = Toolbox.make(described, generic_calls.GenericFormat()).structure(None)
+    assert structure is not None
+    rules = [line for line in str(structure.grammar).splitlines() if line.startswith("call")][1:]
+    assert [LENIENT in rule for rule in rules] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +339,16 @@ def test_formats_that_frame_content_are_listed() -> None:
     assert framing == {"functionary_v3_2", "kimi_k3", "muse_glimmer", "openai", "solar_open"}
 
 
+def test_frames_or_own_flag_make_format_frame_content() -> None:
+    class Flagged(Qwen3CoderFormat):
+        frames_content = True
+
+    class Framed(Qwen3CoderFormat):
+        frames = ("<a>",)
+
+    assert [each.frames_content for each in (Flagged, Framed, Qwen3CoderFormat)] == [True, True, False]
+
+
 def test_takes_one_is_set_for_formats_whose_templates_refuse_several_calls() -> None:
     assert {each.name for each in FORMATS if each.takes_one} == {"llama3_json", "openai"}
     assert generic_calls.GenericFormat.takes_one
@@ -343,7 +414,7 @@ def test_lookahead_error_quotes_pattern() -> None:
     assert str(error) == (
         "the pattern `(?=a)b` looks ahead, and this model's form of calls cannot check that: write it without"
     )
-    assert len(str(argument_values.LookaheadError("x" * 999))) < 400
+    assert str(argument_values.LookaheadError("x" * 999)).count("x") == 200
 
 
 def test_any_of_alternative_without_arguments_is_empty_grammar_rule() -> None:

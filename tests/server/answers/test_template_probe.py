@@ -6,6 +6,7 @@ from typing import Any
 
 from octavo.errors import RequestError
 from octavo.server.answers.answer_form import AnswerStyle
+from octavo.server.answers.parts import THINK
 from octavo.server.answers.template_probe import NAME, TemplateProbe
 from octavo.server.answers.tool_formats import HermesFormat
 
@@ -95,3 +96,5 @@ def test_answer_style_summary_is_one_line() -> None:
     assert AnswerStyle().summary == "tool calls: not known; reasoning: none"
     assert AnswerStyle(HermesFormat()).summary == f"tool calls: {HermesFormat.name}{blind}; reasoning: none"
     assert AnswerStyle(HermesFormat(), shows_tools=True).summary == f"tool calls: {HermesFormat.name}; reasoning: none"
+    style = AnswerStyle(HermesFormat(), THINK, shows_tools=True)
+    assert style.summary == f"tool calls: {HermesFormat.name}; reasoning: {THINK.name}"

@@ -529,6 +529,11 @@ def test_json_value_without_closing_tag_ends_before_next_argument(
     assert ends_of(family(), value + rest, is_text=False) == (value, "", num_needed)
 
 
+def test_json_value_may_contain_part_of_closing_tag_before_argument() -> None:
+    value = '["e><arg_key>"]'
+    assert ends_of(GLM47Format(), f"{value}</arg_value></tool_call>", is_text=False)[:2] == (value, "</arg_value>")
+
+
 def test_value_end_is_found_in_long_text() -> None:
     value = f"{'x' * 700}</parameter></seed:tool_call>{'y' * 700}</parameter> z{'w' * 700}"
     text = value + "</parameter>\n</function>\n</seed:tool_call>"

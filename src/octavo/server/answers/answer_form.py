@@ -147,8 +147,7 @@ class AnswerForm:
         if structure.json is None and structure.json_object is None:
             message = "this model writes its content in messages of its own form: JSON can be asked for, nothing else"
             raise RequestError(message, parameter="structured_outputs")
-        grammar = self.frame.content(str(structure.json or '{"type": "object"}'))
-        return structure if grammar is None else StructuredOutputsParams(grammar=grammar)
+        return StructuredOutputsParams(grammar=self.frame.content(str(structure.json or '{"type": "object"}')))
 
 
 def _markers(tools: ToolFormat | None, reasoning: ReasoningForm | None) -> list[str]:

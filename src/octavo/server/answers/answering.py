@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from octavo.errors import OctavoError
 from octavo.http.errors import note_error, to_http
-from octavo.runtime.faults import error_for, is_fault
+from octavo.runtime.faults import error_for
 from octavo.runtime.text_work import run_text_work
 from octavo.server.answers.answer_size import num_entries
 from octavo.server.answers.job_outputs import outputs_of
@@ -88,8 +88,6 @@ def _failing_alone(job: Job) -> Iterator[None]:
     except (OctavoError, ClientDisconnect):
         raise
     except BaseException as error:
-        if not is_fault(error):
-            raise
         raise error_for(job.request_id, _ANSWERING, error) from error
 
 
@@ -252,7 +250,5 @@ async def _events(
                 except StopAsyncIteration:
                     break
         yield reply.end(counter.usage())
-    except BaseException as error:
-        if not is_fault(error):
-            raise
+    except BaseException as error:  # noqa: BLE001 - see octavo.runtime.faults
         yield reply.error(note_error(state, to_http(error_for(job.request_id, _ANSWERING, error))))

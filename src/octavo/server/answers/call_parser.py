@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SPACE = " \t\r\n"
 HELD_CHARS = 1024
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # surplus brackets before a closing marker
+_MAX_CLOSERS = 8  # surplus brackets, with the closing marker after them
 HALF = "\ufffd"  # an incomplete UTF-8 character
 _AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"
@@ -346,8 +346,7 @@ class ToolParser:
         raise MalformedError
 
     def _known_keys(self, call: Call) -> frozenset[str] | None:
-        parameters = self._parameters.get(call.name or "")
-        return None if parameters is None else known_keys(parameters)
+        return known_keys(self._parameters.get(call.name or "", {}))
 
     def _begin(self, call: Call) -> None:
         if call.name not in self._names:

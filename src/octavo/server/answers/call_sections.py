@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.call_parser import Call, MalformedError, ToolParser, ending
+from octavo.server.answers.call_parser import Call, MalformedError, ToolParser
 from octavo.server.answers.list_members import member_end
 from octavo.server.answers.tool_format import ToolFormat, json_text
 from octavo.structured_output.lark import lark_json
@@ -113,11 +113,9 @@ class SectionParser(ToolParser):
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between = form.call_opens, form.between.strip()
         # Models put blanks after the bracket that ends a list.
-        is_list_end = form.closes.lstrip().startswith("]")
-        self._closes = form.closes.replace("]", "] ", 1) if is_list_end else form.closes
+        self._closes = form.closes.replace("]", "] ", 1)
         self._one_each = form.one_each
         self._is_list = not form.one_each and not form.call_opens
-        self._ends = ending(self._closes, form.opener, *form.strays)
         marks = (form.opener.strip(), form.call_opens.strip(), *form.strays)
         self._call_openers = tuple(each for each in marks if len(each) > 1)
         self._call_closers = tuple(each for each in (form.closes.strip(),) if len(each) > 1)

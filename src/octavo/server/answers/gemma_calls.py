@@ -127,7 +127,6 @@ class GemmaParser(ValueParser):
         yield from self._expect("{")
         call.name = name
         yield from self._arguments(call, self._object(call, 0))
-        self._commit()
 
     def _object(self, call: Call, depth: int) -> Wait[None]:
         self._say("{", call)
@@ -142,7 +141,7 @@ class GemmaParser(ValueParser):
             if not (yield from self._takes_next(",")):
                 break
         yield from self._expect("}")
-        self._say_closed("}", call)
+        self._report("arguments", "}", call)
 
     def _key(self) -> Wait[str]:
         if (char := (yield from self._peek())) == "<":
@@ -174,7 +173,7 @@ class GemmaParser(ValueParser):
             yield from self._items(call, depth + 1)
         else:
             word = yield from self._run(_WORD)
-            if self._is_cut and self._position == len(self._text):
+            if self._is_cut:
                 raise MalformedError  # may be incomplete
             self._say(_word(word), call)
             self._drop()
@@ -187,7 +186,7 @@ class GemmaParser(ValueParser):
             if not (yield from self._takes_next(",")):
                 break
         yield from self._expect("]")
-        self._say_closed("]", call)
+        self._report("arguments", "]", call)
 
     def _opening_quote(self) -> Wait[ValueEnd]:
         if not (yield from self._takes_all(QUOTE)):

@@ -27,7 +27,7 @@ def member_end(text: str) -> int | None:
             place = string.end()
         elif char in _CLOSERS:
             stack.append(_CLOSERS[char])
-        elif char == "`" or not stack or stack.pop() != char:
+        elif not stack or stack.pop() != char:  # as "`", which closes nothing
             return None
         elif not stack:
             return place

@@ -154,7 +154,7 @@ class NestedParser(ValueParser):
             self._held_piece = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
             if (yield from self._value_of(call, key, property_of(schema, key, self._root), depth)):
                 separator = ", "
-        self._say_closed("}", call)
+        self._report("arguments", "}", call)
 
     def _items(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[None]:
         self._say("[", call)
@@ -162,7 +162,7 @@ class NestedParser(ValueParser):
         while key := (yield from self._next_tag(tag)):
             if (yield from self._value_of(call, key, items if isinstance(items, dict) else {}, depth)):
                 self._held_piece = ", "
-        self._say_closed("]", call)
+        self._report("arguments", "]", call)
 
     def _next_tag(self, around: str) -> Wait[str]:
         """Return the name in the next opening tag, or "" after the closing tag of `around`."""

@@ -32,13 +32,12 @@ class PythonParser(ValueParser):
         yield from self._expect("(")
         call.name = name
         yield from self._arguments(call, self._named_values(call))
-        self._commit()
 
     def _has_next_call(self) -> Wait[bool]:
         if self._between:
             return (yield from super()._has_next_call())
-        char = yield from self._skip_space()
-        return bool(char) and not self._closes.startswith(char)
+        char = yield from self._skip_space()  # every text starts with "", the end of the answer
+        return not self._closes.startswith(char)
 
     def _named_values(self, call: Call) -> Wait[None]:
         self._report("arguments", "{", call)

@@ -47,14 +47,14 @@ class LlamaParser(ToolParser):
             self._drop_cut(self.opener)
         while (yield from self._object()):
             pass
-        if self._is_tagged and self._is_cut_here():
+        if self._is_at_cut():
             self._drop()
         names = [f'{head}{name}"' for head in _LLAMA_STARTS for name in self._names]
         call_starts = CallStarts(f'{name},"{key}":{{' for name in names for key in self.arguments_keys)
         while found := (yield from self._content(self.opener, "{")):
             start = self._position - (found == "{")
             if (yield from self._begins_with(start, call_starts)):
-                self._position, self._is_tagged = start, found == self.opener
+                self._position = start
                 yield from self._object()
             else:
                 self._report_content()

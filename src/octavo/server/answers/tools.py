@@ -129,7 +129,7 @@ class Toolbox:
         if content is not None and content.json is None and content.json_object is None:
             raise RequestError("tools go with JSON only, with no other structure", parameter="structured_outputs")
         starts_after = None if content is None else content.starts_after
-        functions = self._in_grammar(content)
+        functions = self._in_grammar(self.format, content)
         if not functions:
             return None
         try:
@@ -148,12 +148,12 @@ class Toolbox:
             )
             raise RequestError(message, parameter="tools") from None
 
-    def _in_grammar(self, content: StructuredOutputsParams | None) -> Sequence[Function]:
+    def _in_grammar(self, tool_format: ToolFormat, content: StructuredOutputsParams | None) -> Sequence[Function]:
         if self.is_required:
             return _bounded([each for each in self.functions if self.named in {None, each.name}])
         if content is not None:
             return _bounded(self.functions)
-        if self.format is not None and self.format.needs_grammar:
+        if tool_format.needs_grammar:
             return _bounded([each if each.strict else _lenient(each) for each in self.functions])
         if self.is_limited or any(function.strict for function in self.functions):
             return _bounded([each if each.strict else replace(each, parameters=_ANY) for each in self.functions])

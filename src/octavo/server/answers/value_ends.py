@@ -144,9 +144,9 @@ class TagEnd:
             self.looked_at += 1
             self._ahead_at = 0
         self.looked_at = len(text)
-        self.looked_at -= 0 if is_over else max(num_held_back_chars(text, each) for each in self._marks)
         if is_over:
             raise MalformedError
+        self.looked_at -= max(num_held_back_chars(text, each) for each in self._marks)
         return None
 
     def _judged(self, text: str, place: int, *, is_over: bool) -> _Verdict:

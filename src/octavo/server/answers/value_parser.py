@@ -36,10 +36,6 @@ class ValueParser(SectionParser):
         self._report("arguments", self._held_piece + text, call)
         self._held_piece = ""
 
-    def _say_closed(self, closer: str, call: Call) -> None:
-        self._held_piece = ""
-        self._report("arguments", closer, call)
-
     def _run(self, letters: re.Pattern[str]) -> Wait[str]:
         while True:
             found = letters.match(self._text, self._position)
