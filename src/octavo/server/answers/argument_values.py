@@ -74,7 +74,7 @@ def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the first option in a schema that describes values of type `kind`, or {}. kind: `object` or `array`."""
+    """Return the schema's first option for values of type `kind`, or {}. kind: `object` or `array`."""
     for part in _parts(schema, root):
         types = _declared_types(part)
         if kind in types or (

@@ -2,7 +2,7 @@
 
 A parser emits a call when the call is complete. In a stream, the parser begins to emit a long call as soon as the
 arguments have more than `HELD_CHARS` characters. If the rest of a long call is malformed, the client gets broken JSON.
-Text that looks like a call is content if the arguments are ambiguous, if no tool has the name, or if a tag is not
+Text that looks like a call is content if the arguments are ambiguous, if the tool is unknown, or if a tag is not
 closed.
 """
 

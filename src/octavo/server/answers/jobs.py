@@ -29,7 +29,7 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: Bytes for an idle stream, which clients ignore."""
+    """How a stream is sent. keep_alive: Bytes that clients ignore, for idle streams."""
 
     media_type: str
     keep_alive: bytes

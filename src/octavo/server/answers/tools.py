@@ -33,8 +33,8 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class Choice:
     """A request's `tool_choice`.
 
-    mode: "auto", "none" or "required". named: Tool that must be called, or None for any. allowed: Tools that may be
-    called, or None for all.
+    mode: "auto", "none" or "required". named: Tool that must be called, or None. allowed: Tools that may be called, or
+    None for all.
     """
 
     mode: str = "auto"
