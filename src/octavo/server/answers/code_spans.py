@@ -8,10 +8,9 @@ _ONE = r"`(\n|[^`\n]+[`\n])"
 _TWO = r"``(\n|[^`\n]([^`\n]|`[^`\n])*(``|`?\n))"
 _THREE = r"```([^`]|`[^`]|``[^`])*```"
 CODE = f"({_ONE}|{_TWO}|{_THREE})"
-"""A pattern of code in Markdown, for grammars.
+"""A pattern of code in Markdown, also for grammars.
 
-One or two backticks are closed by the same number of backticks or by the end of the line. Three backticks are closed
-only by three.
+One or two backticks are closed by the same number or by the end of the line, three backticks only by three.
 """
 OUTSIDE = f"([^`]|{CODE})*"
 """A pattern of text that does not end within code."""

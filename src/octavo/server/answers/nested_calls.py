@@ -38,7 +38,7 @@ _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
 class MiniMaxM3Format(SectionFormat):
-    """An object has a tag for each key, and a list has a tag `item` for each element. Other values are bare text."""
+    """An object has a tag for each key, and a list has an `item` tag for each element. Other values are plain text."""
 
     name = "minimax_m3"
     markers = (MARK, "<tool_call>", "</tool_call>")

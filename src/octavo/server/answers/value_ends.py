@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tagged_calls import TaggedFormat
 
     _Verdict: TypeAlias = tuple[int, int] | Literal[False] | None
-    """The indices at which a value and its closing tag end, False if the value continues, or None to wait for text."""
+    """The indices at which a value and its closing tag end; False: the mark is text; None: more text is needed."""
 
 _MAX_MARK_CHARS = 512
 _NO_BLANK = re.compile(r"\S")
