@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
     """Return the ASGI application. If API keys are configured, every route except /health and /ready requires a key.
 
-    Raises `ImportError` or `AttributeError` if a route's endpoint does not exist.
+    Raises the errors of `find_endpoint`.
     """
     table = [
         _AppRoute(path, partial(_serve, service, route, find_endpoint(route)), route.methods, route.is_described)

@@ -1,4 +1,4 @@
-"""Check request bodies."""
+"""Read and check request bodies."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ async def read_body(
 ) -> Schema:
     """Read a request's body and check it against `schema`.
 
-    any_type: True to accept any Content-Type, except from browsers. Sets `deadline` (on the event loop's clock),
-    `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`. Raises `RequestError` and the errors of
-    `received`.
+    Sets `deadline` (on the event loop's clock), `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`.
+    Raises `RequestError` and the errors of `received`. any_type: True to accept any Content-Type, except from browsers.
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
@@ -60,7 +59,7 @@ def _joined(chunks: list[bytes]) -> bytes:
 def _check_media_type(given: str | None) -> None:
     """Raise `MediaTypeError` unless the body is application/json.
 
-    For any web page, browsers send forms, plain text and untyped bytes without asking this server first (CORS).
+    Browsers send forms, plain text and untyped bytes from any web page without a CORS preflight request.
     """
     if given is None or given.partition(";")[0].strip().lower() != "application/json":
         said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
@@ -68,7 +67,7 @@ def _check_media_type(given: str | None) -> None:
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run `work` on a request's body, on a thread if the body is large."""
+    """Run `work`, which reads a request's body. For a large body, `work` runs on a thread."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await run_text_work(
@@ -82,7 +81,7 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
-    """Parse and validate a JSON object without NaN and Infinity.
+    """Parse and validate a JSON object, which must not contain NaN or Infinity.
 
     Raises `RequestError` for the first invalid field.
     """
@@ -107,7 +106,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the first field with NaN, Infinity or 1e999, which Python's own parser accepts."""
+    """Return the first field that contains NaN, Infinity or 1e999. Python's own parser accepts these values."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -126,7 +125,7 @@ def _not_finite(body: bytes) -> str | None:
 
 
 def field_name(location: tuple[int | str, ...]) -> str:
-    """Return a Pydantic location as a path like messages[0].content, without the names of a union's types."""
+    """Return a Pydantic location as a path like messages[0].content. Names of a union's types are omitted."""
     name = str(location[0])
     for part in location[1:]:
         if isinstance(part, int):

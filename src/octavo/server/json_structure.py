@@ -1,6 +1,6 @@
-"""Limit the number of values in JSON, because a parser blocks all other threads.
+"""Limit the number of values in JSON, because parsing blocks all other threads.
 
-A few megabytes can contain millions of empty lists, which take seconds to parse. Long strings take almost no time.
+A few megabytes can contain millions of empty lists, which take seconds to parse.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
 
 
 def _blocks(body: bytes) -> Iterator[NDArray[np.uint8]]:
-    """Yield a body as arrays of uint8 [num_bytes], without escaped backslashes and quotes."""
+    """Yield a body as arrays of uint8 [num_bytes]. Escaped backslashes and quotes are removed."""
     start = 0
     while start < len(body):
         end = start + _BLOCK_BYTES

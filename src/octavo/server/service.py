@@ -46,8 +46,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # consecutive engine processes that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
-_ENGINE_GRACE_S = 1.0  # to end aborted requests
-_BODIES = 16  # of the largest size
+_ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
+_BODIES = 16  # how many bodies of the largest size fit into memory
 
 
 @dataclass(slots=True)
@@ -66,10 +66,10 @@ class _Open:
 
 
 class Service(HttpService):
-    """One engine, with keys and limits. Used on one event loop only.
+    """One engine, with keys and limits. Must be used on one event loop only.
 
-    settings: Shown by GET /server_info, without secrets. Raises `ConfigError` if the file of keys cannot be used, or if
-    packages for a requested feature are missing.
+    settings: Shown by GET /server_info, so they must not contain secrets. Raises `ConfigError` if the file of keys
+    cannot be used, or if packages for a requested feature are missing.
     """
 
     config: ServerConfig
@@ -131,11 +131,11 @@ class Service(HttpService):
         gone = [name for name, opened in self._open.items() if self.present(opened.tenant) is None]
         self._cut_off(gone, key_removed)
         ending = asyncio.get_running_loop().create_task(self._end(gone))
-        self._endings.add(ending)  # the event loop keeps no strong reference
+        self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Return a permit for a request's streams. Call it before any work for the request.
+        """Return a permit for a request's streams. Must be called before any work for the request.
 
         Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`. See `RequestLimiter.enter`.
         """
@@ -184,7 +184,7 @@ class Service(HttpService):
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
         check: Called with the tokenized prompt, and may raise an error to refuse the request. unsent: Called with the
-        last output of a failed request, which is not yielded. For errors, see `outputs_of`.
+        last output of a failed request, because this output is not yielded. For errors, see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -207,7 +207,7 @@ class Service(HttpService):
         with client_field_names(job.client_names):
             self._check_may_begin(tenant)
             prompt = await self._read_prompt(job, index)
-            self._check_may_begin(tenant)  # reading may take long
+            self._check_may_begin(tenant)
             options = self._options(job)
             opened = self._open[request_id] = _Open(tenant)
             try:
@@ -279,7 +279,7 @@ class Service(HttpService):
             logger.warning("the engine is already dead; its requests have failed")
 
     def _announce(self, open_ids: list[str]) -> None:
-        """Fail the requests that the engine has not ended yet, because the engine may be in a long step."""
+        """Fail the requests that the engine has not ended yet. The engine may be in a long step."""
         for request_id in open_ids:
             opened = self._open.get(request_id)
             if opened is not None and opened.cut_off is not None:
@@ -297,4 +297,4 @@ def _make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 def _num_tokens(output: RequestOutput) -> int:
-    return sum([len(completion.token_ids) for completion in output.outputs])  # faster than a generator
+    return sum([len(completion.token_ids) for completion in output.outputs])

@@ -15,7 +15,7 @@ from octavo.server.answers.template_probe import TemplateProbe
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
-_PIECE = 4096  # characters for each `feed`, which copies the unread text
+_PIECE = 4096  # characters per `feed` call, which copies the unread text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark for the log, or "" if the chat template shows tools and calls."""
+    """Return a remark for the log, or "" if the chat template renders tools and calls."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -39,8 +39,8 @@ def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
 class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
-    reasoning_end_id: None if the closing marker of reasoning is not one token. special_ids: Ids of the markers that are
-    special tokens.
+    reasoning_end_id: Id of the closing marker of reasoning, or None if the marker is not one token. special_ids: Maps
+    each marker that is a special token to its id.
     """
 
     tools: ToolFormat | None = None
@@ -63,7 +63,7 @@ class AnswerStyle:
 
     @classmethod
     def find(cls, tool_parser: str, reasoning_parser: str, inputs: InputProcessor) -> AnswerStyle:
-        """Return the style with these formats. For "auto", detect the format in the chat templates."""
+        """Return the style with the named formats. "auto" detects a format in the chat templates."""
         templates = inputs.chat_templates if inputs.has_chat_template else []
         probe = TemplateProbe.of(inputs.chat_text) if inputs.has_chat_template else TemplateProbe()
         reasoning = find_reasoning_form(reasoning_parser, [*templates, *probe.texts])
@@ -84,9 +84,9 @@ class AnswerStyle:
 class AnswerForm:
     """How to read the answers to one request.
 
-    in_reasoning: True if the prompt ends with the opening marker of reasoning. shown_ids: Special tokens that stay in
-    the text as markers. frame: Format of calls, if its markers also enclose content. The format's parser then reads
-    answers without tools, too. is_whole: True to emit only complete calls.
+    in_reasoning: True if the prompt ends with the opening marker of reasoning. shown_ids: Ids of the special tokens
+    that the detokenizer keeps as markers. frame: Format of calls, or None if its markers do not enclose content. The
+    parser of this format also reads answers to requests without tools. is_whole: True to emit only complete calls.
     """
 
     toolbox: Toolbox = NO_TOOLS
@@ -134,7 +134,7 @@ class AnswerForm:
         return ReasoningParser(parser, is_open=self.in_reasoning, form=self.reasoning, interrupts=interrupts)
 
     def applied_to(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with `shown_ids` and with a grammar, which applies after the reasoning."""
+        """Return `params` with `shown_ids` and the grammar, if any. The grammar applies after the reasoning."""
         structure = self._framed(self.toolbox.structure(params.structured_outputs))
         if structure is not None and self.reasoning is not None and structure.starts_after is None:
             free_from = None if self.in_reasoning else self.reasoning.opens

@@ -17,7 +17,7 @@ _NUMBERS_PER_ENTRY = 16
 
 
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
-    """Return the size of an answer: the number of tokens, log probabilities, and groups of 16 embedding numbers.
+    """Return the size of an answer, which is tokens + log probabilities + embedding values / 16.
 
     with_prompt: True to count the prompt, too, once for each completion.
     """
@@ -44,7 +44,7 @@ class LogprobLimit:
             self._take(num_prompts * params.n * num_tokens * (params.logprobs + 1), "logprobs")
 
     def check(self, processed: ProcessedInput) -> None:
-        """Count a prompt's log probabilities. Raises `RequestError` above the limit."""
+        """Count the requested log probabilities of a prompt's tokens. Raises `RequestError` above the limit."""
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         if params.prompt_logprobs is not None:
             self._take(params.n * num_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")

@@ -82,7 +82,6 @@ async def answer_complete(service: Service, http_request: Request, job: Job, rep
 
 @contextlib.contextmanager
 def _failing_alone(job: Job) -> Iterator[None]:
-    """Convert an unexpected exception to an error that names the request."""
     try:
         yield
     except (OctavoError, ClientDisconnect):
@@ -161,10 +160,7 @@ class ChoiceUpdates:
         self._ended: set[int] = set()
 
     def of(self, output: RequestOutput) -> list[ChoiceUpdate]:
-        """Return an update for each choice that has new tokens or text, or that ends.
-
-        A choice that ended before gets no update.
-        """
+        """Return an update for each choice that has new tokens or text, or that ends."""
         updates = []
         for completion in output.outputs:
             choice = self._first_choice[output.request_id] + completion.index
@@ -184,7 +180,6 @@ async def unless_disconnected(http_request: Request, work: Coroutine[Any, Any, T
 
 
 async def _begun(http_request: Request, task: asyncio.Task[T], patience_s: float | None = None) -> asyncio.Task[T]:
-    """Wait for `task` at most `patience_s` seconds. Return the task, which may still run."""
     watcher = asyncio.create_task(_disconnected(http_request))
     is_kept = False
     try:

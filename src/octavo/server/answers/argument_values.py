@@ -1,6 +1,6 @@
-"""Convert arguments without quotes to JSON, by their schema.
+"""Convert arguments that are written without quotes to JSON, according to the schema.
 
-In all functions, `root` is the schema to which `$ref` refers.
+In all functions, `root` is the schema in which `$ref` is resolved.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the names of all properties, including those in `$ref`, `anyOf` and `oneOf`."""
+    """Return the names of all properties, including names in `$ref`, `anyOf` and `oneOf`."""
     named = [each.get("properties") for each in alternatives(schema, root)]
     return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the part of a schema that describes objects or arrays, or {}. kind: `object` or `array`."""
+    """Return the schema's first option for values of type `kind`, or {}. kind: `object` or `array`."""
     for part in _parts(schema, root):
         types = _declared_types(part)
         if kind in types or (
@@ -127,11 +127,11 @@ def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
 
 
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
-    """Return an argument's JSON, or None to omit a blank argument if the schema allows no string.
+    """Return an argument's JSON, or None if the text is blank and the schema allows no string.
 
-    If the schema allows only strings, the text becomes a string. Otherwise, JSON and Python's literals are read. If the
-    schema allows no string, a value of a wrong type is kept, and plain words become a string, so the client can report
-    the error to the model. Any other text then raises `UnreadableError`.
+    If the schema allows only strings, the text becomes a string. Otherwise, the text is parsed as JSON or as a Python
+    literal. If the schema allows no string, plain words still become a string, and values of wrong types are kept. The
+    client can then report the error to the model. Any other text raises `UnreadableError`.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
@@ -155,7 +155,10 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Repair a malformed list or object. Without exactly one reading, return `value` and `written`."""
+    """Return the value and the JSON of a malformed list or object.
+
+    If the text has no reading or two readings, return `value` and `written`.
+    """
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
         found.append(literal_json(text))
@@ -231,10 +234,6 @@ def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
 
 
 def _with_names(schema: Any, root: dict[str, Any], names: dict[int, str], left: list[Any]) -> Any:
-    """Return a copy of a schema in which each `$ref` names a definition of `json_of`.
-
-    New schemas are added to `names` and `left`.
-    """
     if isinstance(schema, list):
         return [_with_names(each, root, names, left) for each in schema]
     if not isinstance(schema, dict):

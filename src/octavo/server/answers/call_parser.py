@@ -1,8 +1,9 @@
 """Base class of parsers that read tool calls while an answer arrives.
 
-A parser emits a call when the call is complete. In a stream, it emits a call as soon as the arguments have more than
-`HELD_CHARS` characters. If the rest of such a call is malformed, the client gets broken JSON. Text that looks like a
-call is content if its arguments are ambiguous, if no tool has its name, or if a tag is not closed.
+A parser emits a call when the call is complete. In a stream, the parser begins to emit a long call as soon as the
+arguments have more than `HELD_CHARS` characters. If the rest of a long call is malformed, the client gets broken JSON.
+Text that looks like a call is content if the arguments are ambiguous, if the tool is unknown, or if a tag is not
+closed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SPACE = " \t\r\n"
 HELD_CHARS = 1024
 _END_OF_TEXT = r"\Z"
 _MAX_CLOSERS = 8  # surplus brackets, with the closing marker after them
-HALF = "\ufffd"  # an incomplete UTF-8 character
+HALF = "\ufffd"  # replaces an incomplete UTF-8 character
 _AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"
 _AFTER_ARGUMENTS = "}],;{[<>`"
@@ -57,7 +58,8 @@ class MalformedError(Exception):
 class Call:
     """A call that is being read.
 
-    arguments: None unless the arguments are emitted at the end of the call. index: None until the name is emitted.
+    arguments: Text to emit at the end of the call, or None if the arguments are emitted earlier. index: None until the
+    name is emitted.
     """
 
     name: str | None = None
@@ -146,7 +148,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
-        """Return True if one of `call_starts` begins at `start`. If the answer is cut off there, drop the text."""
+        """Return True if a text of `call_starts` begins at `start`. Drop a text that is cut off."""
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -275,7 +277,7 @@ class ToolParser:
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair the arguments if the quote and the bracket at their apparent end may be part of a string."""
+        """Repair the arguments if the quote and the bracket that seem to end them may be part of a string."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
@@ -325,7 +327,8 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the index at which a malformed call ends.
 
-        A call that begins before the closing marker may be part of a string, so it belongs to the malformed call.
+        A second call that begins before the closing marker may be part of a string, so it is read as part of the
+        malformed call.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -338,7 +341,7 @@ class ToolParser:
         return max(position, min(ends, default=position))
 
     def _reject(self, call: Call) -> NoReturn:
-        """Raise `MalformedError`. If the call was emitted or the answer was cut off, emit the remaining arguments."""
+        """Raise `MalformedError`. If the answer was cut off or a part was emitted, emit the remaining arguments."""
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
             self._report("arguments", self._text[: self._position], call)
@@ -426,7 +429,10 @@ class ToolParser:
             yield
 
     def _follows(self, texts: Sequence[str]) -> Wait[str]:
-        """Return the member of `texts` that comes next, or "". If the answer is cut off there, drop the text."""
+        """Return the element of `texts` that comes next, or "".
+
+        If the answer is cut off within an element, drop the rest of the answer.
+        """
         while True:
             seen = self._text[self._position :]
             if found := next((each for each in texts if seen.startswith(each)), ""):

@@ -24,9 +24,9 @@ MAX_HEAD_CHARS = 256
 class SectionFormat(ToolFormat):
     """A format whose calls are in sections: `opens`, calls separated by `between`, and `closes`.
 
-    The parser ignores white space in these markers. opener: Beginning of `opens`, for which the parser searches.
+    The parser ignores white space in these markers. opener: Beginning of `opens`. The parser searches for this text.
     strays: Markers that begin a call outside of a section. one_each: True if each call has its own section. frames:
-    Markers around content or before calls, which the parser drops.
+    Markers around content or before calls. The parser drops these markers.
     """
 
     opens: ClassVar[str]
@@ -53,7 +53,7 @@ class SectionFormat(ToolFormat):
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return grammar rules that define `call`. Arguments have the schema's order."""
+        """Return grammar rules that define `call`. Arguments must come in the schema's order."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -112,7 +112,7 @@ class SectionParser(ToolParser):
         self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between = form.call_opens, form.between.strip()
-        # Models put blanks after the bracket that ends a list.
+        # Some models put blanks after the bracket that ends a list.
         self._closes = form.closes.replace("]", "] ", 1)
         self._one_each = form.one_each
         self._is_list = not form.one_each and not form.call_opens
@@ -166,7 +166,6 @@ class SectionParser(ToolParser):
         yield from self._drop_space()
 
     def _takes_all(self, *marks: str) -> Wait[bool]:
-        """Skip these markers and white space. Return False if a marker is missing or cut off."""
         for mark in (word for each in marks for word in each.split()):
             if not (yield from self._takes_next(mark)):
                 self._drop_cut(mark)

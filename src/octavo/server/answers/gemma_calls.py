@@ -174,7 +174,7 @@ class GemmaParser(ValueParser):
         else:
             word = yield from self._run(_WORD)
             if self._is_cut:
-                raise MalformedError  # may be incomplete
+                raise MalformedError  # the word may be incomplete
             self._say(_word(word), call)
             self._drop()
 

@@ -1,7 +1,6 @@
-"""Tool calls of models with chat templates that show no tools.
+"""Tool calls of models with a chat template that does not render tools.
 
-As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object. Earlier calls and
-results in the prompt are JSON objects, too.
+As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Write a message's calls or result as text. Mutated: `names` maps call ids to functions' names."""
+    """Write a message's calls or result as text. Each call's id and function's name are added to `names`."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
@@ -146,7 +145,6 @@ class _GenericParser(ToolParser):
             yield
 
     def _object(self) -> Wait[bool]:
-        """Read the answer. Return False if the first key is unknown, or if a call is malformed."""
         match (yield from self._key()):
             case "response":
                 yield from self._response()

@@ -27,7 +27,7 @@ _CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
 class HarmonyFormat(ToolFormat):
-    """A call is a message to a function. The marker at its end also ends the answer, so an answer has one call."""
+    """A call is a message to a function. The end marker of a call also ends the answer, so an answer has one call."""
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
@@ -39,7 +39,7 @@ class HarmonyFormat(ToolFormat):
         return HarmonyParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write calls as the models do, which differs from the chat templates."""
+        """Write calls as the models do. Chat templates write calls differently."""
         return "<|start|>assistant".join(
             f"{self._head(name)}{json_text(arguments)}<|call|>" for name, arguments in calls
         )

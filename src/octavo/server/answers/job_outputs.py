@@ -42,12 +42,12 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 
 
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
-    """Return a generator of the outputs of all prompts, in their order of arrival.
+    """Return a generator that yields the outputs of all prompts, in order of arrival.
 
-    The job's permit limits how many prompts run in parallel. usage: The generator adds the last output of a failed or
-    aborted request, which is not yielded. The caller adds all yielded outputs. Iteration raises the request's error:
-    `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`, `AuthenticationError` or
-    `ServerClosingError`.
+    The job's permit limits how many prompts run in parallel. usage: Counter of tokens. The generator adds only outputs
+    that it does not yield, which are the last outputs of failed and aborted requests. The caller adds the yielded
+    outputs. Iteration raises the request's error: `RequestFailedError`, `ExecutionError`, `DeadlineError`,
+    `RequestError`, `AuthenticationError` or `ServerClosingError`.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
@@ -66,9 +66,10 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 
 
 class MergedOutputs:
-    """Yields the outputs of streams in their order of arrival.
+    """Yields the outputs of several streams, in order of arrival.
 
-    At most `at_once` streams are open. Raises the first error of a stream. The caller must then call `aclose`.
+    At most `at_once` streams are open at the same time. Raises the first error of any stream. The caller must then call
+    `aclose`.
     """
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:

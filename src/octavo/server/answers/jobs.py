@@ -29,7 +29,7 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: Bytes that clients ignore."""
+    """How a stream is sent. keep_alive: Bytes that clients ignore, for idle streams."""
 
     media_type: str
     keep_alive: bytes
@@ -41,7 +41,7 @@ LINES = StreamForm("application/x-ndjson", b" ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A client's request to answer.
+    """A client's request that the server answers.
 
     place: Permit that the job holds until it is answered. counts_completions: False to omit generated tokens from the
     usage. deadline: Time on the event loop's clock. client_names: Maps the engine's names of fields to the client's
@@ -66,7 +66,7 @@ class Job:
 
     def __post_init__(self) -> None:
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = copy(self.params)  # unlike `replace`, skips the checks
+        params = copy(self.params)  # `replace` would repeat the checks
         params.output_kind = kind
         object.__setattr__(self, "params", params)
 
@@ -79,7 +79,7 @@ class Job:
 
 @dataclass(slots=True)  # `frozen` would double the creation time
 class ChoiceUpdate:
-    """New output of one choice. choice: Index over all prompts."""
+    """New output of one choice. choice: Index among the choices of all prompts."""
 
     choice: int
     is_first: bool
@@ -99,7 +99,7 @@ class Reply(WholeReply, Protocol):
     """Writes complete responses and streams."""
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the events for an update, or b"". usage: None to show no counts."""
+        """Return the events for an update, or b"". usage: Token counts to include, or None."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -122,5 +122,5 @@ def line(data: Any) -> bytes:
 
 
 def json_response(reply: Any) -> Response:
-    """Encode a small object on the event loop."""
+    """Return a JSON response. Encodes on the event loop."""
     return Response(encoder.encode(reply), media_type="application/json")

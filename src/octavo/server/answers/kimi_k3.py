@@ -44,12 +44,12 @@ class KimiK3Format(TaggedFormat):
         return KimiK3Parser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """See `TaggedFormat`. An argument's name may follow its type."""
+        """See `TaggedFormat`. In an argument's tag, the type may precede the name."""
         before = ["", *(f' type="{each}"' for each in ("string", *_JSON_TYPES))]
         return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
-        """See `ToolFormat`. The function's name may follow other attributes, so it is not required."""
+        """See `ToolFormat`. The texts end before the function's name, because other attributes may precede it."""
         return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:

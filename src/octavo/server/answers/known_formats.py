@@ -71,7 +71,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 _PROBE = (template_probe.NAME, template_probe.ARGUMENTS)
 _AS_CLIENTS = '"function": {'
 
-# An entry matches a template that contains all of its texts.
+# An entry matches a template that contains all of the entry's texts.
 _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<tool_call>", "<function=", "<parameter="), tagged_calls.Qwen3CoderFormat),
     (("<tool_call>", "<arg_key>"), tagged_calls.GLMFormat),
@@ -95,11 +95,12 @@ _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
 def find_tool_format(
     wanted: str, templates: Sequence[str], written: str | None, token_name: Callable[[str], str | None]
 ) -> ToolFormat | None:
-    """Return the format named `wanted`, or None if it is "none".
+    """Return the format named `wanted`, or None if `wanted` is "none".
 
-    If several formats have the name, the chat templates decide, and the first format is the default. For "auto", return
-    the format that the templates show, `GenericFormat` if they show none, or None without templates. written: Sample
-    call of `template_probe`, rendered by the templates, or None if they refuse the call.
+    If several formats have the name, return the format that the chat templates use, otherwise the first. For "auto",
+    return the format that the templates use, or `GenericFormat` if they use no known format. If the model has no
+    template, "auto" returns None. written: Sample call of `template_probe`, rendered by the templates, or None if they
+    refuse the call.
     """
     if wanted == "none":
         return None
@@ -113,9 +114,10 @@ def find_tool_format(
 
 
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
-    """Return the format that writes the sample call exactly as the templates do, or the first that can read it.
+    """Return the format that writes the sample call exactly as the templates do, or the first that can read the call.
 
-    If the templates write no call, or the client's JSON, return the first format in `_MARKS` that matches.
+    If the templates do not render the call, or copy the client's JSON, return the first format that matches in
+    `_MARKS`.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

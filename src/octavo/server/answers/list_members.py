@@ -11,10 +11,10 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 
 
 def member_end(text: str) -> int | None:
-    """Return the length of the object or Python call that begins the text, or None if the length is uncertain.
+    """Return the length of the object or Python call at the beginning of a text, or None if the length is uncertain.
 
-    The brackets must match, and strings must be between punctuation marks of JSON or Python. Any other string may
-    contain an unescaped quote.
+    The length is certain if the brackets match, and if each string is between punctuation marks of JSON or Python. Any
+    other string may contain an unescaped quote.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:

@@ -1,4 +1,4 @@
-"""Base of the parsers of messages. A message is a head with the recipient, text, and an end marker."""
+"""Base of the parsers of messages. A message is a head, a text and an end marker. The head names the recipient."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class MessageParser(ToolParser):
     ends: ClassVar[tuple[str, ...]]
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
-        """Return the function that a head addresses, or None, and the kind of the message's text."""
+        """Return the name of the function that a head addresses (or None), and the kind of the message's text."""
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length of a head without `head_closes`, and the kind of its text, or None."""
+        """Return the length of a head without `head_closes` and the kind of the message's text, otherwise None."""
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:
@@ -79,7 +79,7 @@ class MessageParser(ToolParser):
         return self._text[:end]
 
     def _drop_cut_head(self) -> None:
-        """Drop a head that was cut off. If only `head_closes` is missing, keep the text after the head."""
+        """Drop a head that was cut off. If text follows a head without `head_closes`, keep the head and the text."""
         bare = self._bare_head()
         rest = "" if bare is None else self._text[bare[0] :].rstrip(HALF)
         if not rest or any(each.startswith(rest) for each in (*self.head_parts, self.head_closes)):

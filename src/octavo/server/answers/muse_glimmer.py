@@ -1,4 +1,4 @@
-"""Muse Glimmer's answers: messages with recipients, and calls in tags."""
+"""Muse Glimmer's answers, which are messages with recipients. Calls are in tags."""
 
 from __future__ import annotations
 

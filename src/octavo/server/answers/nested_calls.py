@@ -38,7 +38,7 @@ _SCALARS = frozenset({"integer", "number", "boolean", "null"})
 
 
 class MiniMaxM3Format(SectionFormat):
-    """An object has a tag for each key, and a list has `item` tags. Other values are text without quotes."""
+    """An object has a tag for each key, and a list has an `item` tag for each element. Other values are plain text."""
 
     name = "minimax_m3"
     markers = (MARK, "<tool_call>", "</tool_call>")
@@ -55,7 +55,7 @@ class MiniMaxM3Format(SectionFormat):
         return f"{self.call_opens}{name}{self.named}{_written(arguments)}{self.call_closes}"
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """See `SectionFormat`. A value without a schema may be any value."""
+        """See `SectionFormat`."""
         mark = self._marker(MARK)
         rules = [
             choice_of(len(functions)),
@@ -177,7 +177,6 @@ class NestedParser(ValueParser):
         return key
 
     def _value_of(self, call: Call, tag: str, schema: dict[str, Any], depth: int) -> Wait[bool]:
-        """Emit a value, or return False if the value is omitted."""
         end = MarkEnd(f"{MARK}<{tag}>", f"{MARK}</{tag}>")
         if is_text(schema, self._root):
             self._say('"', call)

@@ -26,8 +26,8 @@ class Part:
     """A piece of an answer.
 
     text: Tool's name if `kind` is `call`, JSON if `kind` is `arguments`. The JSON is incomplete if the answer was cut
-    off, and broken if a long call was malformed. start: Index in the answer at which the part begins. For a call, the
-    index may be smaller.
+    off, and broken if a long call was malformed. start: Index of the part's first character in the answer. For calls
+    and arguments, `start` may be an earlier index.
     """
 
     kind: PartKind
@@ -57,16 +57,19 @@ class AnswerParser(Protocol):
     """Parses one answer."""
 
     def feed(self, text: str) -> list[Part]:
-        """Add text. Return the parts that are certain now."""
+        """Add text. Return the parts that later text cannot change."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return the remaining parts. If the answer was cut off, drop an incomplete marker or head of a call."""
+        """Return the remaining parts. If the answer was cut off, drop a marker or call's head that is incomplete."""
         ...
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join adjacent parts of one kind, and drop empty parts. Content is not joined across other text."""
+    """Join adjacent parts of one kind, and drop empty parts.
+
+    Two parts of content are joined only if no other text is in between.
+    """
     if len(parts) == 1 and parts[0].text:
         return [*parts]
     runs: list[list[Part]] = []
@@ -87,13 +90,13 @@ def _go_together(part: Part, following: Part) -> bool:
 def without_space(text: str) -> int:
     """Return the length of the text without its final white space.
 
-    At most `MAX_HELD_SPACE` characters are cut off.
+    At most `MAX_HELD_SPACE` characters are subtracted.
     """
     return max(len(text.rstrip()), len(text) - MAX_HELD_SPACE)
 
 
 class CallStarts:
-    """Finds texts that begin calls. Up to `MAX_BLANKS` blanks may separate two characters."""
+    """Finds the texts with which calls begin. Up to `MAX_BLANKS` blanks may separate two characters."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted(texts)
@@ -133,8 +136,8 @@ class ReasoningParser:
     """Emits the reasoning at the beginning of an answer, and passes the rest to `next_parser`.
 
     White space around the reasoning is dropped. is_open: True if the prompt ends with the opening marker. interrupts:
-    Maps markers of calls to texts. A marker that one of its texts follows ends the reasoning, and goes to
-    `next_parser`.
+    Maps a marker to the texts that may follow the marker in a call. If one of these texts follows, the reasoning ends
+    before the marker.
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class ReasoningParser:
     def _end(self) -> tuple[int, str | None]:
         """Return the index at which the reasoning ends, and the marker that ends it.
 
-        Without a complete marker, return the index at which a marker may begin, and None.
+        If no marker is complete, return the index at which a marker may begin, and None.
         """
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:

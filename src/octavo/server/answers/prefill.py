@@ -29,8 +29,8 @@ class Prefilled(Struct):
 def prefill_of(job: Job) -> Job:
     """Return a job that only computes another job's prompts.
 
-    The engine samples one token for each prompt, because it cannot compute a prompt otherwise. The token is discarded.
-    The decode engine applies the client's parameters.
+    The engine samples one token for each prompt, because it cannot compute a prompt otherwise. The decode engine
+    applies the client's parameters.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     return replace(job, params=params, stream=False, counts_completions=False)

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _BLANKS = r"[ \t\r\n]*"
 _KEY = r"""[^\s=,()\[\]{}"']+"""
-_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # a bracket after this is neither a subscript nor code
+_BEFORE_LIST = rf"{OUTSIDE}({CODE}|[^`A-Za-z0-9_\])])"  # a bracket after such text is neither a subscript nor code
 _NOTHING = '""'
 _WORDS: dict[Any, str] = {True: "True", False: "False", None: "None"}
 _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 class PythonFormat(SectionFormat):
-    """Base class of these formats. Values are JSON with Python's True, False and None."""
+    """Base class of formats in Python's syntax. Values are JSON with Python's True, False and None."""
 
     between: ClassVar[str] = ", "
 
@@ -103,8 +103,8 @@ class PythonicFormat(PythonFormat):
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """Return a grammar that allows text and a list of calls.
 
-        An answer that begins with a bracket must be a list of calls. After other text, a list must begin with the call
-        of a function.
+        An answer that begins with a bracket must be a list of calls. After other text, a bracket begins a list of calls
+        only if the call of a function follows.
         """
         call_starts = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(call_starts)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
@@ -132,7 +132,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a pattern for the name of each argument that may be first, and the rules of the text after the name."""
+    """For each argument that may be first, return a pattern of the name and the rules for the text after the name."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:

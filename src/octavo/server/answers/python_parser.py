@@ -89,9 +89,9 @@ class PythonParser(ValueParser):
 class PythonListParser(PythonParser):
     """Reads lists of calls, with or without Llama 4's markers.
 
-    A list without markers may be code. After other text, such a list must therefore begin with the name of a function,
-    and be neither a subscript nor in Markdown's code. Each call must begin with a keyword argument or have no
-    arguments.
+    A list without markers may be code. After other text, such a list is therefore read only if it begins with the name
+    of a function, and is neither a subscript nor within Markdown code. Calls without markers must begin with a keyword
+    argument or have no arguments.
     """
 
     _is_tagged = False
@@ -162,5 +162,4 @@ class PythonListParser(PythonParser):
 
 
 def _may_become(text: str, head: str) -> bool:
-    """Return True if a text that was cut off may be the beginning of a call with this head."""
     return head.startswith(text) or (text.startswith(head) and _HEAD_END.fullmatch(text, len(head)) is not None)

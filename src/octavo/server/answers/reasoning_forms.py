@@ -1,4 +1,4 @@
-"""The known forms of reasoning, and their detection."""
+"""The known markers of reasoning, and their detection."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REASONING_FORMS = (
 
 
 def find_reasoning_form(wanted: str, templates: Sequence[str]) -> ReasoningForm | None:
-    """Return the form named `wanted`, or None. For "auto", return the first form that a chat template uses."""
+    """Return the form named `wanted`, or None. For "auto", return the first form with a marker in a chat template."""
     if wanted == "auto":
         return next((each for each in REASONING_FORMS if _is_shown(each, templates)), None)
     return next((each for each in REASONING_FORMS if each.name == wanted), None)

@@ -18,7 +18,7 @@ _MARK, _USER = ">>>", "all"
 
 
 class RecipientsFormat(ToolFormat):
-    """A call is a line with the function's name, then JSON. The prompt ends with the first marker."""
+    """A call is a line with the function's name, followed by JSON. The prompt ends with the first marker."""
 
     name = "functionary_v3_2"
     markers = ()

@@ -48,7 +48,7 @@ class TaggedFormat(SectionFormat):
         return TaggedParser(self, functions, only_one=only_one)
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts that begin arguments with these names."""
+        """Return the texts with which arguments of these names begin."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
@@ -186,7 +186,7 @@ class GLMFormat(TaggedFormat):
 
 
 class GLM47Format(TaggedFormat):
-    """GLM 4.7, without line feeds."""
+    """GLM 4.7. Calls contain no line feeds."""
 
     name = "glm47"
     markers = GLMFormat.markers

@@ -25,11 +25,11 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 class TaggedParser(ValueParser):
     """Emits strings piece by piece, and other values when they are complete.
 
-    If a call has an argument, or its function has no parameters, the closing tag of the section also ends the call. A
-    call without a closing tag is content.
+    If a call has an argument, or if the function has no parameters, the closing tag of the section also ends the call.
+    Any other call without a closing tag is content.
     """
 
-    _given: set[str]  # names of arguments so far; empty after a complete call
+    _given: set[str]  # names of the call's arguments so far; empty after a complete call
 
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -58,7 +58,7 @@ class TaggedParser(ValueParser):
         yield from self._skip_space()
         name = yield from self._name()
         if not (yield from self._peek()):
-            raise MalformedError  # may be incomplete
+            raise MalformedError  # the name may be incomplete
         call.name = name
         if not (yield from self._takes_named()):
             raise MalformedError
@@ -74,7 +74,6 @@ class TaggedParser(ValueParser):
         self._report("arguments", "}" if reported else "{}", call)
 
     def _takes_named(self) -> Wait[bool]:
-        """Skip the marker after the name. Return whether an argument or the end of the call follows."""
         form = self._form
         if not (yield from self._takes_all(form.named)):
             return False
@@ -88,7 +87,7 @@ class TaggedParser(ValueParser):
             for char in "/>":  # a misspelled tag
                 yield from self._takes(char)
             return True
-        # Without arguments, the text may be a sentence about the tags.
+        # If no argument was read, the text may be a sentence about the tags.
         parameters = self._parameters.get(call.name or "", {})
         may_end = self._given or not closes or not property_names(parameters, parameters)
         return bool(may_end) and (yield from self._sees(self._closes))
@@ -105,7 +104,10 @@ class TaggedParser(ValueParser):
         return (yield from self._run(NAME))
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Emit `separator` and an argument. Return "" if no argument of the call was emitted yet."""
+        """Emit `separator` and an argument.
+
+        Return "" if no argument of the call was emitted yet, otherwise any other string.
+        """
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         is_named = key in property_names(parameters, parameters)
@@ -142,14 +144,13 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Refuse a value that begins with the marker before values, which the model may have written twice."""
+        """Raise `MalformedError` if the value begins with a repetition of the argument's opening markers."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):
                 raise MalformedError
 
     def _value_end(self) -> Wait[str]:
-        """Skip the opening marker of `raw_marks`, if it follows. Return the marker that ends the value."""
         marks = self._form.raw_marks
         if marks is None or not (yield from self._takes(marks[0])):
             self._drop_cut("" if marks is None else marks[0])
@@ -162,7 +163,7 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Return the argument's name, and whether its marker means a string, or None without such a marker."""
+        """Return the argument's name, and whether a marker declares a string (None without such a marker)."""
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

@@ -32,8 +32,8 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 class TemplateProbe:
     """What a chat template writes for a test question and a test call.
 
-    prompt: Prompt with the question. call: Text that the call adds. A field is None if the template refuses the
-    messages.
+    prompt: Prompt with the question. call: Text that the call adds to the prompt. A field is None if the template
+    refuses the messages.
     """
 
     prompt: str | None = None

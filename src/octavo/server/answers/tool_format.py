@@ -22,7 +22,7 @@ class Function:
     """A client's tool.
 
     parameters: JSON schema of the arguments. strict: True if calls must match the schema. field: Name of the request's
-    field that has the schema.
+    field that contains the schema.
     """
 
     name: str
@@ -35,12 +35,11 @@ class ToolFormat:
     """A format of tool calls. Grammars are in llguidance's dialect of Lark.
 
     takes_one: True if chat templates refuse several calls in one message. An answer then has several calls only if the
-    client asks for parallel calls. frames_content: True if markers also enclose content. The parser then reads answers
-    without tools, too. reads_reasoning: True if the parser also reads reasoning. reserved_names: Names that no tool may
-    have. needs_grammar: True if models need a grammar to write calls. describes_tools: True if chat templates cannot
-    show tools. `messages_with_tools` then writes the tools as text. markers: Texts around calls. The detokenizer keeps
-    markers even if they are special tokens. token_name: Returns a text's name in a grammar (`<[123]>`), or None if the
-    text is not one token.
+    client asks for parallel calls. frames_content: True if markers also enclose content. The parser then also reads
+    answers to requests without tools. reserved_names: Names that no tool may have. describes_tools: True if chat
+    templates do not render tools. `messages_with_tools` then writes the tools as text. markers: Texts around calls. The
+    detokenizer keeps markers even if they are special tokens. token_name: Function that returns a token's name in a
+    grammar, such as `<[123]>`, or None if the text is not one token.
     """
 
     name: ClassVar[str]
@@ -60,7 +59,7 @@ class ToolFormat:
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
-        """Map markers to texts. Within reasoning, a marker begins a call if one of its texts follows."""
+        """Map markers to texts. Within reasoning, a marker begins a call if one of the mapped texts follows."""
         return {}
 
     def new_call_id(self) -> str:
@@ -87,7 +86,7 @@ class ToolFormat:
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002
-        """Return a grammar for JSON within the format's markers, or None if no markers enclose content."""
+        """Return a grammar for JSON of this schema within markers, or None if no markers enclose content."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -132,8 +131,8 @@ def choice_of(count: int) -> str:
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
     """Return rules for arguments in the schema's order. A call uses the rule `first<place>_0`.
 
-    `first<place>_<i>` allows argument i and later arguments at the beginning, `further<place>_<i>` after other
-    arguments. are_needed: True for each required argument.
+    `first<place>_<i>` allows argument i and later arguments at the beginning of a call. `further<place>_<i>` allows
+    these arguments after another argument. are_needed: True for each required argument.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):
@@ -147,7 +146,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return rules for calls that are JSON objects. The grammar may have rules for other JSON, too."""
+    """Return rules for calls that are JSON objects. before: Rules for members before the name."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))

@@ -98,7 +98,7 @@ class MistralFormat(ToolFormat):
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser that also reads `NamedMistralFormat`."""
+        """Return a parser that also reads calls in `NamedMistralFormat`."""
         return MistralParser(functions, only_one=only_one)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -107,7 +107,7 @@ class MistralFormat(ToolFormat):
         return f"[TOOL_CALLS][{', '.join(written)}]"
 
     def new_call_id(self) -> str:
-        """Return nine characters, as Mistral's templates require."""
+        """Return a new id of nine characters, as Mistral's templates require."""
         return new_id()[:9]
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -125,7 +125,7 @@ class MistralFormat(ToolFormat):
 
 
 class NamedMistralFormat(MistralFormat):
-    """Mistral's models since 2025. A call is a marker, a name, a marker and the arguments."""
+    """Mistral's models since 2025. A call is `[TOOL_CALLS]`, a name, `[ARGS]` and the arguments."""
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """See `ToolFormat`."""

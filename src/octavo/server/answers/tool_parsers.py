@@ -33,7 +33,8 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """Reads {"name": ..., "parameters": ...}. Semicolons or line feeds separate several calls.
 
-    After other text, the name must be first and the arguments second, because other objects may describe a tool.
+    After other text, an object is a call only if the name is first and the arguments are second, because other objects
+    may describe a tool.
     """
 
     opener = "<|python_tag|>"
@@ -75,9 +76,9 @@ class LlamaParser(ToolParser):
 
 
 class MistralParser(ToolParser):
-    """Reads [TOOL_CALLS] and a list.
+    """Reads [TOOL_CALLS] followed by a list of calls.
 
-    Newer models write [TOOL_CALLS], a name, [ARGS] and arguments for each call.
+    Newer models write [TOOL_CALLS]name[ARGS]arguments for each call.
     """
 
     opener, arguments_marker = "[TOOL_CALLS]", "[ARGS]"
@@ -122,7 +123,7 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip the text before the arguments, or raise `MalformedError`. Cut-off text is skipped."""
+        """Skip a call's head, or raise `MalformedError`. If the head is cut off, first skip the rest of the answer."""
         if head is not None:
             self._position = brace
             return

@@ -33,8 +33,8 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class Choice:
     """A request's `tool_choice`.
 
-    mode: "auto", "none" or "required". named: Tool that must be called, or None for any. allowed: Tools that may be
-    called, or None for all.
+    mode: "auto", "none" or "required". named: Tool that must be called, or None. allowed: Tools that may be called, or
+    None for all.
     """
 
     mode: str = "auto"
@@ -46,8 +46,8 @@ class Choice:
 class Toolbox:
     """A request's tools.
 
-    functions: Tools that may be called. given: All tools, in the form for chat templates. is_limited: True if some
-    tools of `given` may not be called. is_required: True if the answer must have a call. format: None if no tool may be
+    functions: Tools that may be called. given: All tools, as chat templates take them. is_limited: True if some tools
+    of `given` may not be called. is_required: True if the answer must have a call. format: None if no tool may be
     called.
     """
 
@@ -121,8 +121,8 @@ class Toolbox:
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return the structured-output parameters of an answer, or None if any text is allowed.
 
-        content: Parameters of an answer without calls. Raises `RequestError` if `content` is not JSON, or if the
-        grammar cannot express a schema.
+        content: The client's parameters for an answer without calls. Raises `RequestError` if `content` is a structure
+        other than JSON, or if the grammar cannot express a schema.
         """
         if self.format is None:
             return content
@@ -174,15 +174,11 @@ NO_TOOLS = Toolbox()
 
 
 def _lenient(function: Function) -> Function:
-    """Return a function for which the grammar ignores unsupported schema keywords."""
     return replace(function, parameters={**function.parameters, LENIENT: True})
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Return the functions with the name of the request's field in each schema, for the grammar compiler's errors.
-
-    Raises `RequestError` if a schema is malformed, or if all schemas together are too long.
-    """
+    """Return the functions. Each schema gets the name of the request's field, for the grammar compiler's errors."""
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
     for each in marked:

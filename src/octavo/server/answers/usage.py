@@ -33,8 +33,8 @@ class Receipt(Struct):
     """The cost of a request. This object is octavo's extension.
 
     computed_tokens: Positions that the model computed. recomputed_tokens: Positions computed again after a preemption,
-    and rejected drafts. wasted_tokens: Tokens generated after a stop string. Positions after a request's end do not
-    count.
+    and rejected drafts. wasted_tokens: Tokens generated after a stop string. Positions after a request's end are not
+    counted.
     """
 
     computed_tokens: int = 0
@@ -52,7 +52,7 @@ class Receipt(Struct):
 
 
 class Usage(Struct):
-    """Token counts over all prompts and choices. receipt: Set after a request ends."""
+    """Token counts over all prompts and choices. receipt: Cost of the ended requests, if any."""
 
     prompt_tokens: int
     completion_tokens: int

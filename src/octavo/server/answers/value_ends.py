@@ -21,7 +21,10 @@ _NO_BLANK = re.compile(r"\S")
 
 
 def slips_of(tag: str) -> str:
-    """Return a pattern of a marker that also matches misspelled closing tags: `</a/>`, `</a >`, `</a` for `</a>`."""
+    """Return a pattern of a marker.
+
+    For a closing tag such as `</a>`, the pattern also matches the misspellings `</a/>`, `</a >` and `</a`.
+    """
     if tag.startswith("</") and tag.endswith(">"):
         return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
     return re.escape(tag)
@@ -38,7 +41,7 @@ class ValueEnd(Protocol):
     looked_at: int
 
     def num_certain(self, text: str) -> int:
-        """Return how many characters certainly belong to the value."""
+        """Return how many characters at the beginning of `text` certainly belong to the value."""
         ...
 
     def drop(self, text: str) -> None:
@@ -54,7 +57,7 @@ class ValueEnd(Protocol):
 
 
 class MarkEnd:
-    """Ends a value at its closing marker. If an opening marker comes first, the closing marker is missing."""
+    """Ends a value at its closing marker. If an opening marker comes first, `find` raises `MalformedError`."""
 
     def __init__(self, opens: str, closes: str) -> None:
         self._marks, self._closes, self.looked_at = (opens, closes), closes, 0
@@ -84,8 +87,8 @@ class TagEnd:
     """Ends a value at its closing tag, or before another marker.
 
     A closing tag is part of the value unless an argument, the end of the call or the end of the answer follows. If the
-    closing tag is missing, the value ends before an argument of the schema that the call has not given yet, or before
-    the end of the call.
+    closing tag is missing, the value ends before the end of the call, or before an argument that is in the schema and
+    not yet in the call.
 
     call_starts: Opening texts of the arguments that may follow. is_text: False if the value is JSON, which contains no
     tag. Private methods return None if more text is needed.
@@ -165,7 +168,7 @@ class TagEnd:
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return True if a marker belongs to a call within the value.
 
-        After the marker, all open calls within the value must end, and then one more call must end.
+        If so, all open calls within the value end after the marker, and then one more call ends.
         """
         if not self._num_open:
             return False
@@ -215,7 +218,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # A section's closing marker alone is part of the value, because two tags would be missing.
+        # If a section's closing marker comes first, it is part of the value, because two tags would be missing.
         is_placed = self._is_alone_on_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -236,10 +239,7 @@ class TagEnd:
         return self._broken_off(text, place) if is_line else False
 
     def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
-        """Treat an argument that is not in the schema as text of the value.
-
-        Raises `MalformedError` if a damaged closing tag precedes the argument.
-        """
+        """Treat an unknown argument as text of the value. Raises `MalformedError` after a damaged closing tag."""
         rest = text[place : place + _MAX_MARK_CHARS]
         if not is_over and any(each.startswith(rest) for each in self._call_starts):
             return None
@@ -250,7 +250,7 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if the marker ends the call. A call or section must end or begin directly after it."""
+        """Return True if the marker ends the call. A call or section must end or begin directly after the marker."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:
@@ -277,8 +277,8 @@ class TagEnd:
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
         """Return True if a closing tag ends the value.
 
-        A known argument must follow, or exactly the text that the format writes after a value. Any other closing tag
-        ends the value only if no later tag can.
+        The tag ends the value if a known argument follows, or exactly the text that the format writes after a value.
+        Any other closing tag ends the value only if no later closing tag can.
         """
         if follows == "head":
             return True
@@ -332,7 +332,7 @@ class TagEnd:
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if another closing tag, perhaps cut off by the end of the answer, precedes the next call."""
+        """Return True if another closing tag precedes the next call. The end of the answer may cut off this tag."""
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
@@ -350,7 +350,7 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return the index of the next call or the text's length, and whether the call is certain."""
+        """Return the index of the next call (or the text's length), and whether the call is certain."""
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
         while (found := text.find(opener, self._call_at)) >= 0:

@@ -1,4 +1,4 @@
-"""Base of the parsers that read arguments in other notations than JSON."""
+"""Base of the parsers for arguments that are not written as JSON."""
 
 from __future__ import annotations
 
@@ -53,8 +53,6 @@ class ValueParser(SectionParser):
             return value_text(text, schema, root)
         except UnreadableError:
             raise MalformedError from None
-
-    # --- values that end at a marker
 
     def _text_value(self, call: Call, ends: ValueEnd, *, is_padded: bool = False) -> Wait[None]:
         while (found := self._end_or_cut(ends, call, is_padded=is_padded)) is None:
