@@ -270,7 +270,7 @@ def _put_all(batch: list[tuple[OutputStream, RequestOutput]]) -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)
 
 

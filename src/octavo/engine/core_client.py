@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class CoreClient(Protocol):
     """A client of a core in this process or another one. Only `wake` and the properties are thread-safe.
 
-    Each added request is answered once. An accepted request ends once, with outputs of its n streams or by `lose` (see
-    `on_lost`).
+    Each added request is answered once. An accepted request ends once, with outputs of its n streams or with a call of
+    `lose` (see `on_lost`).
     """
 
     @property

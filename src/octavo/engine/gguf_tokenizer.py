@@ -45,7 +45,7 @@ _END_MARKS = frozenset(
         *("<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     )
 )
-_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # EOS only if control tokens
+_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # only control tokens with these texts are EOS
 
 
 class GGUFVocabulary:

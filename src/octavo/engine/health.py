@@ -17,9 +17,10 @@ _AWAY_S = 1.0
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    After `frozen` without a message, the process is not ready. After `dead`, the process is killed. The limits without
-    progress are `stuck` and `endless`. loading: Replaces `dead` until the process is ready. restarts: Pauses before
-    consecutive restarts. The last pause repeats. healthy: Time of service after which the first pause applies again.
+    After `frozen` seconds without a message, the process is not ready. After `dead` seconds, the process is killed. The
+    limits without progress are `stuck` and `endless`. loading: Replaces `dead` until the process is ready. restarts:
+    Pauses before consecutive restarts. The last pause repeats. healthy: Time of service after which the first pause
+    applies again.
     """
 
     frozen: float = 3.0

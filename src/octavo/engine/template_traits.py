@@ -51,8 +51,8 @@ class TemplateTraits:
     message with calls. empty_content: Replacement of "". takes_text_arguments: True if arguments must be JSON text.
     joins_turns: True if consecutive messages of a role must be joined. joins_results: True if a user message must be
     joined with the tool result before it. wants_short_ids: True if call ids must be nine letters and digits.
-    wants_single_calls: True if the template refuses or drops several calls in a message. system: Positions at which the
-    template shows system messages. "first" means only the beginning.
+    wants_single_calls: True if the template refuses a message with several calls, or drops calls. system: Positions at
+    which the template shows system messages. "first" means only the beginning.
     """
 
     part_roles: frozenset[str] = frozenset()

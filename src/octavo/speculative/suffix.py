@@ -29,7 +29,7 @@ _MIN_CAPACITY = 256  # least spare capacity of a new index, in tokens
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):
-    """Drafts from the request's own tokens or from earlier answers, whichever have the higher score of the paper.
+    """Drafts from the request's own tokens or from earlier answers, whichever have the higher score (see the paper).
 
     When all indices together reach the size limit, an index keeps only its newest tokens, and a new request gets no
     index.

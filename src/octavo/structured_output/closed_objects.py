@@ -77,7 +77,7 @@ class Merged:
                 continue
             self._add_properties(part)
             reference = part.get("$ref")
-            if isinstance(reference, str) and reference not in self._referred:  # references may be cyclic
+            if isinstance(reference, str) and reference not in self._referred:
                 self._referred.add(reference)
                 left.append(resolve(reference, root))
             for key in ("allOf", "anyOf", "oneOf"):

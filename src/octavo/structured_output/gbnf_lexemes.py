@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 # Above these limits, an automaton could exceed the lexer's limits.
-_MAX_CHARS = 1000  # counting repetitions
+_MAX_CHARS = 1000
 _MAX_DEPTH = 64
 _MAX_STATES = 1000
 _MAX_ROUNDS = 100

@@ -122,7 +122,7 @@ class _LargeSteps:
         self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)
 
     def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
-        other = self._other.deep_copy()  # one per thread
+        other = self._other.deep_copy()
         return all(self._executor.consume_token_par([(matcher, each), (other, each)])[0] for each in token_ids)
 
 
@@ -296,7 +296,7 @@ def _turns() -> Turns:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the thread that compiles all grammars, with a large stack for llguidance's recursion."""
+    """Return a single-threaded executor for compilation, with a large stack for llguidance's recursion."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:

@@ -1,7 +1,7 @@
 """Rewrites a JSON schema for llguidance, with the meaning that clients expect.
 
-The result allows the same values or fewer. As an exception, unknown formats are not checked, and a value may match
-several options of `oneOf`.
+The result allows the same values or fewer. There are two exceptions. Unknown formats are not checked, and a value may
+match several options of `oneOf`.
 """
 
 from __future__ import annotations
