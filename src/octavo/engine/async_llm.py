@@ -46,7 +46,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._read: dict[str, OutputStream] = {}
         self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like `_submitted`
-        self._submitted: set[OutputStream] = set()  # not answered by the core
+        self._submitted: set[OutputStream] = set()
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # no command is added after `_dead` is set
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
@@ -76,10 +76,10 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request. Closing the iterator early aborts the request.
 
-        The arguments are those of `Engine.add_request`. fields: Replace fields of `options`. on_processed: Awaited with
-        the tokenized request before it is sent. An exception ends the request. on_unread: Called with each output that
-        a disconnected or slow reader does not receive. Raises `RequestError`, `EngineDeadError`, and `SlowReaderError`
-        if too many outputs are unread.
+        The arguments are those of `Engine.add_request`. fields: Values that replace fields of `options`. on_processed:
+        Awaited with the tokenized request before it is sent. An exception ends the request. on_unread: Called with each
+        output that a disconnected or slow reader does not receive. Raises `RequestError`, `EngineDeadError`, and
+        `SlowReaderError` if too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead
@@ -270,7 +270,7 @@ def _put_all(batch: list[tuple[OutputStream, RequestOutput]]) -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Each template reads reasoning from one of these keys.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -87,8 +86,8 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as a prompt, like transformers' `apply_chat_template`. Raises `RequestError`.
 
-        continue_final_message: The prompt ends within the last message, which the model continues. chat_template: Name
-        or text of a template. Other keyword arguments become variables of the template.
+        continue_final_message: True to end the prompt within the last message, which the model continues.
+        chat_template: Name or text of a template. Other keyword arguments become variables of the template.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -133,7 +132,7 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """A compiled template. no_tools: Value of `tools` in requests without tools. [] if the template refuses None."""
+    """A compiled template."""
 
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
         self.template = environment.from_string(source)
@@ -169,7 +168,7 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Unwrap the block."""
+        """Return inner nodes."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -291,7 +290,6 @@ def _tag_final_message(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    """Return the text before the tag, stripped if the template has stripped the tag."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0:
         raise RequestError(

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class CoreClient(Protocol):
     """A client of a core in this process or another one. Only `wake` and the properties are thread-safe.
 
-    Each added request is answered once. An accepted request ends once, by outputs of its n streams or by `on_lost`.
+    Each added request is answered once. An accepted request ends once, with outputs of its n streams or with a call of
+    `lose` (see `on_lost`).
     """
 
     @property
@@ -70,7 +71,7 @@ class CoreClient(Protocol):
         ...
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End known streams. Only aborted streams get a last output, because the engine makes any other last output."""
+        """End streams. Unknown ids are ignored. Only aborted streams get a last output from the core."""
         ...
 
     def has_work(self) -> bool:
@@ -82,7 +83,7 @@ class CoreClient(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until `wake` is called or there is work or an answer, for at most a second."""
+        """Block for at most a second. Return earlier if `wake` is called, or if work or an answer arrives."""
         ...
 
     def wake(self) -> None:

@@ -71,7 +71,7 @@ class CoreLife:
 
     @property
     def why_over(self) -> str | None:
-        """How the process ended, or why it must be killed, or None."""
+        """How the process ended, or why it must be killed. None if neither applies."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
         return self.health.why_given_up

@@ -38,7 +38,7 @@ BEAT_S = 0.5
 IDLE_CHECK_MS = 1000
 PREPARE_S = 10.0
 TURN_S = 60.0
-_SAVING_S = 2.0  # the parent kills this process 5 s after `Stop`
+_SAVING_S = 2.0  # limit on saving KV; the parent kills this process 5 s after `Stop`
 _HELD_CHECK_MS = 5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
@@ -49,7 +49,7 @@ def run_core_process(build: Build) -> None:
 
     If build(config, progress) raises an error, the error is sent to the parent and the process exits with status 1.
     """
-    # The parent handles signals, which may reach the whole process group.
+    # The parent handles these signals, which may reach the whole process group.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
         signal.signal(each, signal.SIG_IGN)
     _wake_when_parent_dies()
@@ -65,7 +65,7 @@ def run_core_process(build: Build) -> None:
     try:
         core = build(launch.config, lambda done, total: news.send(ipc.encode(ipc.Loading(done, total))))
     except Exception as error:
-        if not isinstance(error, OctavoError):  # which the parent reports
+        if not isinstance(error, OctavoError):  # the parent reports an `OctavoError`
             logger.exception("the engine cannot be built")
         news.send(ipc.encode(ipc.failure(error)))
         context.destroy(linger=1000)
@@ -82,7 +82,7 @@ def run_core_process(build: Build) -> None:
 
 
 class Pulse:
-    """Sends `Alive` messages from a separate thread, also during a long step."""
+    """Sends `Alive` messages from a separate thread, even during a long step."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.progress = 0

@@ -19,7 +19,7 @@ _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _UNFINISHED_BYTES = 3  # most bytes of an incomplete character
-_BEFORE = "a"  # text before the decoded token
+_BEFORE = "a"
 _NUM_REMEMBERED = 1 << 14  # pieces, about 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 
@@ -27,8 +27,9 @@ _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
 class TokenPieces:
     """Computes the text or bytes that each token appends to a nonempty text.
 
-    has_byte_runs: Consecutive byte tokens are decoded together as a run (sentencepiece's byte fallback). Each byte of
-    an invalid run becomes a replacement character. strips_start: The decoder may change a text's beginning.
+    has_byte_runs: True if consecutive byte tokens are decoded together as a run (sentencepiece's byte fallback). Each
+    byte of an invalid run becomes a replacement character. strips_start: True if the decoder may change a text's
+    beginning.
     """
 
     __slots__ = ("_decoder", "_decodes_bytes", "_id_to_token", "_special_ids", "has_byte_runs", "kept", "strips_start")
@@ -97,7 +98,7 @@ class IncrementalDetokenizer:
         self._kept = pieces.kept[skip_special_tokens]
         self._held = bytearray()
         self.num_prompt_bytes = 0
-        self._first_ids: list[int] | None = None  # the first tokens until their text is not empty, then None
+        self._first_ids: list[int] | None = None  # until their text is not empty
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 

@@ -1,4 +1,4 @@
-"""One step of the engine. Read this module first."""
+"""One step of the engine."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _END_MARKS = frozenset(
         *("<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     )
 )
-_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # ordinary text may contain these
+_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # only control tokens with these texts are EOS
 
 
 class GGUFVocabulary:
@@ -54,7 +54,6 @@ class GGUFVocabulary:
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path
         self._metadata = metadata
-        # Tokens without text get llama.cpp's names.
         tokens = self._list("tokens", str) if f"{_PREFIX}tokens" in metadata else []
         self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(tokens)]
         self.size = len(self._tokens)
@@ -188,7 +187,7 @@ class GGUFVocabulary:
             (backend.add_special_tokens if is_special else backend.add_tokens)(added)
 
     def _strips_after(self) -> frozenset[str]:
-        """Return tokens that strip the spaces after them, which only Phi-3 has.
+        """Return the tokens that strip following spaces. Only Phi-3 has such tokens.
 
         As in llama.cpp, Phi-3 is detected by name, because its files do not list these tokens.
         """

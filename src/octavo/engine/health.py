@@ -10,16 +10,17 @@ from octavo.engine import ipc
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_AWAY_S = 1.0  # after a longer gap between calls of `look`, the watching thread was stopped
+_AWAY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    frozen, dead: Time without a message after which the process is not ready, or is killed. stuck, endless: The same
-    limits on time without progress. loading: Replaces `dead` until the process is ready. restarts: Pauses before
-    consecutive restarts. The last pause repeats. healthy: Time of service after which the first pause applies again.
+    After `frozen` seconds without a message, the process is not ready. After `dead` seconds, the process is killed. The
+    limits without progress are `stuck` and `endless`. loading: Replaces `dead` until the process is ready. restarts:
+    Pauses before consecutive restarts. The last pause repeats. healthy: Time of service after which the first pause
+    applies again.
     """
 
     frozen: float = 3.0
@@ -41,7 +42,7 @@ class Health:
         self._looked_at = self._reported_at = self._moved_at = now
 
     def look(self, now: float) -> None:
-        """Record the time before messages are read.
+        """Record the time. Call this before messages are read.
 
         A long gap since the last call does not count as silence, because this thread was stopped.
         """

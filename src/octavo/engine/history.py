@@ -1,4 +1,4 @@
-"""Rewrite a conversation if a chat template would refuse it or drop parts. Arguments are not changed."""
+"""Rewrite a conversation if a chat template would refuse it or drop parts. The given messages are not modified."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DIGITS = string.ascii_letters + string.digits
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
     """Give tool calls and their results ids of nine letters and digits.
 
-    An id of this form is kept. A new id depends only on the old id or, without one, on the call's position. Therefore a
-    conversation's next turn has the same ids, and its prefix stays cached.
+    An id of this form is kept. A new id depends only on the old id, or on the call's position if the call has no id.
+    Therefore the ids are the same in the conversation's next turn, and the prefix of the prompt stays cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []
@@ -47,7 +47,7 @@ class _ShortIds:
         self._taken = {*self._new}
 
     def of(self, old: Any, place: str) -> str:
-        """Return the new id."""
+        """Shorten an id."""
         key = str(old) if old not in (None, "") else f"\0{place}"
         if key not in self._new:
             attempt = 0
@@ -58,7 +58,7 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Replace a result's id."""
+        """Rename a result."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -72,9 +72,9 @@ def _hashed(text: str) -> str:
 
 
 def with_single_calls(chat: Sequence[Message]) -> list[Message]:
-    """Split messages with several tool calls into messages with one call, each before the call's results.
+    """Split a message with several tool calls into messages with one call. Each call is followed by its results.
 
-    The first message keeps text and reasoning. Results without a call come last.
+    The first of these messages keeps text and reasoning. Results that match no call come last.
     """
     found: list[Message] = []
     for message, results in _rounds(chat):
@@ -130,7 +130,7 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return each result's call index. A result without an id belongs to the first call without a result."""
+    """Return the index of each result's call. A result without an id belongs to the first call without a result."""
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
         of_ids.setdefault(str(call.get("id")), deque()).append(place)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.data.request_options import RequestOptions
 
 _PREDICTED = "predicted_token_ids"
-_ORDINARY_CHARS = 16  # per token; for shorter texts the longest token is not searched
+_ORDINARY_CHARS = 16  # per token
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
@@ -123,7 +123,7 @@ class InputProcessor:
     ) -> list[int]:
         """Return a text's token ids. Raises `RequestError`, and `PromptTooLongError` above `max_model_len`.
 
-        is_prompt: `least_output_tokens` must also fit.
+        is_prompt: True if `least_output_tokens` must fit after the text.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:
@@ -186,13 +186,13 @@ class InputProcessor:
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
-        # The scheduler would check this only after the prompt is copied or sent.
+        # The scheduler would check the length only after the prompt is copied or sent.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
-        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # only one stream reports these
+        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # only the first stream has these
         eos_ids = frozenset[int]() if params.ignore_eos else self.model_info.eos_token_ids
         streams = [
             Request(

@@ -61,7 +61,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class StreamFields(msgspec.Struct, frozen=True):
-    """A core `Request` without prompt and predicted tokens."""
+    """The fields of a core `Request`, except the prompt and the predicted tokens."""
 
     request_id: str
     sampling_params: SamplingParams
@@ -107,7 +107,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Start or stop sending `Seen`, first with recent events."""
+    """Starts or stops `Seen` messages. The first messages contain recent events."""
 
     is_on: bool
 
@@ -130,7 +130,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The core cannot be built. kind: The error's class."""
+    """The core cannot be built. kind: Name of the error's class."""
 
     kind: str
     message: str
@@ -183,7 +183,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life. progress: A counter of useful steps and idle time."""
+    """A sign of life. progress: A counter that grows with useful steps and during idle time."""
 
     progress: int
 
@@ -219,7 +219,7 @@ def make_folder() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=_FOLDER))
     except OSError:
-        pass  # a read-only container often has shared memory
+        pass  # a read-only container can often write to shared memory
     try:
         return Path(tempfile.mkdtemp(prefix=_FOLDER, dir=_SHARED_MEMORY))
     except OSError as error:
@@ -250,7 +250,7 @@ def refusal(request_id: str, error: OctavoError) -> Refused:
 
 
 def failure(error: BaseException) -> Failed:
-    """Encode an error of the build. Errors of unknown classes become `EngineDeadError`."""
+    """Encode an error that the build raised. Errors of unknown classes become `EngineDeadError`."""
     kind = type(error).__name__
     return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
 

@@ -55,7 +55,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Scan from a position on. Return the position at which the object ends, is invalid, or needs more text."""
+        """Scan from `position`. Return the position at which the object ends, is invalid, or needs more text."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -143,9 +143,9 @@ def recover_object(
     """Return the repaired JSON of the object at a text's beginning, and the object's length in the text.
 
     Repairs unescaped quotes and control characters in strings, invalid escapes, trailing commas, and Python literals.
-    Returns None if no repair or several repairs are plausible. ends: Pattern of the text that must follow. known: Keys
-    that are expected, or None for any. opener: Pattern of another tool call's start. A string with such a start and
-    unescaped quotes is ambiguous.
+    Returns None if no repair or several repairs are plausible. ends: Pattern of the text that must follow the object.
+    known: Keys that are expected, or None for any. opener: Pattern of the start of a tool call. A string that contains
+    both such a start and unescaped quotes is ambiguous.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
@@ -158,7 +158,7 @@ def recover_object(
         # An unknown key is more likely than a string with unescaped quotes.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
-        found = found if budget.num_steps else None  # without steps, the second search may be incomplete
+        found = found if budget.num_steps else None  # the second search may have run out of steps
     if found is None:
         return None
     written = found.text()
@@ -191,8 +191,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One interpretation of a text up to a position.
 
-    num_strays: Number of unescaped quotes within strings. is_clear: No other repair explains the text. is_paired: Each
-    string with unescaped quotes contains an even number of quotes.
+    num_strays: Number of unescaped quotes within strings. is_clear: True if no other repair explains the text.
+    is_paired: True if each string with unescaped quotes contains an even number of quotes.
     """
 
     position: int = 0
@@ -220,8 +220,8 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    Only one string may have unescaped quotes, because two such strings could also be one long string. An interpretation
-    with an odd number of quotes must be the only one.
+    Only one string may have unescaped quotes, because two such strings could also be one long string. If this string
+    has an odd number of quotes, the interpretation is accepted only if no other interpretation exists.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
@@ -310,7 +310,7 @@ class _Search:
         pieces, position = ['"'], start
         strays: list[int] = []
         has_member = False  # an unescaped quote precedes text that looks like a value or key
-        may_have_ended = False  # an unescaped quote follows a backslash, at which a path may end
+        may_have_ended = False  # an unescaped quote follows a backslash, which may be the end of a path
         escapes = _Escapes()
         while position < len(text):
             if run := _RUN.match(text, position):
@@ -379,8 +379,8 @@ class _Search:
 class _Escapes:
     """The backslashes in one string.
 
-    If has_invalid, the model did not escape its text, and a valid escape (has_other) is ambiguous. has_end: An escaped
-    quote may end the string.
+    has_invalid: True if the model did not escape its text. In that case, valid escapes (has_other) are ambiguous.
+    has_end: True if an escaped quote may end the string.
     """
 
     has_invalid: bool = False

@@ -43,7 +43,7 @@ class Engine:
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}
         self._put_by: list[RequestOutput] = []  # outputs that the next `step` returns
-        self._given_up: set[str] = set()  # requests of failed batches, to drop outputs
+        self._given_up: set[str] = set()  # requests of failed batches; their outputs are dropped
         self._new_ids = map(str, itertools.count())
         self._is_shut_down = False
 
@@ -92,7 +92,7 @@ class Engine:
         try:
             while not answers:
                 self.client.wait()
-        except BaseException:  # after an interrupt, the caller does not know the request
+        except BaseException:
             self._give_up([processed.request_id])
             raise
         if answers[0] is not None:
@@ -183,9 +183,9 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together. Return the last outputs by request id, in the prompts' order.
 
-        sampling_params (or params): One for all prompts, or a list of one for each. on_output: Called with each output.
-        Earlier requests continue, and the next `step` returns their outputs. Without earlier requests, the call waits
-        until stores have saved the KV. A `RequestError` aborts the whole batch.
+        sampling_params (or params): One object for all prompts, or a list with one object per prompt. on_output: Called
+        with each output. Earlier requests continue, and the next `step` returns their outputs. If no request is
+        unfinished, the call waits until KV stores have saved the KV. A `RequestError` aborts the whole batch.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -225,7 +225,7 @@ class Engine:
                     num_open -= 1
 
     def finish_transfers(self) -> None:
-        """Run steps until the KV of ended requests is saved, if no request is unfinished.
+        """If no request is unfinished, run steps until the KV of ended requests is saved.
 
         Logs a warning and returns if no transfer ends for some seconds.
         """

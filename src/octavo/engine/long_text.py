@@ -1,8 +1,8 @@
-"""Tokenize a long text in pieces, or only its end, with the same ids as for the whole text.
+"""Tokenize a long text in pieces, or only its end. The ids are the same as for the whole text.
 
 A text is cut before a blank between two letters, or after a single line break between two visible characters. No token
-may span a cut, so the text before a cut does not change the tokens after it. Pre-tokenizers also split there. The
-vocabulary and a sample text are checked for these conditions.
+may span a cut, and pre-tokenizers must also split there, so that the text before a cut does not change the tokens after
+the cut. The vocabulary and a sample text are checked for these conditions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 PIECE_CHARS = 1 << 15  # 15 ms of work
-MAX_UNCUT_CHARS = 1 << 20  # a second or two, without a chance to cancel
+MAX_UNCUT_CHARS = 1 << 20  # a second or two of work that cannot be cancelled
 # Spellings of a blank and a line break: byte-level, sentencepiece, plain.
 _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# A text with many cuts. Its pieces must yield the ids of the whole text.
+# The pieces of this text must yield the ids of the whole text.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -42,7 +42,7 @@ class WholeEncoder(Protocol):
 
 
 class LongTextEncoder:
-    """Tokenizes texts of any length. bos_token_id: Added to texts that do not begin with it, or None."""
+    """Tokenizes texts of any length. bos_token_id: BOS id if the encoder adds BOS, or None."""
 
     def __init__(self, backend: tokenizers.Tokenizer, encode: WholeEncoder, bos_token_id: int | None) -> None:
         self._encode, self._bos = encode, bos_token_id
@@ -68,7 +68,7 @@ class LongTextEncoder:
         return ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """See `TextCodec`. Tokenizes little more than the text's end."""
+        """See `TextCodec`."""
         back = self._back if add_special_tokens else []
         num_chars = max(PIECE_CHARS, 8 * num_tokens)
         while num_chars < len(text):
@@ -97,7 +97,7 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Tokenize a piece with the word before it, because normalizers may change a text's start."""
+        """Tokenize a piece, together with the word before it, because normalizers may change a text's start."""
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)

@@ -29,8 +29,8 @@ class ValueScanner:
     """Finds the end of a literal in a text that arrives in pieces.
 
     The literal ends before the first character of `ends` outside of brackets. If `ends` is empty, the literal ends
-    after its last bracket. is_begun: The text ended within the literal. line_ends: Positions of unescaped line ends in
-    strings without triple quotes.
+    after its last bracket. is_begun: True if the text ended within the literal. line_ends: Positions of unescaped line
+    ends in strings without triple quotes.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
@@ -40,12 +40,13 @@ class ValueScanner:
         self._position, self._ends = start, ends
         self._stack: list[str] = []
         self._quote = ""
-        self._whole: tuple[int, str] | None = None  # end of the last complete member, and closing brackets
+        self._whole: tuple[int, str] | None = None  # end of the last complete member, and missing closing brackets
 
     def end(self, text: str, *, is_over: bool) -> int | None:
         """Return the literal's end, or None if more text is needed.
 
-        Raises `NotALiteralError` if brackets do not match, or if the text `is_over` and the literal is incomplete.
+        Raises `NotALiteralError` if brackets do not match, or if the literal is incomplete and no more text will come
+        (`is_over`).
         """
         while self._position < len(text):
             before = self._position
@@ -140,7 +141,7 @@ def literal_json(text: str) -> str:
     """Return a literal as JSON."""
     try:
         return json.dumps(literal(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # such as too many digits
+    except (ValueError, RecursionError):
         raise NotALiteralError from None
 
 

@@ -1,4 +1,4 @@
-"""A client of a core in another process, which handles only token ids."""
+"""A client of a core in another process. That process handles only token ids."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class RemoteCore:
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process, and return the result of `meanwhile`, which is called while the process loads.
 
-        progress(done, total): Called after `meanwhile` with numbers of bytes of packed weights. Raises errors of
-        `meanwhile` and of the process, and `EngineDeadError` if the process ends.
+        progress(done, total): Called after `meanwhile` has returned, with loaded and total bytes of weights. Raises
+        errors of `meanwhile` and of the process, and `EngineDeadError` if the process ends.
         """
         self._progress = progress or self._progress
         try:
@@ -110,7 +110,7 @@ class RemoteCore:
             self._poller.register(self._life.news, zmq.POLLIN)
         except ConfigError as error:
             self._die(f"cannot be started: {error}")
-        except Exception as error:  # such as a temporary lack of resources
+        except Exception as error:
             logger.exception("the engine process cannot be started")
             self._die(f"cannot be started: {error}")
 
@@ -238,7 +238,7 @@ class RemoteCore:
             return
         try:
             message = ipc.encode(ipc.Add.of(request_id, streams))
-        except (TypeError, ValueError, OverflowError) as error:  # such as invalid Unicode
+        except (TypeError, ValueError, OverflowError) as error:
             answer(RequestError(f"the request cannot be sent to the engine: {error}"))
             return
         if self._life is not None and self._life.send(message):
@@ -292,7 +292,7 @@ class RemoteCore:
 
     def wake(self) -> None:
         """See `CoreClient.wake`."""
-        with contextlib.suppress(OSError):  # the socket is closed, or full, which also ends `wait`
+        with contextlib.suppress(OSError):  # the socket is closed, or is full and ends `wait` anyway
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:

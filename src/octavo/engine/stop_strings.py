@@ -17,7 +17,7 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A found stop string, and the number of characters after it in the piece."""
+    """A stop string that was found, and the number of characters after it in the piece."""
 
     stop_string: str
     num_chars_after: int
@@ -26,8 +26,8 @@ class StopMatch:
 class StopStrings:
     """All stop strings as one automaton (Aho and Corasick, 1975).
 
-    Each node is the number of a prefix. The prefixes of one string have consecutive numbers, except prefixes that an
-    alphabetically earlier string also has. A node's failure link is computed when a search first reaches the node.
+    Each node is the number of a prefix of a stop string. The prefixes of one string have consecutive numbers, except
+    prefixes that an alphabetically earlier string also has.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
@@ -39,8 +39,8 @@ class StopStrings:
         self._branch_off(strings)
         num_nodes = len(self._characters)
         self._fallbacks = array("i", [_UNKNOWN]) * num_nodes  # by node: the failure link
-        self._stops = array("i", [0]) * num_nodes  # by node: last node of the longest stop string that ends here
-        # by node: the length of the longest suffix that begins a longer stop string
+        self._stops = array("i", [0]) * num_nodes  # by node: last node of the longest stop string that ends there
+        # by node: see `StopSearch.num_held_back_chars`
         self.num_held_back_chars = array("h", [0]) * num_nodes
         self.first_characters = frozenset({self._characters[0], *self._branches.get(0, ())})
 
@@ -56,7 +56,7 @@ class StopStrings:
             branches[text[length]] = self._first_nodes[index] + length + 1
 
     def next(self, node: int, character: str) -> int:
-        """Return the node after a node and a character, in constant amortized time."""
+        """Return the node that follows `node` after one more character, in amortized constant time."""
         while True:
             if self._characters[node] == character:
                 child = node + 1
@@ -97,14 +97,14 @@ class StopSearch:
 
     @property
     def num_held_back_chars(self) -> int:
-        """Number of last characters that may begin a stop string."""
+        """Number of characters at the text's end that may be the start of a stop string."""
         return self._stops.num_held_back_chars[self._node]
 
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
-        """Search the next piece up to the first stop string that ends there, and return it.
+        """Search the next piece of the text. Return the first stop string that ends in this piece, or None.
 
-        If two strings end together, the longer one is returned. counts: False to ignore stop strings that end in this
-        piece. A stop string that begins here may still end in a later piece.
+        If two stop strings end at the same character, the longer stop string is returned. counts: False to ignore stop
+        strings that end in this piece. A stop string that begins in this piece may still end in a later piece.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):
@@ -121,7 +121,7 @@ def _shared_length(first: str, second: str) -> int:
 
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
-    """Return the number of last characters that may begin the stop string."""
+    """Return how many characters at the text's end may be the start of the stop string."""
     for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
         if text.endswith(stop_string[:length]):
             return length

@@ -47,11 +47,12 @@ class TemplateTraits:
     """The form of messages that one chat template needs.
 
     part_roles: Roles with content that may be a list of parts. For other roles, parts are joined by line feeds.
-    only_part_roles: Roles with content that must be a list of parts. null_content, empty_content: Replace null and ""
-    in a message with calls. takes_text_arguments: Arguments must be JSON text. joins_turns: Consecutive messages of a
-    role must be joined. joins_results: A user message must be joined with a preceding result. wants_short_ids: Call ids
-    must be nine letters and digits. wants_single_calls: The template refuses or loses several calls in a message.
-    system: System messages that the template shows. "first" means one at the beginning.
+    only_part_roles: Roles with content that must be a list of parts. null_content: Replacement of null content in a
+    message with calls. empty_content: Replacement of "". takes_text_arguments: True if arguments must be JSON text.
+    joins_turns: True if consecutive messages of a role must be joined. joins_results: True if a user message must be
+    joined with the tool result before it. wants_short_ids: True if call ids must be nine letters and digits.
+    wants_single_calls: True if the template refuses a message with several calls, or drops calls. system: Positions at
+    which the template shows system messages. "first" means only the beginning.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -67,7 +68,7 @@ class TemplateTraits:
 
     @classmethod
     def find(cls, render: Render) -> TemplateTraits:
-        """Detect a template's traits. render: Returns None if the template refuses the messages.
+        """Detect a template's traits. render: Renders messages, or returns None if the template refuses them.
 
         There is no time limit, because prompts must not depend on the machine's load.
         """
@@ -166,9 +167,9 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Return the best content for a call without text, and True if arguments must be text.
+    """Return the best content of a message with a call and no text, and True if arguments must be text.
 
-    The prompt in the best form has the arguments, and the fewest of "None", "null" and Python dictionaries.
+    The best content gives a prompt with the arguments and the fewest "None", "null" and "{'".
     """
     faults: dict[tuple[EmptyContent, bool], tuple[bool, int]] = {}
     for as_text in forms:

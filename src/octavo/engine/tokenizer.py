@@ -25,14 +25,13 @@ _SHORT_CHARS = 1024
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    special_tokens: Texts by key of tokenizer_config.json, such as "bos_token". eos_token_id: Id of "eos_token". Other
-    files may name more EOS tokens.
+    special_tokens: Texts by key of tokenizer_config.json, such as "bos_token". eos_token_id: Id of "eos_token".
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:
-        """Modify `backend`. config: Content of tokenizer_config.json."""
+        """Modifies `backend`."""
         config = config or {}
-        backend.no_padding()  # which some checkpoints enable
+        backend.no_padding()
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = _read_special_tokens(config)
@@ -43,7 +42,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(backend, self._special_ids)
-        # As in transformers 5, the post-processor adds BOS and EOS, and add_bos_token and add_eos_token have no effect.
+        # As in transformers 5, the post-processor adds BOS and EOS, regardless of add_bos_token and add_eos_token.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod

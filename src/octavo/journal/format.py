@@ -1,24 +1,24 @@
 """The format of a journal. The first line is a JSON object, the header. Each other line is a call into the core.
 
-The core is deterministic, so a journal needs only the core's inputs and checksums of decisions. A pseudonym replaces
-each token. It has 31 bits of a hash over this token and all tokens before (BLAKE2b with a key that is not stored).
-Therefore pseudonyms reveal only how many first tokens of two requests are equal. Keyed hashes replace cache salts and
-keys of spans. "spans" is a list of [first, end, key].
+The core is deterministic, so a journal needs only the core's inputs and checksums of decisions. Each token is replaced
+by a pseudonym, which is 31 bits of a hash of this token and all tokens before it. The hash is BLAKE2b with a key that
+is not stored. Therefore pseudonyms reveal only how many first tokens of two requests are equal. Cache salts and keys of
+spans are replaced by keyed hashes. "spans" is a list of [first, end, key].
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided; null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
      seconds, passes, [numbers], [moves], {number: count}, kernels] the result of a step
-    ["k", [answers]]                                                a store's answers, before the line of the call
+    ["k", [answers]]                                                a store's answers to the call in the next line
     ["x", t, message]                                               the step failed
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
     ["g", number, output]                                           an ended request's generated tokens
 
-A result omits requests that got the one token that was due and continue. A request with a postponed token has sampled 0
-and no error. The last six fields are omitted if all are empty. They are the seconds and passes of drafting, requests
-with drafts from a model, copies to and from host memory, numbers of proposed drafts, and the number of compiled
-kernels, which older journals lack.
+A result omits each request that continues after it got one token, or no token because its prompt is not complete. For a
+request with a postponed token, sampled is 0 and error is null. The last six fields are omitted if all are empty. They
+are the seconds and passes of drafting, the requests with drafts from a model, the copies to and from host memory, the
+numbers of proposed drafts, and the number of compiled kernels.
 
 In the header, "journal" is the version, and "kv_groups" has `KVGroupSpec.to_json` of each KV group, full attention
 first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null,

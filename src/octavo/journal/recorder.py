@@ -61,7 +61,7 @@ class _Unfinished:
     pseudonyms: Pseudonyms
 
     def generated(self) -> str:
-        """Return the pseudonyms of the generated tokens. Call this once."""
+        """Return the pseudonyms of the generated tokens."""
         sequence = self.request.sequence
         return encode_tokens(self.pseudonyms.extend(sequence.token_ids[sequence.num_prompt_tokens :]))
 
@@ -105,7 +105,7 @@ class RecordingScheduler:
         start = time.thread_time()
         pseudonyms = Pseudonyms(self._key)
         prompt = pseudonyms.extend(request.sequence.token_ids)
-        if request.request_id in self._unfinished:  # the next result reports the ended request with this id
+        if request.request_id in self._unfinished:  # the next result reports the earlier request's end
             self._replaced[request.request_id] = self._unfinished[request.request_id]
         self._unfinished[request.request_id] = _Unfinished(self._num_arrivals, request, pseudonyms)
         options = {name: getattr(request, name) for name in REQUEST_OPTIONS}
@@ -164,7 +164,7 @@ class RecordingScheduler:
         for output in outputs:
             num_accepted, reason = len(output.new_token_ids), output.finish_reason
             if reason is None and num_accepted == 1 and not has_drafts:
-                continue  # got the one token that was due
+                continue  # a replay assumes one token
             num_sampled = len(result.sampled_token_ids.get(output.request_id, ()))
             if reason is not None or num_sampled != 1 or num_accepted != 1:
                 name = output.request_id
@@ -267,7 +267,7 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
-    """Return a header from which a replay creates an equal scheduler. more: Further fields."""
+    """Return a header from which a replay creates an equal scheduler. more: Further fields of the header."""
     manager = scheduler.kv_cache_manager
     return {
         "scheduler": dataclasses.asdict(scheduler.config),

@@ -38,7 +38,7 @@ class Mismatch:
     """A step that the replay decided differently."""
 
     step: int
-    decided: dict[str, int]  # token counts in the replay
+    decided: dict[str, int]  # scheduled tokens by request, in the replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ def chrome_trace(replay: Replay) -> dict[str, Any]:
     stream = replay.log.events
     lives = intervals(stream, replay.end_time)
     starts = [life[0].start for life in lives.values() if life]
-    origin = min([stream[0].time, *starts]) if stream else 0.0  # a request arrives before its first event
+    origin = min([stream[0].time, *starts]) if stream else 0.0
 
     def microseconds(time: float) -> int:
         return round(1e6 * (time - origin))

@@ -1,4 +1,4 @@
-"""Speculative decoding. Proposers guess draft tokens, and one step verifies several.
+"""Speculative decoding. Proposers guess draft tokens, and one step verifies several draft tokens.
 
 Drafts do not change the output, except with rejection sampling.
 """

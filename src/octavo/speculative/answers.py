@@ -15,7 +15,7 @@ BYTES_PER_ANSWER = 400  # measured
 
 
 class Answers:
-    """A ring buffer of answers, with limits on bytes and number. The oldest answer is overwritten first.
+    """A ring buffer of answers, with limits on bytes and number.
 
     In the index, each cache salt that has an answer has an owner number.
     """

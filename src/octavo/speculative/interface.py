@@ -18,8 +18,8 @@ class DraftTask:
     """A request that needs draft tokens.
 
     token_ids: int32 [num_tokens]. Prompt and output with this step's sampled tokens, valid until the next step. Later
-    steps append tokens. max_computed: Limit on drafts from a model, or None for max_drafts. cache_salt: Only requests
-    with equal salts may share drafts. predicted_token_ids: int32. Answer that the client expects.
+    steps only append tokens. max_computed: Limit on drafts from a model, or None for max_drafts. cache_salt: Only
+    requests with equal salts may share drafts. predicted_token_ids: int32. Answer that the client expects.
     """
 
     request_id: str
@@ -44,8 +44,8 @@ class EndedRequest:
 class Proposer(Protocol):
     """A source of draft tokens, called once after each step.
 
-    A rejected draft costs the computation of one token. num_bytes: Maximum memory use in bytes. num_passes: Number of a
-    draft model's forward passes in the latest call. computes: True if the proposer may run a model.
+    num_bytes: Maximum memory use in bytes. num_passes: Number of a draft model's forward passes in the latest call.
+    computes: True if the proposer may run a model.
     """
 
     num_speculative_tokens: int

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Protocol):
-    """Continues requests of the latest step. max_model_len: Limit on a sequence, in tokens."""
+    """A model that drafts tokens for requests of the latest step. max_model_len: Limit on a sequence, in tokens."""
 
     max_model_len: int
 
@@ -41,7 +41,7 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Drafts with a model for requests for which the lookup proposer `first` finds nothing.
+    """Drafts with a model if the lookup proposer `first` finds no drafts for a request.
 
     Each forward pass drafts one token per request.
     """

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 _TOKEN_BITS = 32
 _MOST_TOKENS = 1 << 17  # limit for all requests together
-_ENTRY_BYTES = 120  # measured in a dict that has just grown, without tokens of keys
+_ENTRY_BYTES = 120  # measured in a dict that has just grown, except the key's tokens
 
 
 @dataclass(slots=True)
 class _Index:
     """The latest end position of each n-gram in a request's first `num_tokens` tokens.
 
-    An n-gram is added when a token follows. ends: End positions by n-gram, which is encoded as one integer. newest: The
-    last tokens, encoded as one integer.
+    An n-gram is added when the token after it is known. ends: End positions by n-gram. newest: The last tokens. N-grams
+    and `newest` are encoded as integers.
     """
 
     ends: dict[int, int] = field(default_factory=dict)
@@ -35,9 +35,10 @@ class _Index:
 
 
 class NgramProposer(LookupProposer[_Index]):
-    """Matches a request's longest suffix of prompt_lookup_min to prompt_lookup_max tokens that occurred before.
+    """Matches the longest suffix of a request's tokens that occurred before.
 
-    While the indices are full, new requests get no drafts.
+    The suffix has prompt_lookup_min to prompt_lookup_max tokens. While the indices are full, new requests get no
+    drafts.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class NgramProposer(LookupProposer[_Index]):
         if end is None:
             return []
         num_drafts = min(task.max_drafts, self.num_speculative_tokens)
-        # If too few tokens follow, assume that they repeat.
+        # If too few tokens follow the match, assume that these tokens repeat.
         period = len(task.token_ids) - end
         found: list[int] = task.token_ids[end : end + num_drafts].tolist()
         return [found[i % period] for i in range(num_drafts)]

@@ -19,7 +19,7 @@ DRAFTS_PER_TOKEN = 2
 
 
 class PredictionProposer:
-    """Takes drafts from the prediction if it yields at least as many as `proposer`."""
+    """Takes drafts from the prediction, or from `proposer` if `proposer` finds more drafts."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 
@@ -52,7 +52,7 @@ def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most
     """Return up to `most` tokens of the prediction that follow the end of the answer.
 
     If the answer is not a prefix of the prediction, the returned tokens follow the longest match of the answer's last
-    tokens. On a tie, the match closest to the answer's position wins.
+    tokens in the prediction. On a tie, the match that ends closest to position len(answer) wins.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):

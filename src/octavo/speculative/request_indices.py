@@ -25,7 +25,7 @@ class RequestIndices(Generic[IndexT]):
         return self._kept[request_id][0] if request_id in self._kept else None
 
     def free_tokens(self, request_id: str) -> int:
-        """Return the largest capacity, in tokens, of the request's index."""
+        """Return the maximum number of tokens that the request's index may hold."""
         current = self._kept[request_id][1] if request_id in self._kept else 0
         return self.max_tokens - self.num_tokens + current
 

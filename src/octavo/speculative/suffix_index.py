@@ -29,7 +29,7 @@ class SuffixIndex:
     """An index of the newest `capacity` tokens, which form texts. Each text has an owner.
 
     Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to the latest position with this
-    hash, and each position links to the previous one.
+    hash, and each position links to the previous position with its hash.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -88,13 +88,14 @@ class SuffixIndex:
     ) -> tuple[list[int], float]:
         """Return the best continuation of the suffix in the owner's texts, and the expected number of accepted tokens.
 
-        A hit is an earlier occurrence of the suffix's last tokens. A draft has at most `most` tokens, and at most
-        factor times the match length. Its next token is the most frequent one among the hits that agree with the draft
-        so far, or the newest on a tie. The token's probability is its share of these hits times the previous token's
-        probability. The draft ends below min_probability. The match length with the largest sum of probabilities wins
-        (section 4 of SuffixDecoding).
+        A hit is an earlier occurrence of the suffix's last tokens. For each match length, one draft is made from the
+        hits with at least this length. The draft has at most `most` tokens, and at most factor times the match length.
+        Its next token is the most frequent one among the hits that agree with the draft so far, or the newest hit's
+        token on a tie. The token's probability is its share of these hits times the previous token's probability. The
+        draft ends before a probability below min_probability. The draft with the largest sum of probabilities is
+        returned (section 4 of SuffixDecoding).
 
-        If the newest text is not closed, the suffix must be the end of this text. A repetition there is continued.
+        If the newest text is not closed, the suffix must be the end of this text.
         """
         hits = self._find(suffix, owner)
         best: list[int] = []
@@ -141,7 +142,7 @@ class SuffixIndex:
         return hits
 
     def _runs(self, positions: list[int], length: int) -> list[list[int]]:
-        """Return the tokens after each position. Repeat runs that reach the newest token."""
+        """Return `length` tokens after each position. If fewer tokens follow, repeat these tokens."""
         capacity, tokens, end = self.capacity, self._tokens, self.num_tokens
         runs = [tokens[each % capacity : each % capacity + length].tolist() for each in positions]
         for index, position in enumerate(positions):

@@ -1,4 +1,4 @@
-"""Forbid further properties in objects that have `properties`, if the schema does not decide about further ones.
+"""Forbid further properties in objects that have `properties`, if the schema neither allows nor forbids them.
 
 JSON Schema allows further properties, and a small model would invent properties without end. llama.cpp and xgrammar
 also forbid further properties.
@@ -49,8 +49,8 @@ class MergeBudget:
 class Merged:
     """The combined constraints of several schemas on one object.
 
-    least: Minimum number of properties. has_properties: True if a schema names properties or forbids unevaluated ones.
-    is_decided: True if a schema allows or forbids further properties.
+    least: Minimum number of properties. has_properties: True if a schema names properties or forbids unevaluated
+    properties. is_decided: True if a schema allows or forbids further properties.
     """
 
     def __init__(self, budget: MergeBudget) -> None:
@@ -69,7 +69,7 @@ class Merged:
         return other
 
     def add(self, schema: Any, root: dict[str, Any]) -> None:
-        """Add a schema with its references and options."""
+        """Add the constraints of a schema, its references and its options."""
         left = [schema]
         while left:
             part = left.pop()
@@ -77,7 +77,7 @@ class Merged:
                 continue
             self._add_properties(part)
             reference = part.get("$ref")
-            if isinstance(reference, str) and reference not in self._referred:  # references may be cyclic
+            if isinstance(reference, str) and reference not in self._referred:
                 self._referred.add(reference)
                 left.append(resolve(reference, root))
             for key in ("allOf", "anyOf", "oneOf"):
@@ -103,7 +103,7 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """True if further properties may be forbidden, and named ones reach the minimum number."""
+        """True if further properties may be forbidden, and enough properties are named."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:
@@ -119,7 +119,7 @@ class Merged:
 
 
 def closed(schema: dict[str, Any], found: Any) -> Any:
-    """Return `found`, which is `schema` with rewritten properties, closed if possible."""
+    """Return `found`, closed if possible. found: `schema` with rewritten properties."""
     merged = Merged(MergeBudget())
     merged.add(schema, schema)
     if not merged.is_closable or not isinstance(found, dict):

@@ -1,8 +1,8 @@
 """Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
 llguidance's lexer takes the longest lexeme and never backtracks. The result is exact if no text of a lexeme is a prefix
-of another text. A grammar without recursion becomes one lexeme. In a recursive grammar, parts become lexemes if the
-prefix condition holds for all lexemes and single characters together.
+of another text of a lexeme. A grammar without recursion becomes one lexeme. In a recursive grammar, parts become
+lexemes if the prefix condition holds for all lexemes and single characters together.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 # Above these limits, an automaton could exceed the lexer's limits.
-_MAX_CHARS = 1000  # counting repetitions
+_MAX_CHARS = 1000
 _MAX_DEPTH = 64
 _MAX_STATES = 1000
 _MAX_ROUNDS = 100
-_MAX_WORK = 100_000  # of about 5 us each, in which other threads wait
+_MAX_WORK = 100_000  # units of about 5 us, in which other threads wait
 
 
 class TooLargeError(Exception):
@@ -75,7 +75,7 @@ def _fits(rules: Rules, node: Node, work: _Work) -> bool:
 
 
 class _Sizes:
-    """Sizes of nodes with expanded rules. None if recursive or too large."""
+    """Sizes of nodes with expanded rules. A size is None if the node is recursive or too large."""
 
     def __init__(self, rules: Rules) -> None:
         self._of_rules: dict[str, tuple[int, int]] = {}
@@ -151,7 +151,7 @@ class _Automaton:
             self._owners += [index] * (len(self._edges) - len(self._owners))
 
     def continuing(self, *, until_found: bool = False) -> set[int]:
-        """Return the parts that match an empty text, or a text that begins with a text of any part.
+        """Return the parts that match an empty text, or an extension of a text that any part matches.
 
         Raises `TooLargeError`.
         """

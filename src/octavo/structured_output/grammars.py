@@ -1,7 +1,4 @@
-"""Compiles and matches grammars with llguidance (https://github.com/guidance-ai/llguidance).
-
-The allowed tokens depend only on a request's own tokens, so scheduling does not change the allowed tokens.
-"""
+"""Compiles and matches grammars with llguidance (https://github.com/guidance-ai/llguidance)."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _MAX_KEPT = 128  # a small schema takes 0.2 MB
 _MAX_KEPT_CHARS = 1 << 20
-_STACK_BYTES = 512 << 20  # of address space; a grammar may have 16,000 nested rules, and 4,000 take 8 MB
+_STACK_BYTES = 512 << 20  # of address space, for up to 16,000 nested rules
 _MAX_WAITING = 1024  # grammars per tenant
 _LARGE_CHARS = 1 << 12  # shorter grammars process a token within 1 ms
 _PARAMETER = "structured_outputs"
@@ -64,7 +61,7 @@ class GrammarError(RequestError):
 class Matcher:
     """The position of one output in its grammar. Methods raise `GrammarError` if the grammar exceeds its limits.
 
-    Other threads can run during `allowed`, and with `large` also during `advance`.
+    Other threads can run during `allowed`. If `large` is given, they can also run during `advance`.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -102,7 +99,7 @@ class Matcher:
         self.num_tokens -= num_tokens
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading tokens that the grammar allows next."""
+        """Return the length of the longest prefix of `token_ids` that the grammar allows next."""
         with _named_faults():
             return int(self._matcher.validate_tokens(list(token_ids)))
 
@@ -125,7 +122,7 @@ class _LargeSteps:
         self._other = llguidance.LLMatcher(tokenizer, "", log_level=0)
 
     def consume(self, matcher: Any, token_ids: Sequence[int]) -> bool:
-        other = self._other.deep_copy()  # one per thread
+        other = self._other.deep_copy()
         return all(self._executor.consume_token_par([(matcher, each), (other, each)])[0] for each in token_ids)
 
 
@@ -133,8 +130,8 @@ class _LargeSteps:
 class Vocabulary:
     """A tokenizer's properties that grammars need.
 
-    text: Content of tokenizer.json. num_ids: Number of ids. The model may have more or fewer rows. added_ids: Ids
-    outside the trained vocabulary.
+    text: Content of tokenizer.json. num_ids: Number of token ids. The model's vocabulary may be larger or smaller.
+    added_ids: Ids outside the trained vocabulary.
     """
 
     text: str
@@ -156,7 +153,7 @@ class GrammarCompiler:
     """Compiles grammars for one vocabulary. Caches recently used grammars and the grammars of unfinished requests.
 
     read_vocabulary: Called by `read_ahead` or for the first grammar. Reading 150,000 tokens takes 110 MB and one or two
-    seconds, and blocks other threads. vocab_size: Rows of the model. Tokens without a row are never allowed.
+    seconds, and blocks other threads. vocab_size: Number of ids that the model can sample. Other ids are never allowed.
     """
 
     def __init__(self, read_vocabulary: Callable[[], Vocabulary], vocab_size: int) -> None:
@@ -179,7 +176,7 @@ class GrammarCompiler:
         """Start compiling a grammar in the background. The future raises `GrammarError`.
 
         The grammar is kept while the object `wanted` exists, so no step waits for the compilation. Tenants take turns,
-        and the future is `running()` from the tenant's turn on. Raises `GrammarError` if no thread can start, and
+        and the future is `running()` once the tenant's turn comes. Raises `GrammarError` if no thread can start, and
         `QueueFullError` if too many of the tenant's grammars wait.
         """
         with _named_faults():
@@ -229,7 +226,7 @@ class GrammarCompiler:
             limits = llguidance.LLParserLimits(**_LIMITS)
             matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # which all copies share
+                matcher.compute_bitmask()  # all copies share the result
             if matcher.is_error():
                 raise _refusal(llguidance, wanted.kind, structure, matcher.get_error())
             compiled = _Compiled(matcher, self._large_steps(llguidance) if len(text) > _LARGE_CHARS else None)
@@ -299,7 +296,7 @@ def _turns() -> Turns:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return the only compiling thread, with a stack for llguidance's recursion over the longest text."""
+    """Return a single-threaded executor for compilation, with a large stack for llguidance's recursion."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:

@@ -21,10 +21,10 @@ JSON_OPTIONS = {
     "key_separator": ": ?",
     "coerce_one_of": True,
 }
-# Without this option, llguidance would force ordinary tokens if only one text can follow, and refuse an added token
-# such as "<think>" for the same text.
+# If only one text can follow, llguidance would force ordinary tokens, and refuse an added token with this text, such as
+# "<think>". This option prevents that.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# White space at the start is limited. Some is needed, because templates put up to two line feeds around reasoning.
+# White space at the start is limited but not forbidden, because templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
@@ -66,8 +66,8 @@ def text_up_to(
 ) -> str:
     """Return two rules. `head` is any text up to and including a marker, and `text` is any text.
 
-    token: Name of the marker if it is one token. Then `text` excludes the marker in any tokenization. between: Ids of
-    added tokens that `head` may contain.
+    token: Name of the marker if it is one token. In that case, `text` cannot spell the marker with other tokens.
+    between: Ids of added tokens that `head` may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"
@@ -76,10 +76,10 @@ def text_up_to(
 
 
 def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int], *, is_exact: bool) -> str:
-    """Return the rules of an answer, which has free text up to and including the marker `ends`, then `@answer`.
+    """Return rules for free text up to and including the marker `ends`, followed by the answer (`@answer`).
 
-    opens: Marker that begins the free text, which is then optional, or None. is_exact: True if white space must not
-    precede an answer without free text.
+    opens: Marker with which the free text begins, or None. With a marker, the free text is optional. is_exact: True to
+    forbid white space before an answer without free text.
     """
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
     if opens is None:

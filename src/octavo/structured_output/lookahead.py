@@ -1,8 +1,8 @@
 """Replace a regular expression with lookahead by several expressions without lookahead, which must all match.
 
 llguidance has no lookahead, but pydantic uses it for `Decimal`, zod for `email()`, and users for passwords. A positive
-assertion at the beginning becomes a separate pattern. A negative assertion becomes a pattern for all other texts.
-Functions return None for unknown forms.
+assertion at the beginning becomes a separate pattern. A negative assertion becomes a pattern for the texts that the
+assertion allows. Functions return None for unknown forms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ANY, _SOME = r"[\s\S]*", r"[\s\S]+"
 _GROUP = re.compile(r"\((?:\?:)?(?P<inner>(?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)+\])*)\)")
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")
 _MAX_LITERAL_CHARS = 64
-# pydantic's pattern for a Decimal with limited digits, which the assertion counts.
+# pydantic's pattern for a Decimal with limited digits
 _PLACES = r"\\d\{0,(?P<places>\d+)\}"
 _DECIMAL = re.compile(
     rf"\(\?:\\d\{{0,(?P<whole>\d+)\}}\|\(\?=\[\\d\.\]\{{1,(?P<most>\d+)\}}0\*\$\)"
@@ -30,7 +30,7 @@ _MAX_DIGITS = 100
 
 
 def without_lookahead(pattern: str) -> list[str] | None:
-    """Return patterns without lookahead. A text that matches all of them also matches `pattern`.
+    """Return patterns without lookahead. A text that matches all these patterns also matches `pattern`.
 
     As in JSON Schema, a pattern may match any part of a text.
     """
@@ -53,10 +53,7 @@ def without_lookahead(pattern: str) -> list[str] | None:
 
 
 def _decimal(found: re.Match[str]) -> str:
-    r"""Return pydantic's pattern without the assertion that counts digits.
-
-    Pydantic's first alternative allows text after the number. The result does not.
-    """
+    """Return pydantic's pattern without the assertion that counts digits."""
     whole, most, places = int(found["whole"]), int(found["most"]), found["places"]
     if places is not None and whole + int(places) < most:
         return rf"(?:\d{{0,{whole}}}|\d{{0,{whole}}}\.\d{{0,{places}}}0*)$"

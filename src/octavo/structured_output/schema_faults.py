@@ -1,4 +1,4 @@
-"""Find the part of a JSON schema that llguidance refuses, which llguidance's error does not name."""
+"""Find the part of a JSON schema that llguidance refuses. llguidance's error does not name this part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.structured_output.references import resolve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# Keyword that llguidance ignores. Its value names the request's field.
+# Keyword that llguidance ignores. Its value names the request's field that contains the schema.
 FIELD = "x-octavo-field"
 # Keyword of schemas in which unsupported keywords are ignored.
 LENIENT = "x-octavo-lenient"
@@ -21,7 +21,7 @@ _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
-_MAX_TRIED_CHARS = 1 << 19  # of all compiled schemas
+_MAX_TRIED_CHARS = 1 << 19  # in schemas that are compiled for one fault
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _MAX_PATTERN_CHARS = 200
 _MAX_FIELD_CHARS = 100
@@ -29,7 +29,7 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """A part that cannot be compiled. place: JSON pointer. field: The request's field with the schema."""
+    """A part that cannot be compiled. place: JSON pointer. field: The request's field that contains the schema."""
 
     place: str
     message: str

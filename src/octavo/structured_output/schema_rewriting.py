@@ -1,7 +1,7 @@
 """Rewrites a JSON schema for llguidance, with the meaning that clients expect.
 
-The result allows the same values or fewer. As an exception, unknown formats are not checked, and a value may match
-several options of `oneOf`.
+The result allows the same values or fewer. There are two exceptions. Unknown formats are not checked, and a value may
+match several options of `oneOf`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema to compile. The argument is not changed.
 
     * An object with `properties` and without `additionalProperties` is closed, which forbids further properties. It
-      stays open if it has `patternProperties` or needs more properties than are named. `$ref`, `allOf` and `anyOf` are
-      taken into account.
+      stays open if it has `patternProperties` or requires more properties than it names. `$ref`, `allOf` and `anyOf`
+      are taken into account.
     * An unknown `format` is dropped.
     * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
       or `properties`.
@@ -45,8 +45,8 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 class _Rewriter:
     """Rewrites one schema.
 
-    Whole values are closed, which forbids further properties. Members of a merge (`allOf`, or `$ref` with other
-    keywords) stay open, and the merge is closed.
+    The schema of a whole value is closed, so that further properties are forbidden. Schemas that are merged for one
+    value (`allOf`, or `$ref` with other keywords) stay open, and their merge is closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
@@ -98,7 +98,6 @@ class _Rewriter:
         return self._rewritten(schema, is_open=True)
 
     def _rewritten(self, schema: Any, *, is_open: bool) -> Any:
-        """Rewrite nested schemas. is_open: True if nested schemas for the same value stay open."""
         schema = _mended(schema) if isinstance(schema, dict) else schema
         if not isinstance(schema, dict):
             return schema
