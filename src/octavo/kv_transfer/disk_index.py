@@ -25,7 +25,7 @@ class BlockFile:
 class DiskIndex:
     """The files of a directory by name, key and age. Thread-safe.
 
-    Ages may be out of date, so the caller checks for later uses before an eviction.
+    Ages may be out of date. Before an eviction, the caller must check whether the file was used later.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,8 @@ class DiskIndex:
     def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
         """Find the newest file that contains the first key. Return None if no file contains it.
 
-        Returns the file, the key's index in the file, and how many keys from this index equal `keys`.
+        Returns the file, the first key's index in the file, and how many of the leading `keys` follow from this index
+        on.
         """
         with self._lock:
             holders = self._holders.get(keys[0])
