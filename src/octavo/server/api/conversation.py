@@ -143,7 +143,7 @@ def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Return the chat template's arguments for a reasoning effort. Some templates know only `enable_thinking`."""
+    """Return the chat template's arguments for a reasoning effort, also as `enable_thinking` for simpler templates."""
     if effort is None:
         return {}
     if not isinstance(effort, str):

@@ -1,1 +1,1 @@
-"""Metrics, traces and the dashboard. This package does not change the server's state."""
+"""Metrics, traces and the dashboard. None changes the server's state."""

@@ -1,4 +1,4 @@
-"""Rows of the tier table."""
+"""Tier table rows."""
 
 from __future__ import annotations
 
