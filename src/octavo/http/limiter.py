@@ -23,7 +23,7 @@ _NUM_ENDINGS = 64
 
 
 class Bucket:
-    """A token bucket. It gains `per_minute` units a minute, and holds at most that many.
+    """A token bucket. It gains `per_minute` units a minute, and holds at most this number.
 
     The level may be negative, because tokens are taken after use.
     """
@@ -48,7 +48,7 @@ class Bucket:
 
 
 class Pool:
-    """Counts the units of a resource that each tenant holds.
+    """Counts how many units of a resource each tenant holds.
 
     If `is_shared` is true, a tenant with units may hold at most its weight times the number of free units. So one
     tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet

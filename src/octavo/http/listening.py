@@ -113,8 +113,8 @@ def is_loopback(host: str) -> bool:
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that refuses connections until `open_door` is called. Raises `ConfigError`.
 
-    host: An address; "::" includes IPv4. While this server loads, a proxy is refused and tries another server.
-    TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client.
+    host: An address; "::" includes IPv4. While this server loads, a proxy's connections are refused, so the proxy tries
+    another server. TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:

@@ -263,7 +263,7 @@ class DirectDonor:
     def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
         """Write and report blocks as they are computed, and send a `Beat` every `BEAT_S`."""
         num_written, requested_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
-        ready_at: float | None = None  # since when a computed block waits
+        ready_at: float | None = None
         while num_written < len(ready.keys):
             count = self._wait(ready, num_written, requested_at)
             if count is None:
@@ -286,7 +286,7 @@ class DirectDonor:
             with client.area(messages.BEAT_S) as area:
                 write_began = time.monotonic()
                 num_written = self._write(area, ready, first, min(count, pace.num_blocks))
-        except BusyError:  # raised immediately if no area will be free soon
+        except BusyError:
             time.sleep(max(began + messages.BEAT_S - time.monotonic(), 0.0))
             return 0
         self._written_at = time.monotonic()

@@ -5,7 +5,7 @@
     TOKEN.bad     a corrupt file, which is evicted first
     lock          locked while files are added or removed; each change writes new random bytes into this file
 
-Files with other names, links, and files of other users are ignored. Reading takes no lock, because a file that is
+Links, files with other names and files of other users are ignored. Reading takes no lock, because a file that is
 removed meanwhile is a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it
 writes. So all files, including unfinished files, never exceed the limit.
 """
@@ -183,7 +183,7 @@ class DiskDirectory:
             raise CorruptFileError(str(error)) from error
 
     def touch(self, names: list[str]) -> None:
-        """Mark files as used now, the first as the newest, because later blocks are useless without the first."""
+        """Mark files as used now. The first file counts as the newest, because later blocks are useless without it."""
         now_ns = time.time_ns()
         for place, name in enumerate(names):
             try:

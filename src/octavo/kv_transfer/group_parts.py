@@ -1,7 +1,7 @@
 """Blocks that are stored with only the first KV group, because the content of other groups was evicted before the save.
 
 A request can use such a block if no row reads the other groups any more. The block's bytes are the beginning of the
-whole block. The two have different keys, because the content of a key never changes.
+whole block. The whole block has another key, because the content of a key never changes.
 """
 
 from __future__ import annotations

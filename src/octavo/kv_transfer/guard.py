@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-HANGS_AFTER_S = 5.0  # while a call takes longer, no further call is made
+HANGS_AFTER_S = 5.0
 CHECK_S = 5.0
 ResultT = TypeVar("ResultT")
 

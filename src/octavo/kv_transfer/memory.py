@@ -31,7 +31,7 @@ class TransferCallback(Protocol):
 
 @dataclass(slots=True)
 class KVBlock:
-    """A node's copy of a block. access_time: monotonic seconds.
+    """A node's copy of a block. access_time: Monotonic time of the last use.
 
     num_tokens: Set for blocks that engines save, because these blocks have no token_ids.
     """
@@ -102,7 +102,7 @@ class GlobalKVPool:
         *,
         num_tokens: int | None = None,
     ) -> bool:
-        """Store a copy and return True if no node has the hash. Otherwise mark the stored block as used."""
+        """Store a copy and return True if no node has the hash. Otherwise mark the block as used and return False."""
         with self._lock:
             if self._touch(block_hash) is not None:
                 return False

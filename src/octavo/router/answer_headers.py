@@ -25,9 +25,10 @@ def of_connection(headers: list[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def headers_for_client(
     headers: list[tuple[bytes, bytes]], engine_url: str, *, has_length: bool
 ) -> list[tuple[bytes, bytes]]:
-    """Return an answer's headers, except headers that concern only the connection. Remove the engine's address.
+    """Return an answer's headers, except headers that concern only the connection.
 
-    headers: Names in lower case. has_length: Keep `Content-Length`. An invalid `Retry-After` is dropped.
+    The engine's address is removed. headers: Names in lower case. has_length: True to keep `Content-Length`. An invalid
+    `Retry-After` is dropped.
     """
     origin = engine_url.encode()
     dropped = of_connection(headers) | _OF_ROUTER | (set() if has_length else {b"content-length"})

@@ -63,8 +63,8 @@ class Pair:
     """A request for which engine `prefill` computes the prompt, and `decode` the answer.
 
     If KV is sent directly, both engines get the request at the same time. If KV is sent through a store, `decode` gets
-    the request after the prefill. The answer never depends on the prefill, because `decode` computes KV that does not
-    arrive.
+    the request after the prefill. The answer never depends on the prefill, because `decode` itself computes any KV that
+    does not arrive.
     """
 
     def __init__(

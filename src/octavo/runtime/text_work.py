@@ -56,7 +56,7 @@ _local = threading.local()  # `work`: this thread's `_Work`
 
 
 def progress(num_tokens: int = 0) -> None:
-    """Add to the tokens that this thread's text work has read. Does nothing outside of text work.
+    """Count tokens that this thread's text work has read. Does nothing outside of text work.
 
     Long work must call this function often, because work can be cancelled only here. Raises `AbandonedError` if the
     caller no longer waits, and `RequestError` if the work takes too long.
@@ -71,7 +71,7 @@ class TextWork:
     """One thread for each size class of texts ("lane"). Tenants use a thread in turns.
 
     Tiny texts run on the event loop. Token counts have separate threads. A lane starts a token count only after the
-    event loop got the previous count, so that other callbacks hardly wait.
+    event loop got the result of the previous count, so that other callbacks hardly wait.
     """
 
     def __init__(self) -> None:

@@ -48,8 +48,8 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 class Conversation:
     """A conversation.
 
-    options: arguments of the chat template. field: the API's name of the messages, for errors. prediction: the answer
-    that the client predicts, or "".
+    options: arguments of the chat template. field: the API's name of the field with the messages, for errors.
+    prediction: the answer that the client predicts, or "".
     """
 
     messages: list[dict[str, Any]]

@@ -52,7 +52,10 @@ class PlacedLogprobs:
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return the pairs of tokens whose place is now known. is_over: True for the last tokens."""
+        """Add tokens. Return (place, position) for each token whose place is now known.
+
+        is_over: True for the last tokens.
+        """
         self._waiting += positions
         places = self._places.add(token_ids)
         if is_over:
@@ -136,7 +139,7 @@ def completion_logprobs(
 def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
     if isinstance(position, dict):
         return {token_id: _finite(entry) for token_id, entry in position.items()}
-    return dict(zip(position.token_ids, _all_finite(position), strict=True))  # a token listed twice has the same value
+    return dict(zip(position.token_ids, _all_finite(position), strict=True))
 
 
 def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:

@@ -90,7 +90,7 @@ class Aliased(BaseModel):
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def take_aliases(self) -> None:
-        """Copy each alias to the field that it means. Raises `RequestError` if the field has another value."""
+        """Copy each alias to the field that it means. Raises `RequestError` if the field is set to another value."""
         for name, alias in self.aliases.items():
             value = getattr(self, name, None)
             if value in (None, *alias.nothing):

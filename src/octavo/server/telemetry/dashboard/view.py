@@ -399,7 +399,7 @@ class LiveView:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the nearest-rank percentile of `values`, or None without values. share: 0.5 for the median."""
+    """Return the nearest-rank percentile of `values`, or None if there are no values. share: 0.5 for the median."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
