@@ -1,4 +1,4 @@
-"""Tier table rows."""
+"""Rows of tiers."""
 
 from __future__ import annotations
 
