@@ -1,1 +1,1 @@
-"""HTTP for server and router. Knows no engine."""
+"""HTTP for server and router, without any engine."""

@@ -28,8 +28,9 @@ class Api:
 
     below: Path prefix. Errors of unknown paths with this prefix have this API's format. error: Returns an error's JSON
     object. event: Returns the last event of a stream that fails. last_event: Matches the last event of a complete
-    stream. If None, the last event has a field of `_LastToken`. statuses: Maps an HTTP status to the status that this
-    API sends instead. any_type: Accepts any Content-Type. lines: Each event is a line of JSON.
+    stream. If None, the last event is the one with a field of `_LastToken`. statuses: Maps an HTTP status to the status
+    that this API sends instead. any_type: True if any Content-Type is accepted. lines: True if each event is a line of
+    JSON.
 
     The router reads the other fields. limits: Request fields that limit the answer's tokens; "a.b" is field b of object
     a. counted: Answer field in which the token counts begin.
@@ -154,7 +155,7 @@ OLLAMA = Api(
     below="/api/",
     error=_ollama_error,
     event=lambda error: msgspec.json.encode(_ollama_error(error)) + b"\n",
-    any_type=True,  # `curl -d` sends a form's type
+    any_type=True,  # `curl -d` sends the type of a form
     lines=True,
     prompt=("tools", "system", "messages", "prompt"),
     limits=("num_predict", "options.num_predict"),
@@ -174,7 +175,7 @@ def api_below(path: str) -> Api:
 
 
 def error_response(error: HttpError, path: str) -> ErrorResponse:
-    """Return the response for an error outside of a route."""
+    """Return the response for an error outside of routes."""
     response = api_below(path).response(error)
     if error.status == 401 and path.startswith(PAGES):
         response.headers["WWW-Authenticate"] = (

@@ -61,8 +61,8 @@ def check_operator(tenant: Tenant, action: str) -> None:
 def _key(scope: Scope) -> bytes | None:
     """Return the request's key, or None if headers contain different keys.
 
-    Browsers add a saved password even to requests of other sites' pages. So a password is accepted only from the
-    server's own pages.
+    Browsers add a saved password even to requests that pages of other sites make. So a password is accepted only from
+    the server's own pages.
     """
     keys: dict[bytes, bytes | None] = {}
     is_password = False
@@ -76,9 +76,10 @@ def _key(scope: Scope) -> bytes | None:
 
 
 def _is_same_origin(scope: Scope) -> bool:
-    """Return True if the browser's user or one of the server's own pages makes the request.
+    """Return True if the request was made by the browser's user or by one of the server's own pages.
 
-    Browsers send `Sec-Fetch-Site` only over TLS and on loopback. Without this header, Origin must not be another site.
+    Browsers send `Sec-Fetch-Site` only over TLS and on loopback. If this header is missing, Origin must not name
+    another site.
     """
     said: dict[bytes, bytes] = dict(scope["headers"])
     site = said.get(b"sec-fetch-site")

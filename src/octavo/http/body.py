@@ -25,7 +25,7 @@ FREE_BYTES = 64 << 10
 async def received(
     request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
-    """Read a request's body and yield its pieces. Until the block ends, the body's bytes are taken from `pool`.
+    """Read a request's body and yield its pieces. The body's bytes return to `pool` when the block ends.
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """

@@ -42,12 +42,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """An HTTP/1.1 connection with time limits. Answers 431 if headers exceed `MAX_HEADER_BYTES`.
 
     header_timeout_s: Limit for a request's headers, from their first byte. For the first request, the time begins when
-    the client connects. idle_timeout_s: Period in which the client must take all waiting bytes, or `MAX_UNSENT_BYTES`.
-    max_connections: Further connections are accepted only for health checks, so that a full server does not look dead.
-    on_refused: Called for each error that the application does not see.
+    the client connects. idle_timeout_s: Period in which the client must take all waiting bytes, or at least
+    `MAX_UNSENT_BYTES` of them. max_connections: Number of connections for any request. Further connections are only for
+    health checks, so that a full server does not look dead. on_refused: Called for each error that the application does
+    not see.
 
-    Pipelined requests are answered in order. During an answer, the next request is read, to notice a disconnect. A
-    header Upgrade is ignored (RFC 9110, section 7.8).
+    Pipelined requests are answered in order. The next request is already read while an answer is sent, because only
+    reading shows a disconnect. The header Upgrade is ignored (RFC 9110, section 7.8).
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._timer: Timeout | None = None
         self._reader_timer: Timeout | asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None  # answered now or last; uvicorn's `cycle` is the newest
+        self._answered: RequestResponseCycle | None = None  # current or last; uvicorn's `cycle` is the newest
         self._num_header_bytes = 0
         self._is_in_body = self._made_progress = False
         self._is_for_probes = False
@@ -78,7 +79,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a timer."""
         super().connection_made(transport)
-        if self.client is not None:  # of an IPv4 client on a dual-stack socket
+        if self.client is not None:  # a dual-stack socket adds a prefix to IPv4
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._is_for_probes = len(self.connections) > self._max_connections
@@ -190,7 +191,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         After False, the caller must send an empty piece by ASGI, which waits until the client has read enough.
         """
-        if self.transport.is_closing():  # `receive` reports it
+        if self.transport.is_closing():  # `receive` reports the disconnect
             return True
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return not self.flow.write_paused
@@ -228,7 +229,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
-        """Answer with an error. state: ASGI state of the request that the error ends, or None."""
+        """Answer with an error."""
         if state is None:
             self._on_refused(self.client, error)
         else:
@@ -252,7 +253,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _watch_reader(self) -> None:
-        """Check regularly that the client takes the answer."""
         if self._reader_timer is not None:
             return
         sock = self.transport.get_extra_info("socket")
@@ -265,7 +265,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # gVisor always reports 0 bytes. The system ends a connection if the client takes no byte.
+        # `after` is always 0 in gVisor. If the client takes no byte at all, the operating system ends the connection.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return
@@ -287,7 +287,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class PacedAnswers:
-    """Middleware that sends a large body in pieces. Each piece waits until the client took the previous pieces.
+    """Middleware that sends a large body in pieces. A piece is sent after the client has taken the previous pieces.
 
     So the keep-alive timeout starts only when almost the whole body has arrived. Events of streams are not split,
     because a comment could be sent between two pieces.

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-CLIENT_DISCONNECTED = 499  # as in nginx
-PAGES = ("/dashboard", "/router")  # for browsers
+CLIENT_DISCONNECTED = 499
+PAGES = ("/dashboard", "/router")
 
 
 class RateLimitError(QueueFullError):

@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from octavo.http.service import HttpService
 
 logger = logging.getLogger(__name__)
-_SLOW_READER_S = 10  # after the last event
+_SLOW_READER_S = 10
 _LOOK_S = 0.1  # between checks for a second signal
 
 
 class GracefulServer(uvicorn.Server):
     """A uvicorn server that lets open requests finish before it exits.
 
-    Requests that are open after the grace period end with an error. A second signal exits immediately. SIGHUP reads API
-    keys and certificate again. The server also exits if `HttpService.is_dead` is true.
+    Requests that are still open after the grace period are ended with an error. On a second signal, the server exits
+    immediately. On SIGHUP, it reads API keys and certificate again. The server also exits if `HttpService.is_dead` is
+    true.
     """
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
@@ -48,7 +49,7 @@ class GracefulServer(uvicorn.Server):
         """Start and listen."""
         if handles_sighup():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
-            self.reload()  # an earlier SIGHUP was ignored
+            self.reload()  # SIGHUP was ignored before
         await self._service.start()
         await super().startup(sockets)
 

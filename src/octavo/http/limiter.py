@@ -1,4 +1,4 @@
-"""Admits, delays or refuses requests."""
+"""Limits on requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUM_ENDINGS = 64
 
 
 class Bucket:
-    """A token bucket. It gains `per_minute` units a minute, and holds at most that many.
+    """A token bucket. It gains `per_minute` units a minute, and holds at most this number.
 
     The level may be negative, because tokens are taken after use.
     """
@@ -48,7 +48,7 @@ class Bucket:
 
 
 class Pool:
-    """Counts the units of a resource that each tenant holds.
+    """Counts how many units of a resource each tenant holds.
 
     If `is_shared` is true, a tenant with units may hold at most its weight times the number of free units. So one
     tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
@@ -72,12 +72,15 @@ class Pool:
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
-        """Return how many units a tenant may take, negative above its share. besides: Held units that do not count."""
+        """Return how many units a tenant may take, or a negative number if it holds too many.
+
+        besides: Number of held units that do not count.
+        """
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
     def share(self, tenant: Tenant) -> float:
-        """Return how many units a tenant may take. After that, it may hold at most its weight times the free units."""
+        """Return how many units a tenant may take so that it then holds at most its weight times the free units."""
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
@@ -106,8 +109,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was its tenant's first waiter, times this tenant's weight
-    divided by theirs.
+    passed: Units that later requests took while this request was its tenant's first waiter, scaled by the ratio of the
+    tenants' weights.
     """
 
     tenant: Tenant
@@ -212,7 +215,7 @@ class _Account:
 class Permit:
     """The output streams that one HTTP request may use.
 
-    is_kept: True if the streamed answer releases the permit, not the `with` block. is_in: True if a prompt was
+    is_kept: True if the streamed answer releases the permit instead of the `with` block. is_in: True if a prompt was
     admitted. Then further prompts wait.
     """
 
@@ -259,8 +262,8 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: Pool of the tokens of prompts without output. Methods raise `RequestError` if a request can never be
-    served, otherwise `QueueFullError` with the seconds to wait.
+    waiting_tokens: Pool of the tokens of prompts that have no output yet. Methods raise `RequestError` if a request can
+    never be served, and `QueueFullError` if it may be served later.
     """
 
     def __init__(
@@ -282,7 +285,7 @@ class RequestLimiter:
 
     def begin(self, tenant: Tenant) -> None:
         """Check the limits for a new request, and count the request."""
-        account = self._account(tenant)  # before `now`: a new account's times begin here
+        account = self._account(tenant)  # before `now`, because a new account reads the clock
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
         self._check(tenant, 1, now)
@@ -292,8 +295,8 @@ class RequestLimiter:
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take output streams for a request that `begin` counted.
 
-        at_least: Streams that suffice to serve the request in parts. The permit then has a multiple of this number,
-        within the tenant's limit and share. None takes all `num_streams`.
+        at_least: Number of streams with which the request can be served in parts. The permit has a multiple of this
+        number of streams, within the tenant's limit and share. If None, the permit has all `num_streams`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())

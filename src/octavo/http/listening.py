@@ -34,11 +34,11 @@ MAX_CONNECTIONS = 8192
 PROBE_CONNECTIONS = 32  # further connections, for health checks
 # An answer waits for the client if the kernel and this process each hold this many unsent bytes.
 MAX_UNSENT_BYTES = 16 << 10
-_TCP_INFO_BYTES = 128  # up to tcpi_bytes_acked
+_TCP_INFO_BYTES = 128
 _INT_BYTES = 4
-_SOCKET_CLOSED = (OSError, ValueError)  # raised by asyncio and uvloop
+_SOCKET_CLOSED = (OSError, ValueError)
 _BACKLOG = 2048
-_EXIT_S = 10.0  # for the engine to end
+_EXIT_S = 10.0
 _OWN_FILES = 256  # open files that are no connections
 
 
@@ -113,8 +113,8 @@ def is_loopback(host: str) -> bool:
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that refuses connections until `open_door` is called. Raises `ConfigError`.
 
-    host: An address; "::" includes IPv4. While this server loads, a proxy is refused and tries another server.
-    TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client.
+    host: An address; "::" includes IPv4. While this server loads, a proxy's connections are refused, so the proxy tries
+    another server. TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -133,8 +133,8 @@ def bind(host: str, port: int) -> socket.socket:
 def _bind(sock: socket.socket, host: str, port: int) -> None:
     """Bind exclusively, even before this server listens.
 
-    With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only briefly, if closed
-    connections (TIME_WAIT) block the address.
+    With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only briefly, and only if
+    closed connections (TIME_WAIT) block the address.
     """
     try:
         sock.bind((host, port))

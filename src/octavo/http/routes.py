@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 _GET, _PROBE = ("GET",), ("GET", "HEAD")
 _CHANGES = ("/api/push", "/api/create", "/api/copy", "/api/blobs/{digest:path}")  # change Ollama's models
 _OLDER = ("/get_server_info",)
-# These actions need `read_metrics`.
 _SETTINGS = "read the server's settings; it needs read_metrics"
 METRICS, DASHBOARD = "read the metrics; it needs read_metrics", "see the dashboard; it needs read_metrics"
 _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # show the requests of all keys
@@ -25,8 +24,8 @@ class Route:
 
     endpoint: `module:name` below `octavo.server.api`. aliases: Older paths. work: "answer" if a model generates text,
     "vectors" if it embeds texts, "count" if texts are only read. Requests with `work` count for their tenant's limits,
-    and the router balances them. methods: The OpenAPI document shows the first. operators: Action that needs the
-    permission `read_metrics`.
+    and the router balances them. methods: Allowed HTTP methods. The OpenAPI document shows only the first. operators:
+    Action that needs the permission `read_metrics`.
     """
 
     path: str
@@ -60,7 +59,7 @@ class Routes:
         return self._working.get(path)
 
     def api(self, path: str) -> Api:
-        """Return a path's API, even without a route."""
+        """Return a path's API, even if no route has the path."""
         route = self.find(path)
         return api_below(path) if route is None else route.api
 

@@ -68,7 +68,7 @@ class Tenant:
 
 
 EVERYBODY = Tenant(share_prefix_cache=True, read_metrics=True)
-_OPERATOR = Tenant(name="(operator)", read_metrics=True)  # no file can have this name
+_OPERATOR = Tenant(name="(operator)", read_metrics=True)  # no key in a file can have this name
 _DEFAULTS = Tenant()
 
 
@@ -179,7 +179,7 @@ def add_key(path: Path, tenant: Tenant) -> str:
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a tenant's keys. Raises `ConfigError`, also for the last tenant."""
+    """Remove a tenant's keys. Raises `ConfigError` if the tenant is unknown or the only one."""
     if [known.name for known in Keyring.from_file(path).tenants] == [name]:
         raise ConfigError(f"{name!r} is the only key of {path}: add another key first")
     with _changed(path, name) as tables:
@@ -187,7 +187,7 @@ def remove_key(path: Path, name: str) -> None:
 
 
 def rotate_key(path: Path, name: str) -> str:
-    """Make and return a tenant's new key. The key before it stays valid. Raises `ConfigError`."""
+    """Make and return a tenant's new key. The previous key stays valid. Raises `ConfigError`."""
     key, digest = _new_key()
     with _changed(path, name) as tables:
         tables[name].update(sha256=digest, previous_sha256=tables[name]["sha256"])
@@ -210,8 +210,7 @@ def _new_key() -> tuple[str, str]:
 def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the tables of a file, then write them. Keeps comments and formatting. Raises `ConfigError`.
 
-    name: A key that must be in the file. If the block raises, nothing is written. The file is replaced atomically, and
-    keeps its owner and mode.
+    If the block raises, nothing is written. The file is replaced atomically, and keeps its owner and mode.
     """
     try:
         import tomlkit  # noqa: PLC0415  a server only reads keys
@@ -236,7 +235,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
         if not is_new:
             before = path.stat()
             run_text_work.chmod(stat.S_IMODE(before.st_mode))
-            if hasattr(os, "chown"):  # for the server, even if root writes
+            if hasattr(os, "chown"):  # the server must read it, even if root writes it
                 os.chown(run_text_work, before.st_uid, before.st_gid)
         run_text_work.replace(path)
     except OSError as error:

@@ -23,7 +23,7 @@ class Timeout:
         self._timer = asyncio.get_running_loop().call_later(seconds, timeouts.take_in, self)
 
     def cancel(self) -> None:
-        """Prevent the call, even if it is already late."""
+        """Prevent the call, even if its time has passed."""
         self._timer.cancel()
         self._queue.leave_out(self)
 
@@ -31,7 +31,7 @@ class Timeout:
 class TimeoutQueue:
     """Calls expired timeouts in order, `SPACING_S` apart, so that the event loop serves connections in between.
 
-    Each earlier timeout may delay a call by `SPACING_S`. Used on one event loop only.
+    Each timeout that expired earlier may delay a call by `SPACING_S`. Used on one event loop only.
     """
 
     def __init__(self) -> None:

@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 
 _LOOKUP_THREADS = 2
 _EXPECTED_S = 1.0  # if no further block arrives for this long, the request uses the found blocks
-_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # pause between repetitions, doubles
+_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # first and longest pause between two lookups; the pause doubles
 
 
 @dataclass(slots=True)
 class _Lookup:
     """A lookup of a request's blocks [first, num_blocks).
 
-    num_expected: Leading blocks that another engine saves. The lookup waits for these blocks until `until` (monotonic
-    time). end: Index after the last block found, or None while unknown. again_at: Time of the next repetition, or None
-    while the lookup runs.
+    num_expected: Number of leading blocks that another engine saves. The lookup waits for these blocks until `until`
+    (monotonic time). end: Index after the last block found, or None while unknown.
     """
 
     first: int
@@ -62,8 +61,8 @@ class StoreConnector:
     """The scheduler's access to a store, a `core.kv_connector.KVConnector`.
 
     The result of a lookup is kept until the request ends or needs other blocks. After a load that ended early, only
-    blocks before the first missing block are looked up. Blocks that another engine saves are looked up until all are
-    found or no more arrive.
+    blocks before the first missing block are looked up. Blocks that another engine saves are looked up again until all
+    are found or no more arrive.
 
     on_answer: Called on another thread after a lookup. direct: This engine's side of direct transfers, which is also a
     tier of the store. kinds: Kinds of all KV groups except the first. The store may lack the content of these groups
@@ -85,13 +84,13 @@ class StoreConnector:
         self._on_answer = on_answer
         self._direct = direct or NoConnector()
         self._lookups: dict[str, _Lookup] = {}
-        self._missing: dict[str, bytes] = {}  # by request: the first key that a load lacked
+        self._missing: dict[str, bytes] = {}  # by request: the first key that a load did not find
         self._threads = DaemonThreads(_LOOKUP_THREADS, "octavo-kv-lookup", HANGS_AFTER_S)
         self._threads.submit(store.open)
 
     @property
     def num_lookups(self) -> int:
-        """Requests with state."""
+        """Requests with lookups."""
         return len(self._lookups.keys() | self._missing.keys())
 
     def request_added(self, request: Request) -> None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class MooncakeConnector(Protocol):
-    """An engine's side of direct transfers, also a `KVStore`. Called on the engine's thread, and must not block.
+    """An engine's side of direct transfers. Implementations are also a `KVStore`.
 
-    port: Port at which a prefill engine serves KV.
+    Methods are called on the engine's thread and must not block. port: Port at which a prefill engine serves KV.
     """
 
     port: int | None
@@ -81,8 +81,8 @@ def create_connector(
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers, or None. Raises `ConfigError`.
 
-    secret: Equal in both engines. kv_format: Properties on which KV depends, except tokens, by name; equal in both
-    engines.
+    secret, kv_format: Must be equal in both engines. kv_format has, by name, the properties on which KV depends in
+    addition to tokens.
     """
     if not config.direct:
         return None

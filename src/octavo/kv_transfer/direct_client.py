@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0  # after a failed start
 _GONE_S = 10.0  # a process that is silent for longer is replaced
-_ANYBODY = "192.0.2.1:9"  # for documentation (RFC 5737), on no real network
+_ANYBODY = "192.0.2.1:9"  # reserved for documentation (RFC 5737)
 
 
 class TransferClient:
-    """Runs the process of a `MooncakeClient` without a pool, and restarts it if it ends. Thread-safe.
+    """Runs the process of a `MooncakeClient` that has no pool, and restarts the process if it ends. Thread-safe.
 
     Advertises a default address until `get` learns a better address. object_bytes: Bytes of a header and a block.
     num_areas: Maximum number of concurrent transfers.
@@ -54,7 +54,7 @@ class TransferClient:
         and may restart the process. Raises `StoreError` after `close`, and during a pause after a failed start.
         """
         with self._changed:
-            if self._is_guess and not ip_address(host).is_loopback:  # local peers reach any address
+            if self._is_guess and not ip_address(host).is_loopback:  # local peers can use any address
                 is_other, self._host, self._is_guess = host != self._host, host, False
                 if is_other:
                     self._changed.wait_for(lambda: not self._is_opening, timeout_s)

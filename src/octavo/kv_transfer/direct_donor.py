@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 2.0  # the request may arrive here later than at the decode engine
-_STALLED_S = 3.0  # limit for ready blocks to wait for a write; less than `SILENT_S`
-_FIRST_WRITE_BYTES = 1 << 20  # `_Pace` adapts later writes
+_STALLED_S = 3.0  # longest wait of computed blocks for a write; less than `SILENT_S`
+_FIRST_WRITE_BYTES = 1 << 20
 _MAX_CONNECTIONS = 512
 _MAX_LOGGED = 64
 _MAX_KNOWN = 4096
 
 
 class _Pace:
-    """Adapts the number of blocks per write to one decode engine. A write takes half of `BEAT_S` to `BEAT_S`.
+    """Adapts the number of blocks per write, so that a write to one decode engine takes at most `BEAT_S`.
 
     No message is sent during a write, so a longer write would look like a failure.
     """
@@ -47,7 +47,7 @@ class _Pace:
         self.num_blocks = max(_FIRST_WRITE_BYTES // object_bytes, 1)
 
     def wrote(self, num_blocks: int, seconds: float) -> None:
-        """Adapt the number."""
+        """Adapt `num_blocks`."""
         if seconds > messages.BEAT_S:
             self.num_blocks = max(num_blocks // 2, 1)
         elif seconds < messages.BEAT_S / 2 and num_blocks == self.num_blocks:
@@ -73,8 +73,8 @@ class DirectDonor:
         self._segment = Segment(block_bytes, max_bytes)
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # guards all fields below
-        self._open: Counter[str] = Counter()  # requests by transfer
-        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers without further blocks
+        self._open: Counter[str] = Counter()  # number of open requests by transfer
+        self._ended: OrderedDict[str, None] = OrderedDict()  # transfers that get no further blocks
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
         self._num_errors = 0
@@ -263,7 +263,7 @@ class DirectDonor:
     def _hand_over(self, channel: Channel, ready: ReadyToReceive) -> None:
         """Write and report blocks as they are computed, and send a `Beat` every `BEAT_S`."""
         num_written, requested_at, pace = 0, time.monotonic(), _Pace(self._object_bytes)
-        ready_at: float | None = None  # since when a computed block waits
+        ready_at: float | None = None
         while num_written < len(ready.keys):
             count = self._wait(ready, num_written, requested_at)
             if count is None:
@@ -286,7 +286,7 @@ class DirectDonor:
             with client.area(messages.BEAT_S) as area:
                 write_began = time.monotonic()
                 num_written = self._write(area, ready, first, min(count, pace.num_blocks))
-        except BusyError:  # raised immediately if no area will be free soon
+        except BusyError:
             time.sleep(max(began + messages.BEAT_S - time.monotonic(), 0.0))
             return 0
         self._written_at = time.monotonic()
@@ -322,7 +322,7 @@ class DirectDonor:
         copied = 0
         for target, key in zip(area.objects, ready.keys[first : first + count], strict=False):
             if not self._segment.read(key, partial(copy, target, key)):
-                break  # evicted meanwhile
+                break
             copied += 1
         if copied:
             codes = area.call("write", [ready.session, ready.address + first * self._object_bytes, copied])
@@ -336,6 +336,6 @@ def _versions(version: int) -> dict[str, str]:
 
 
 def _end(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # already closed
+    with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

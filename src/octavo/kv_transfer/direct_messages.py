@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 VERSION = 2
 NONCE_BYTES = GENERATION_BYTES = 16
-BEAT_S = 0.5  # interval of beats
+BEAT_S = 0.5
 SILENT_S = 4.0  # a peer that is silent for longer has failed
 SEND_S = 2.0
 _HEADER = struct.Struct("<8s16s32s32s")  # magic, generation, key, checksum over key and bytes
@@ -44,7 +44,7 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
-    """The memory for the blocks of `keys`. It begins at `address`. Each block follows its header.
+    """The memory into which the blocks of `keys` are written. It begins at `address`. A header precedes each block.
 
     session: Name of this memory. generation: Random bytes, which the headers must contain.
     """

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
 _PROBE_S = 1.0  # a healthy source answers a new connection within this time
 _BUSY_PAUSE_S = 0.05
-_ENDING_S = 0.1  # an ending process closes its listening socket within this time
+_ENDING_S = 0.1
 _MAX_SOURCES = 256
 
 
@@ -63,9 +63,9 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests. See `MooncakeConnector`.
 
-    A faulty or malicious prefill engine only costs time. If it fails, requests that were added before the failure do
-    not ask it. So each request waits for at most one failure. If the engine still answers a new connection, only the
-    connection has failed, and only one request is affected.
+    A faulty or malicious prefill engine only costs time. After it fails, requests that were added before the failure do
+    not ask it again. So each request waits for at most one failure. If the prefill engine still answers a new
+    connection, only the old connection has failed, and only one request is affected.
     """
 
     name = "direct"
@@ -83,7 +83,7 @@ class DirectReceiver:
         self._lock = threading.Lock()  # guards all fields below
         self._expected: dict[str, _Expected] = {}  # by request
         self._added_at: dict[str, float] = {}  # by request
-        self._failing: set[str] = set()  # sources with a failed last transfer
+        self._failing: set[str] = set()  # sources whose last transfer failed
         self._failed_at: dict[str, float] = {}  # by source
         self._num_corrupt = 0
         self._num_errors = 0
@@ -107,7 +107,7 @@ class DirectReceiver:
         """Do nothing."""
 
     def transfer_ended(self, transfer: KVTransfer) -> None:
-        """Expect no more blocks for a load. A cancelled load ends with the next beat."""
+        """Expect no more blocks for the load's request. A cancelled load ends when the next message arrives."""
         if transfer.request_id is not None:
             self.forget_expected(transfer.request_id)
 
@@ -288,9 +288,9 @@ class DirectReceiver:
         return head == messages.header(generation, key, checksum(key, block))
 
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
-        """Count a fault of a source, and log the first of several faults.
+        """Count and log a fault of a source.
 
-        is_down: True if earlier requests must not ask the source again; ignored if is_corrupt.
+        is_down: True if requests that were added before must not ask the source again. Ignored if is_corrupt.
         """
         with self._lock:
             self._num_errors += 1
@@ -318,7 +318,8 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 def _answers(source: str) -> bool:
     """Return True if a source accepts two new connections, and answers or closes each.
 
-    A source at its limit of connections closes each new connection. An ending process closes one, then refuses.
+    A source at its limit of connections closes each new connection. A process that is ending closes one and refuses the
+    next.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

@@ -1,4 +1,4 @@
-"""Blocks for decode engines."""
+"""Stored blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 HEADER_BYTES = 128  # aligns the block to a cache line
-DONOR_AREAS = 8  # concurrent writes
+DONOR_AREAS = 8
 RECEIVER_AREAS = 16  # loads, which mostly wait for prompts
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A stored block. num_leases: Number of readers, which prevent reuse of the memory."""
-
     content: memoryview
     checksum: bytes
     num_leases: int = 0
@@ -31,7 +29,7 @@ class _Slot:
 class Segment:
     """Blocks by key. Evicts the least recently used block without readers. Thread-safe.
 
-    The system allocates memory on first use. Raises `ConfigError` if max_bytes is below one block.
+    The operating system allocates memory on first use. Raises `ConfigError` if max_bytes is below one block.
     """
 
     def __init__(self, block_bytes: int, max_bytes: int) -> None:
@@ -90,7 +88,7 @@ class Segment:
         return self._slots.pop(oldest).content
 
     def read(self, key: bytes, use: Callable[[memoryview, bytes], None]) -> bool:
-        """Call use(block, checksum) while the block is pinned. Return False without a block."""
+        """Call use(block, checksum) while the block is pinned. Return False if the block is missing."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is None:
@@ -107,7 +105,7 @@ class Segment:
         return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks. Memory is released after its last reader."""
+        """Drop blocks. The memory of a block becomes free when its last reader ends."""
         with self._lock:
             for key in keys:
                 slot = self._slots.pop(key, None)

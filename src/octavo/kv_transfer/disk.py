@@ -27,11 +27,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class DiskStore:
     """A `KVStore` in a directory that other processes may use, with other models and versions of octavo.
 
-    Each save writes one file. The least recently used file is evicted first, also after a restart. If writing fails (no
+    Each save writes one file. The least recently used file is evicted first, even after a restart. If writing fails (no
     space, no permission), blocks are still served, and saving is retried after a growing pause.
 
     max_bytes: Limit for all files in the directory, by default `default_bound`. Each process applies its own limit.
-    part_bytes: Size of blocks with only the first KV group, if any. Such blocks are in separate files.
+    part_bytes: Size of blocks with only the first KV group, or None. Such blocks are in separate files.
     """
 
     name = "disk"
@@ -125,7 +125,10 @@ class DiskStore:
         return loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Save as many blocks as fit max_bytes. Raises `ValueError` for a key of a wrong length."""
+        """Save missing blocks in one file. Raises `ValueError` for a key of a wrong length.
+
+        The last blocks are omitted if the file would exceed max_bytes.
+        """
         if self._is_closed:
             return 0
         wrong = next((key for key in keys if len(key) != KEY_BYTES), None)
@@ -157,7 +160,7 @@ class DiskStore:
             self._writing.succeeded()
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Delete the files that contain one of these keys, with all blocks in the files."""
+        """Delete the files that contain any of these keys. Other blocks in these files are deleted, too."""
         names = self._directory.index.holders(keys)
         if names and not self._is_closed:
             with self._reading(self._directory.path):
@@ -201,8 +204,6 @@ def default_bound(directory: Path) -> int:
 
 
 class _Writing:
-    """Pauses after failures."""
-
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self.error = ""
         self.num_errors = 0

@@ -3,11 +3,11 @@
     TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed; the file's time is the last use
     TOKEN.tmp     an unfinished file, locked by its writer; if it is not locked, the writer is dead
     TOKEN.bad     a corrupt file, which is evicted first
-    lock          locked while files are added or removed; each such change writes new random bytes
+    lock          locked while files are added or removed; each change writes new random bytes into this file
 
-Other names, links and other users' files are ignored. Reading takes no lock, because a file that is removed meanwhile
-is a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it writes. So all
-files, including unfinished files, never exceed the limit.
+Links, files with other names and files of other users are ignored. Reading takes no lock, because a file that is
+removed meanwhile is a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it
+writes. So all files, including unfinished files, never exceed the limit.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _NAME = re.compile(r"[0-9a-f]{32}\.(kv|tmp|bad)")
 _LOCK_WAIT_S, _LOCK_POLL_S = 2.0, 0.002  # limited, because a suspended process may hold the lock forever
 _GENERATION_BYTES = 16
 _RECOUNT_S = 60.0  # until all files are listed again
-_SCAN_SHARE = 0.05  # of one thread's time, to list files
-_SETTLED_NS = 50_000_000  # a change within one tick of the file system's clock does not change the directory's time
+_SCAN_SHARE = 0.05  # share of one thread's time for listing files
+_SETTLED_NS = 50_000_000  # two changes within one tick of the file system's clock give the directory the same time
 _MAX_STUCK = 8  # after so many undeletable files, eviction fails
 _UNREADABLE_S = 60.0  # until an unreadable file is retried
 
@@ -48,7 +48,7 @@ _UNREADABLE_S = 60.0  # until an unreadable file is retried
 class DiskDirectory:
     """Files of blocks in a directory, which is created if missing. Thread-safe. Methods raise `OSError`.
 
-    sizes: Sizes of blocks that this engine reads. Other files are only counted.
+    sizes: Sizes of blocks that this engine reads. Files with blocks of other sizes are only counted.
     """
 
     def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
@@ -58,8 +58,8 @@ class DiskDirectory:
         self.num_evicted = 0  # blocks
         self.num_corrupt = 0  # files
         self._sizes, self._max_bytes = sizes, max_bytes
-        self._mutex = threading.Lock()  # to list, add or remove files
-        self._writing: dict[str, int] = {}  # bytes of temporary files, of all processes
+        self._mutex = threading.Lock()
+        self._writing: dict[str, int] = {}  # by name: bytes of the temporary files of all processes
         self._temporaries: set[str] = set()  # of this process
         self._unreadable: dict[str, float] = {}
         self._generation = b""  # content of `lock` at the last count; b"" if a count is due
@@ -108,7 +108,7 @@ class DiskDirectory:
             self._take_in(name, locked=locked)
         self._writing = {name: self._writing.get(name) or self._size(name) for name in temporary}
         if not is_as_known and not locked:
-            self._generation = b""  # without the lock, another process may not have finished a change
+            self._generation = b""  # another process may have the lock and be making a change
         self._seen_ns = changed_ns if is_settled else None
         ended = time.monotonic()
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
@@ -152,7 +152,7 @@ class DiskDirectory:
         except OSError as error:
             if error.errno == errno.EIO:
                 self._set_aside(name, str(error), locked=locked)
-            else:  # for example, no permission
+            else:
                 self._skip_undeletable(name)
         else:
             self.index.add(BlockFile(name, found.st_size, keys), 0 if is_bad else found.st_mtime_ns)
@@ -183,7 +183,7 @@ class DiskDirectory:
             raise CorruptFileError(str(error)) from error
 
     def touch(self, names: list[str]) -> None:
-        """Mark files as used now, the first as the newest, because later blocks are useless without the first."""
+        """Mark files as used now. The first file counts as the newest, because later blocks are useless without it."""
         now_ns = time.time_ns()
         for place, name in enumerate(names):
             try:
@@ -331,7 +331,7 @@ class DiskDirectory:
     def _is_dead(self, name: str) -> bool:
         """Return True if a temporary file has no writer.
 
-        A writer of this user can open its file, so an unreadable file has no writer.
+        Processes of this user can open the files that they write, so an unreadable file has no writer.
         """
         try:
             with self.open(name) as (descriptor, found):

@@ -25,7 +25,7 @@ class BlockFile:
 class DiskIndex:
     """The files of a directory by name, key and age. Thread-safe.
 
-    Ages may be out of date, so the caller checks for later uses before an eviction.
+    Ages may be out of date. Before an eviction, the caller must check whether the file was used later.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class DiskIndex:
             return self._by_age[0] if self._by_age else None
 
     def used(self, name: str, used_ns: int) -> None:
-        """Set the last use of a file, if the file is still the oldest."""
+        """Set the time of a file's last use, if the file is still the oldest."""
         with self._lock:
             if self._by_age and self._by_age[0][1] == name:
                 self._used_ns[name] = used_ns
@@ -124,7 +124,8 @@ class DiskIndex:
     def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
         """Find the newest file that contains the first key. Return None if no file contains it.
 
-        Returns the file, the key's index in the file, and how many keys from this index equal `keys`.
+        Returns the file, the first key's index in the file, and the number of leading `keys` that the file contains
+        from this index on.
         """
         with self._lock:
             holders = self._holders.get(keys[0])

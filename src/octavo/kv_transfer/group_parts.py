@@ -1,7 +1,7 @@
-"""Stored blocks with only the first KV group, because the content of other groups was evicted before the save.
+"""Blocks that are stored with only the first KV group, because the content of other groups was evicted before the save.
 
-A request can use such a block if no row reads the other groups any more. The block is the beginning of a whole block,
-but has a different key, because the content of a key never changes.
+A request can use such a block if no row reads the other groups any more. The block's bytes are the beginning of the
+whole block. The whole block has another key, because the content of a key never changes.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def save(
     part_bytes: int,
     tally: TierTally,
 ) -> int:
-    """Save blocks, also those after a failed block. Return the number of leading blocks stored now.
+    """Save blocks. If a block fails, still save later blocks. Return the number of leading blocks that are now stored.
 
     has_all: True for each block with all groups.
     """

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-HANGS_AFTER_S = 5.0  # while a call takes longer, no further call is made
-CHECK_S = 5.0  # interval of checks of an idle store
+HANGS_AFTER_S = 5.0
+CHECK_S = 5.0
 ResultT = TypeVar("ResultT")
 
 
 class GuardedStore:
     """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
-    After a failure, no call is made for a pause. Then a single call tests the store. A further failure doubles the
+    After a failure, no call is made during a pause. Then a single call tests the store. A further failure doubles the
     pause. While a call hangs, no other call is made.
 
     open_store: Called until it succeeds. may_wait: True if calls may wait for other engines. Then no call counts as
@@ -53,7 +53,7 @@ class GuardedStore:
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._store: KVStore | None = None
-        self._calls: dict[int, float] = {}  # start times of running calls
+        self._calls: dict[int, float] = {}
         self._called_at = clock()
         self._is_over = threading.Event()
         self._num_calls = 0
@@ -131,7 +131,7 @@ class GuardedStore:
         return count
 
     def take_evicted(self) -> int:
-        """Return how many blocks were evicted between the last call and the last load or save."""
+        """Return how many blocks were evicted since the last call, up to the last load or save."""
         with self._lock:
             count, self._num_evicted_reported = self._num_evicted - self._num_evicted_reported, self._num_evicted
         return count
@@ -183,7 +183,7 @@ class GuardedStore:
                 self._failed(error)
 
     def _ask(self, ask: Callable[[KVStore], ResultT], otherwise: ResultT) -> ResultT:
-        """Call the store. Return `otherwise` if no call may be made or it fails."""
+        """Call the store. Return `otherwise` if no call may be made or the call fails."""
         if not self._may_ask():
             return otherwise
         try:

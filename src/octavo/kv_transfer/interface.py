@@ -19,8 +19,8 @@ class StoreError(OctavoError):
 class StoreStats:
     """Contents of a store, and counters since its start.
 
-    max_bytes: None if the store does not set the limit. num_corrupt: Blocks with a wrong checksum. error: Reason why
-    the store is unusable, or "".
+    max_bytes: Limit of num_bytes, or None if the store does not set it. num_corrupt: Blocks with a wrong checksum.
+    error: Reason why the store is unusable, or "".
     """
 
     num_blocks: int
@@ -54,7 +54,7 @@ class KVStore(Protocol):
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order. Return the number of leading valid blocks. Later blocks become undefined.
+        """Fill blocks in order. Return the number of leading valid blocks. The content of later blocks is undefined.
 
         Corrupt blocks are dropped from the store.
         """
@@ -65,7 +65,7 @@ class KVStore(Protocol):
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop known blocks."""
+        """Drop blocks."""
         ...
 
     def stats(self) -> StoreStats:

@@ -31,9 +31,9 @@ class TransferCallback(Protocol):
 
 @dataclass(slots=True)
 class KVBlock:
-    """A node's copy of a block. access_time: monotonic seconds.
+    """A node's copy of a block. access_time: Monotonic time of the last use.
 
-    num_tokens: Given for blocks that engines save, which lack token_ids.
+    num_tokens: Set for blocks that engines save, because these blocks have no token_ids.
     """
 
     block_hash: bytes
@@ -60,12 +60,12 @@ class GlobalKVPool:
         if max_blocks_per_node < 1:
             raise ConfigError(f"max_blocks_per_node must be 1 or more, got {max_blocks_per_node}")
         self.max_blocks_per_node = max_blocks_per_node
-        self._num_evicted: Counter[str] = Counter()  # by node
+        self._num_evicted: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._nodes: dict[str, OrderedDict[bytes, KVBlock]] = {}  # least recently used first
         self._holders: dict[bytes, dict[str, None]] = {}  # first holder first
-        self._open: set[str] = set()  # running transfers
-        self._complete: set[str] = set()  # not queried yet
+        self._open: set[str] = set()
+        self._complete: set[str] = set()  # ended transfers whose end was not queried yet
         self._ended = threading.Condition(self._lock)
         self._movers: DaemonThreads | None = None
 
@@ -102,7 +102,7 @@ class GlobalKVPool:
         *,
         num_tokens: int | None = None,
     ) -> bool:
-        """Store a copy and return True if no node has the hash. Otherwise mark the stored block as used."""
+        """Store a copy and return True if no node has the hash. Otherwise mark the block as used and return False."""
         with self._lock:
             if self._touch(block_hash) is not None:
                 return False
@@ -141,7 +141,7 @@ class GlobalKVPool:
     ) -> None:
         """Copy blocks to another node on a thread, then call callback(request_id, success=...).
 
-        Stops at the first missing block and at the node's limit.
+        Stops at the first missing block or at the node's limit.
         """
         with self._lock:
             if self._movers is None:
@@ -183,7 +183,7 @@ class GlobalKVPool:
         return True
 
     def is_transfer_complete(self, request_id: str) -> bool:
-        """Return True once after a transfer has ended."""
+        """Return True if a transfer has ended, and remove its record."""
         with self._lock:
             return self._take_complete(request_id)
 

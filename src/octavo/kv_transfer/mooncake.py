@@ -1,4 +1,4 @@
-"""A store in memory that engines on several machines lend to a pool of Mooncake.
+"""A store in a pool of Mooncake, to which engines on several machines lend memory.
 
 Bytes from the pool are not trusted. Each read compares an object's key and checksum. Mooncake's codes: -200 no space,
 -704 not found, -706 leased, -707 lease expired before the data arrived, -800 the lender is gone, -900 and -901 no
@@ -30,7 +30,7 @@ _PREFIX = f"octavo-kv-{FORMAT}-"
 _HEADER = struct.Struct("<8s32s32s")  # magic, key, checksum over key and bytes
 _HEADER_BYTES = 128  # aligns the block to a cache line
 _MAGIC = b"octavoK" + bytes([FORMAT])
-_MAX_KNOWN = 1 << 17  # about 20 MB
+_MAX_KNOWN = 1 << 17
 _MAX_QUERIED = 256  # keys per query, because the pool may lack most keys
 _WRONG_SIZE, _TRANSFER_FAILED = -600, -800
 _NO_MASTER = (-900, -901)
@@ -81,7 +81,7 @@ class MooncakeStore:
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that the pool has, and lease them for the following load.
 
-        Without keys, only ask the master.
+        If there are no keys, only ask the master.
         """
         if not keys:
             self._has([])
@@ -107,7 +107,7 @@ class MooncakeStore:
         return [code == _HAS for code in codes]
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that this store neither saved nor saw."""
+        """Return the keys that this store neither saved nor found in the pool."""
         with self._lock:
             return {key for key in keys if key not in self._known}
 
@@ -194,7 +194,6 @@ class MooncakeStore:
 
     @contextmanager
     def _area(self) -> Iterator[Area]:
-        """Counts any `StoreError`."""
         try:
             with self._living_client().area() as area:
                 yield area

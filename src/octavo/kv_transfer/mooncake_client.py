@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MODULE = "octavo.kv_transfer.mooncake_process"
-OPEN_S = 15.0  # to start a process and open its client
+OPEN_S = 15.0
 CALL_S = 4.0
 REST_S = 6.0  # twice Mooncake's limit for a stalled transfer, which may still write into its area
-GONE_S = 30.0  # a process that is silent for longer is killed
+GONE_S = 30.0
 PING_S = 0.5
 CLOSE_S = 5.0  # Mooncake withdraws lent memory in 2 s
-PROCESS_BYTES = 64 << 20  # without lent and shared memory
+PROCESS_BYTES = 64 << 20  # excluding lent and shared memory
 NUM_AREAS = 4
 AREA_BYTES = 8 << 20
 TRANSFER_FAILED = -800
@@ -38,8 +38,8 @@ _SILENT = subprocess.DEVNULL  # Mooncake logs each missed heartbeat
 class ClientOrder:
     """Configuration of a client process, with the descriptors that it inherits.
 
-    master: HOST:PORT of the pool's master, or "" to write into the memory of other engines without a pool. channels:
-    One pipe per area. Areas are contiguous in memory, and objects are contiguous in an area.
+    master: HOST:PORT of the pool's master, or "" if there is no pool and the process writes into the memory of other
+    engines. channels: One pipe per area. Areas are contiguous in memory, and objects are contiguous in an area.
     """
 
     master: str
@@ -154,7 +154,7 @@ class Area:
 class MooncakeClient:
     """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
-    master: "" without a pool. host: Address by which other engines reach this process. segment_bytes: Memory lent to
+    master: See `ClientOrder`. host: Address by which other engines reach this process. segment_bytes: Memory lent to
     the pool. gone_s: A process that is silent for this time is killed, by default `GONE_S`.
     """
 
@@ -297,7 +297,7 @@ def local_address(peer: str) -> str:
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
+            probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
         raise StoreError(f"{peer} cannot be reached: {error}") from error

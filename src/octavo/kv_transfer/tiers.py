@@ -38,8 +38,8 @@ class TieredStore:
     """A `KVStore` over several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
 
     A block is saved to each store that lacks the block. only_first_group: True if blocks have only the first KV group
-    (`octavo.kv_transfer.group_parts`). `keys` are still the keys of whole blocks. Stores without such blocks are
-    skipped.
+    (`octavo.kv_transfer.group_parts`). `keys` are still the keys of whole blocks. Stores that do not keep such blocks
+    are skipped.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -83,7 +83,7 @@ class TieredStore:
         return count
 
     def lacks(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return the keys that any store lacks. only_first_group: A store may have the whole block instead."""
+        """Return the keys that any store lacks. If only_first_group, a store with the whole block lacks nothing."""
         tiers = self._usable_tiers(only_first_group=only_first_group)
         return set().union(*(_lacking(tier, keys, only_first_group=only_first_group) for tier in tiers))
 

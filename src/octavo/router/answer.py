@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from octavo.router.connection import EngineConnection
 
-_MAX_HEADER_BYTES = 64 << 10  # also between two pieces of a body
-_MAX_WAITING_BYTES = 256 << 10  # reading pauses above this limit
+_MAX_HEADER_BYTES = 64 << 10
+_MAX_WAITING_BYTES = 256 << 10
 _FINAL_STATUSES = range(200, 600)
 _INTERIM_STATUSES = range(100, 200)
 _EMPTY_STATUSES = frozenset({204, 304})
@@ -53,9 +53,10 @@ class AnswerLimits:
 
 
 class Answer:
-    """An engine's answer. The end of its `async with` block releases the connection, or closes it if incomplete.
+    """An engine's answer, used in an `async with` block.
 
-    The time limits do not run while received bytes wait for the reader.
+    At the end of the block, the connection is released, or closed if the answer is incomplete. The time limits do not
+    run while received bytes wait for the reader.
     """
 
     def __init__(self, connection: EngineConnection, limits: AnswerLimits, *, is_head: bool) -> None:

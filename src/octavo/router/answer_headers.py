@@ -11,8 +11,8 @@ _OF_CONNECTION = frozenset(
         *(b"transfer-encoding", b"upgrade"),
     }
 )
-_OF_ROUTER = frozenset({b"x-request-id", b"date", b"server"})  # set by this server
-_MAX_DIGITS = 9  # 31 years
+_OF_ROUTER = frozenset({b"x-request-id", b"date", b"server"})
+_MAX_DIGITS = 9
 _MAX_DATE_BYTES = 64
 
 
@@ -25,9 +25,10 @@ def of_connection(headers: list[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def headers_for_client(
     headers: list[tuple[bytes, bytes]], engine_url: str, *, has_length: bool
 ) -> list[tuple[bytes, bytes]]:
-    """Return an answer's headers without the connection's headers and the engine's address.
+    """Return an answer's headers, except headers that concern only the connection.
 
-    headers: Names in lower case. has_length: Keep `Content-Length`. An invalid `Retry-After` is dropped.
+    The engine's address is removed. headers: Names in lower case. has_length: True to keep `Content-Length`. An invalid
+    `Retry-After` is dropped.
     """
     origin = engine_url.encode()
     dropped = of_connection(headers) | _OF_ROUTER | (set() if has_length else {b"content-length"})

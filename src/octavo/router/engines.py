@@ -28,10 +28,11 @@ class EngineHandle:
     """One engine. A field that is None is not known yet.
 
     is_member: True until the engine is removed. models: Empty if the engine has no valid list. role: "prefill",
-    "decode" or "both". incarnation: Identifies a run of the engine's process. kv_format: Everything that KV depends on,
-    except tokens. prefills_from: Time of the event loop's clock from which prefills may be requested. open_tokens:
-    Estimated tokens of this router's open requests. other_tokens: Estimated tokens of other clients. num_paired:
-    Requests that the engine answered after another engine's prefill. num_paired_in_vain: Such requests without KV.
+    "decode" or "both". incarnation: Identifies a run of the engine's process. kv_format: Properties, by name, on which
+    KV depends in addition to tokens. prefills_from: Time of the event loop's clock from which prefills may be
+    requested. open_tokens: Estimated tokens of this router's open requests. other_tokens: Estimated tokens of other
+    clients. num_paired: Requests that the engine answered and another engine prefilled. num_paired_in_vain: Those for
+    which no KV arrived.
     """
 
     url: str
@@ -110,7 +111,7 @@ class EnginePool:
     def choose(
         self, summary: RequestSummary, tried: Sequence[EngineHandle], failed: Collection[EngineHandle] = ()
     ) -> EngineHandle | None:
-        """Choose an engine that was not tried, if any. Engines of role prefill are used if all others failed."""
+        """Choose an engine that was not tried, or return None. Engines of role prefill are the last resort."""
         able = self._able(summary)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
             able = [engine for engine in able if engine.role != "prefill"]
@@ -125,7 +126,7 @@ class EnginePool:
         return able if able or is_known else self.ready()
 
     def choose_prefill(self, summary: RequestSummary, decode: EngineHandle, now: float) -> EngineHandle | None:
-        """Choose the least loaded engine that can compute a prompt for `decode`, if any."""
+        """Choose the least loaded engine that can compute a prompt for `decode`, or return None."""
         able = [
             engine
             for engine in self.ready()

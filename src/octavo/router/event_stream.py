@@ -11,7 +11,7 @@ from octavo.router.usage import COUNTS_BYTES
 if TYPE_CHECKING:
     from octavo.router.routed_request import Share
 
-_KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # the token counts may precede the last event
+_KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # the token counts may be in an earlier event than the last
 _BLANK_LINES = (b"\n\n", b"\n\r\n")
 _LONGEST_END = 3
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _LONG_S = 60.0  # a longer run counts as a successful start
-_MAX_FAILED_STARTS = 3  # in a row
+_MAX_FAILED_STARTS = 3
 _STOP_S = 15.0
 _FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default
 

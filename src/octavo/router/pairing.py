@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _NAMES = frozenset(name.lower().encode() for name in KV_TRANSFER_HEADERS)
 _LEAST_S, _S_PER_TOKEN = 5.0, 0.002  # time limit of a prefill through a store
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a failed prefill: default and maximum
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # default and maximum of the pause after a failed prefill
 _FULL, _SERVERS = 429, 500  # from 500 on, the engine is at fault
 
 
@@ -63,8 +63,8 @@ class Pair:
     """A request for which engine `prefill` computes the prompt, and `decode` the answer.
 
     If KV is sent directly, both engines get the request at the same time. If KV is sent through a store, `decode` gets
-    the request after the prefill. The answer never depends on the prefill, because `decode` computes KV that does not
-    arrive.
+    the request after the prefill. The answer never depends on the prefill, because `decode` itself computes any KV that
+    does not arrive.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Pair:
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
-        # The load changes now, because the next choice of an engine depends on it.
+        # The load must change now, before the next engine is chosen.
         share = Share(self._routed, prefill).__enter__()
         self._task = asyncio.create_task(self._compute())
         self._task.add_done_callback(share.__exit__)
 
     async def scope(self) -> Scope:
-        """Wait until `decode` may get the request. Return the request, without changes if the prefill failed."""
+        """Wait until `decode` may get the request. Return its scope, which is unchanged if the prefill failed."""
         if self._params.source is None and not await self._is_computed():
             return self._scope
         self._decode.num_paired += 1
@@ -150,7 +150,7 @@ class Pair:
             self._failed(f"{type(error).__name__}: {error}")
         except OctavoError as error:
             self._failed(str(error))
-        except Exception as error:  # the answer must not depend on the prefill
+        except Exception as error:
             logger.exception("a prefill failed")
             self._failed(type(error).__name__)
         return is_computed

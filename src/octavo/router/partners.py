@@ -44,8 +44,8 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: The decode engine's figures at the request's start. num_tokens: Estimated prompt tokens. num_new: Tokens not
-    expected in the decode engine's cache.
+    before: The decode engine's figures at the request's start. num_new: Tokens not expected in the decode engine's
+    cache.
     """
 
     prefill: EngineHandle
@@ -56,10 +56,10 @@ class _Unknown:
 
 @dataclass(slots=True)
 class Partners:
-    """Compares engines' KV formats, and counts requests without KV.
+    """Compares engines' KV formats, and counts requests for which no KV arrived.
 
     Engines with different formats are never paired, because they cannot find each other's blocks. A pair pauses after
-    `_VAIN_IN_A_ROW` consecutive requests without KV. The pause doubles after each further such request.
+    `_VAIN_IN_A_ROW` consecutive requests without KV. Each further request without KV doubles the pause.
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
@@ -101,9 +101,9 @@ class Partners:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: EngineHandle, now: float) -> None:
-        """Decide for ended requests whether KV arrived, by the tokens that `decode` has loaded and computed.
+        """Decide for each ended request whether its KV arrived, from the tokens that `decode` has loaded and computed.
 
-        If `decode` loaded and computed no tokens, the prompt was in its own cache. Then nothing is recorded.
+        If `decode` loaded and computed no tokens, the prompt was in the cache of `decode`. Then nothing is recorded.
         """
         figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
         if figures is None:

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to requests that were open when it restarted
-_REFUSED = frozenset({_FULL, _NOT_SERVING})  # another engine may accept
-_MAX_FAILURES = 2  # one retry
-_END_BYTES = 2 * COUNTS_BYTES  # end of a large answer, with the token counts
+_REFUSED = frozenset({_FULL, _NOT_SERVING})
+_MAX_FAILURES = 2
+_END_BYTES = 2 * COUNTS_BYTES
 _UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end, so only the idle limit applies
 
 

@@ -14,11 +14,11 @@ from octavo.http.apis import APIS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_BYTES_PER_TOKEN = 4  # of English, for estimates of load
+_BYTES_PER_TOKEN = 4
 _USUAL_TOKENS = 256  # of an answer without a limit
 _SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces; the first 128 are small
 _MAX_PIECES = 4096  # bytes after 4 MB are ignored
-_MAX_TOKENS = 1 << 17  # an engine refuses more
+_MAX_TOKENS = 1 << 17
 _MAX_STREAMS = 1 << 10
 _NO_RAW = msgspec.Raw()
 _BLOCK_BYTES = 4096
@@ -49,10 +49,10 @@ class RequestSummary:
     """The facts of a request that a router needs.
 
     prompt: Parts of the body, not copied. A prompt that continues another prompt begins with the same bytes. owner:
-    JSON of model, salt and tenant. Requests with the same owner share a prefix cache. num_tokens: Estimate for all
-    prompts. max_tokens: Estimate for each answer. num_choices: Answers per prompt. num_streams: Answers to all prompts.
-    session: Key of the policy "affinity". scores_prompt: True if the whole prompt is computed for log probabilities.
-    is_answered: False for embeddings and token counts.
+    JSON of model, salt and tenant. Requests with the same owner share a prefix cache. num_tokens: Estimated tokens of
+    all prompts. max_tokens: Estimated tokens of each answer. num_choices: Answers per prompt. num_streams: Answers to
+    all prompts. session: Key of the policy "affinity". scores_prompt: True if the whole prompt is computed for log
+    probabilities. is_answered: False for embeddings and token counts.
     """
 
     prompt: tuple[memoryview, ...] = ()

@@ -36,7 +36,7 @@ class RoutedRequest:
         self._why: Exception | None = None
 
     def end(self, why: Exception) -> None:
-        """Abort with an error, unless it is being aborted already."""
+        """Abort with the error `why`, unless the request is being aborted already."""
         if self._why is None:
             self._why = why
             if self._task is not None:
@@ -44,7 +44,7 @@ class RoutedRequest:
 
     @contextlib.asynccontextmanager
     async def guarded(self) -> AsyncIterator[None]:
-        """Raise the error of `end` in the block."""
+        """If `end` is called during the block, raise its error there."""
         self._task = asyncio.current_task()
         try:
             self._raise()
@@ -112,7 +112,7 @@ class Share:
         return self
 
     def note_returned(self, num_events: int) -> None:
-        """Subtract events from the load, as one token each. The first event shows that the prompt was computed."""
+        """Subtract one token per event from the load, and the prompt's tokens at the first event."""
         done = min(num_events, self._num_left)
         self._num_left -= done
         self.engine.open_tokens -= done + self._num_prompt

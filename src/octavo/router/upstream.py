@@ -1,4 +1,4 @@
-"""The router's connections to engines."""
+"""Connections to engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from octavo.router.answer import Answer
     from octavo.router.engines import EngineHandle
 
-FAILURES = (OSError,)  # includes `TimeoutError`
+FAILURES = (OSError,)
 _MAX_OWN_BYTES = 16 << 20  # of answers to the router's own requests
 _LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 _IDLE_S = 30.0  # octavo's servers keep idle connections longer
@@ -33,7 +33,7 @@ _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if no server listens at the address."""
+    """Return True if an error means that no server listens at the address."""
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 

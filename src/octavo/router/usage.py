@@ -9,7 +9,7 @@ from octavo.http.apis import APIS
 
 
 def _number(*names: str) -> re.Pattern[bytes]:
-    """Match a JSON field with a number, but not in a model's text, which has escaped quotes."""
+    """Match a JSON field with a number, but not in a model's text, because quotes are escaped there."""
     return re.compile(rb'(?<!\\)"(?:%b)":\s*(\d+)' % "|".join(names).encode())
 
 
@@ -31,7 +31,7 @@ class ReportedUsage(NamedTuple):
 def read_usage(first: bytes, last: bytes) -> ReportedUsage:
     """Read an answer's token counts.
 
-    first: A stream's first events, in which Anthropic's API counts the prompt. last: The answer's end.
+    first: A stream's first events, in which Anthropic's API reports the prompt's tokens. last: The answer's end.
     """
     counts = first[:COUNTS_BYTES] + _last_counts(last)
     prompt, cached, read = _last(_PROMPT, counts), _last(_CACHED, counts), _last(_READ, counts)

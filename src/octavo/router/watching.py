@@ -108,14 +108,13 @@ class EngineWatch:
                 num_silent = 0
                 await self._record_health(engine, is_ready=status == 200)
             except FAILURES as error:
-                # an engine that times out once is asked again
                 is_gone = is_refusal(error)
                 num_silent = 0 if is_gone else num_silent + (not is_local_failure(error))
                 if num_silent >= _MAX_SILENT or is_gone:
                     self._lost(engine, error)
                     self._launcher.silent(engine.url, num_silent)
                 elif isinstance(error, TimeoutError):
-                    continue  # without a pause, because its requests wait
+                    continue  # without a pause, because the engine's requests wait
             except Exception:
                 logger.exception("%s could not be checked", engine.url)
             await self._pause(engine)
@@ -130,7 +129,7 @@ class EngineWatch:
         self._pool.lost(engine)
 
     async def _record_health(self, engine: EngineHandle, *, is_ready: bool) -> None:
-        if is_ready and (engine.models is None or engine.role != "both"):  # port and KV may change at a restart
+        if is_ready and (engine.models is None or engine.role != "both"):  # port and KV format may change at a restart
             await self._read_role(engine)
         if is_ready and engine.models is None:
             await self._read_models(engine)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class DaemonThreads:
     """Runs tasks on daemon threads. The threads end when this object is garbage-collected.
 
-    hangs_after_s: If every thread's task has run for longer, `submit` adds a thread.
+    hangs_after_s: If the tasks of all threads have run for longer, `submit` adds a thread.
     """
 
     def __init__(self, num_threads: int, name: str, hangs_after_s: float = math.inf) -> None:

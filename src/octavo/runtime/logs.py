@@ -69,7 +69,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _AuditHandler(logging.handlers.WatchedFileHandler):
-    """Writes to a file that may be rotated. A failed write is logged, and fails no request."""
+    """Writes to a file that may be rotated. A failed write is logged but fails no request."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -89,9 +89,9 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
     """Log to standard error, unless the root logger has handlers.
 
-    style: One of `LOG_FORMATS`. process: Name of a process that the user did not start. audit_file: File for the lines
-    of the logger `AUDIT`, as JSON. These lines do not depend on `level` and do not go to standard error. Raises
-    `ConfigError` if the file cannot be opened.
+    style: One of `LOG_FORMATS`. process: Name of this process in log lines, or "" if the user started it. audit_file:
+    File for the lines of the logger `AUDIT`, as JSON. These lines do not depend on `level` and do not go to standard
+    error. Raises `ConfigError` if the file cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()

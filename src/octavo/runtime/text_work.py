@@ -23,10 +23,10 @@ T = TypeVar("T")
 # short request 4 ms, and a tiny text 0.2 ms.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
-_LARGE = 256  # entries of JSON; serializing an entry takes microseconds
-_BYTES_PER_ENTRY = 128  # of JSON input
+_LARGE = 256  # entries of JSON
+_BYTES_PER_ENTRY = 128
 _KINDS = "text", "count"  # answers, token counts
-_LONGEST_S = 30.0  # 8 MB of text take a third of this time
+_LONGEST_S = 30.0
 
 
 class AbandonedError(Exception):
@@ -56,7 +56,7 @@ _local = threading.local()  # `work`: this thread's `_Work`
 
 
 def progress(num_tokens: int = 0) -> None:
-    """Count tokens that this thread's text work has read, if any.
+    """Count tokens that this thread's text work has read. Does nothing outside of text work.
 
     Long work must call this function often, because work can be cancelled only here. Raises `AbandonedError` if the
     caller no longer waits, and `RequestError` if the work takes too long.
@@ -70,8 +70,8 @@ def progress(num_tokens: int = 0) -> None:
 class TextWork:
     """One thread for each size class of texts ("lane"). Tenants use a thread in turns.
 
-    Tiny texts run on the event loop. Token counts have separate threads. A lane's next count starts after the event
-    loop got the previous result, so that other callbacks hardly wait.
+    Tiny texts run on the event loop. Token counts have separate threads. A lane starts a token count only after the
+    event loop got the result of the previous count, so that other callbacks hardly wait.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class TextWork:
     ) -> T:
         """Run `work` and return its result. Raises exceptions of `work`, and `DeadlineError`.
 
-        deadline: Time of the event loop's clock. on_read: Called at the end, also after an error, with the number of
+        deadline: Time of the event loop's clock. on_read: Called at the end, even after an error, with the number of
         tokens read. is_count: True for token counts. If the caller is cancelled, the work stops at its next `progress`.
         """
         under_way = _Work()
@@ -142,7 +142,7 @@ async def run_text_work(
     deadline: float = math.inf,
     is_count: bool = False,
 ) -> T:
-    """Run `work` on the event loop, or on a thread if it has many entries of JSON."""
+    """Run `work` on the event loop, or on a thread if its JSON has many entries."""
     if num_entries <= _LARGE:
         return work()
     num_chars = num_entries * _BYTES_PER_ENTRY

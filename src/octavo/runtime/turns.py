@@ -29,8 +29,8 @@ class TaskRunner(Protocol):
 class Turns:
     """Lets tenants use an executor in turns. A tenant's backlog delays only this tenant. Thread-safe.
 
-    max_waiting: Limit of a tenant's waiting tasks. refusal, parameter: Message and request field of the error above
-    this limit.
+    max_waiting: Limit of a tenant's waiting tasks. refusal, parameter: Message and request field of the error that is
+    raised above this limit.
     """
 
     def __init__(

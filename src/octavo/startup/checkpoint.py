@@ -35,7 +35,7 @@ class Checkpoint(Protocol):
 
     @property
     def weights(self) -> WeightSource:
-        """The unopened weights."""
+        """Return unopened weights."""
         ...
 
     def read_config(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
         ...
 
     def check_tokenizer(self) -> None:
-        """Check for errors of `read_tokenizer` that can be found quickly."""
+        """Raise those errors of `read_tokenizer` that can be found quickly."""
         ...
 
     def read_tokenizer(self) -> Tokenizer:

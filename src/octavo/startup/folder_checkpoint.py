@@ -1,4 +1,4 @@
-"""A checkpoint in Hugging Face's layout."""
+"""Hugging Face checkpoints."""
 
 from __future__ import annotations
 

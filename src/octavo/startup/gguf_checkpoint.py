@@ -1,4 +1,4 @@
-"""A checkpoint in GGUF files."""
+"""GGUF checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares an engine's fingerprint with earlier starts, and makes the keys under which engines share KV."""
+"""Compares an engine's fingerprint with those of earlier starts, and makes the keys under which engines share KV."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def check_fingerprint(
     dtype: str,
     identity: WeightsIdentity | None,
 ) -> EngineFingerprint:
-    """Compare the fingerprint with earlier starts of this engine, and return it.
+    """Compare the fingerprint with those of this engine's earlier starts, and return it.
 
-    identity: Hash of the weights, so that an engine with a copy of the weights is recognized. Nothing is compared if
+    identity: Hash of the weights, by which an engine with a copy of the weights is recognized. Nothing is compared if
     packed_cache_bytes is 0 or the fingerprint has no checksums. Raises `FingerprintError` if checksums differ, and
     `ModelError` if weights were changed.
     """
@@ -82,7 +82,7 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return texts for everything that KV depends on, except tokens.
+    """Return a text for each property on which KV depends in addition to tokens.
 
     Engines share KV only if all texts are equal. identity: Hash of the weights, or None if KV stays in this engine.
     """

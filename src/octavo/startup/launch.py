@@ -72,7 +72,7 @@ def launch_engine(
     draft = find_draft_checkpoint(config.speculative, config.model, served)
     # -P: no imports from the current directory.
     command = [sys.executable, "-P", "-m", "octavo.startup.engine_main"]
-    # Pass paths, because a hub id may mean other files after a restart.
+    # Pass paths, because a hub id may refer to other files after a restart.
     if config.model.model is not None:
         config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
     if config.model.tokenizer is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LEAST_SHARE = 0.1  # of a prompt; a smaller prefix is ignored
 _COMMON_SHARE = 0.5  # of a prompt; a smaller shared prefix is soon in every cache
 _MISSED_SHARE = 0.5  # of the expected prefix; with fewer hits, the prefix was evicted
-_MISSED_TOKENS = 64  # fewer may be missing because of rounding and the chat template
+_MISSED_TOKENS = 64  # fewer tokens may be missing because of rounding and the chat template
 _REMEMBERED = 64  # times balance_tokens; above this limit, the work of all engines is halved
 
 
@@ -29,18 +29,18 @@ class CacheAware(RoutingPolicy):
     prefix, the prompt is new work. New work is spread over the engines, so that their caches differ.
 
     balance_tokens, balance_ratio: An engine is overloaded if its load exceeds the smallest load by more than
-    balance_tokens, and is more than balance_ratio times as large. For a shared prefix, the same limits apply to new
-    work.
+    balance_tokens, and also exceeds balance_ratio times the smallest load. If other prompts share the prefix, the same
+    limits apply to the engine's new work.
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
         self._balance_tokens, self._balance_ratio = balance_tokens, balance_ratio
         self._tree = PrefixTree(max_entries)
         self._open: dict[tuple[int, EngineHandle], Expected] = {}
-        self._work: dict[EngineHandle, float] = {}  # new tokens; old ones count less
+        self._work: dict[EngineHandle, float] = {}  # new tokens; older tokens count less
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
-        """Return the engine with the longest prefix that is not overloaded, or the engine with least load and work."""
+        """Return the engine with the longest prefix, or with least load and work. Overloaded engines are excluded."""
         least = min(engine.load for engine in engines)
         able = [engine for engine in engines if not self._is_more(engine.load, least)]
         found = self._tree.find(summary, able)
@@ -58,7 +58,6 @@ class CacheAware(RoutingPolicy):
         return amount - least > self._balance_tokens and amount > self._balance_ratio * least
 
     def _work_of(self, engine: EngineHandle) -> float:
-        """Return an engine's work, at first the smallest work of all engines."""
         return self._work.setdefault(engine, min(self._work.values(), default=0.0))
 
     def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:

@@ -18,7 +18,7 @@ class Expected:
     """The prefix of a prompt that is expected in an engine's cache.
 
     num_bytes: Length, or 0 if only open requests have sent the prefix, because it may not be computed yet. since:
-    Earliest of the times at which its pieces were last sent.
+    Earliest of the times at which the prefix's pieces were last sent.
     """
 
     num_bytes: int
@@ -30,8 +30,8 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: Length of each engine's prefix. is_branch: True if other prompts continue the longest prefix, for example
-    a system prompt, differently.
+    num_bytes: Length of each engine's prefix. is_branch: True if other prompts begin with the longest prefix, for
+    example a system prompt, but continue differently.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -49,7 +49,8 @@ class _Node:
 class PrefixTree:
     """Prompts that were sent to engines. Each piece has a node, keyed by a hash of all bytes up to the piece's end.
 
-    Engines are assumed to evict the least recently used content first. So one time per engine records its evictions.
+    Engines are assumed to evict the least recently used content first. So one time per engine is enough to know what
+    the engine evicted.
     """
 
     def __init__(self, max_entries: int) -> None:

@@ -23,7 +23,7 @@ class Fields:
     """The fields of objects of one type.
 
     read: names of the fields that this server uses. harmless: maps an ignored field to the reason. unsupported: maps a
-    field to its allowed values, which change nothing.
+    field to its allowed values, which have no effect.
     """
 
     read: frozenset[str]

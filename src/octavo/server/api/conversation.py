@@ -48,8 +48,8 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 class Conversation:
     """A conversation.
 
-    options: arguments of the chat template. field: the API's name of the messages, for errors. prediction: the answer
-    that the client predicts, or "".
+    options: arguments of the chat template. field: the API's name of the field with the messages, for errors.
+    prediction: the answer that the client predicts, or "".
     """
 
     messages: list[dict[str, Any]]
@@ -143,7 +143,7 @@ def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Return the chat template's arguments for a reasoning effort. Some templates know only `enable_thinking`."""
+    """Return the chat template's arguments for a reasoning effort, also as `enable_thinking` for simpler templates."""
     if effort is None:
         return {}
     if not isinstance(effort, str):

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_MAX_NAMED = 100  # logged names
+_MAX_NAMED = 100
 _MAX_NAME_CHARS = 40
-_MAX_LOOKED_AT = 1000  # checked fields of a request
+_MAX_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class As:
 
 
 class Off(tuple[Any, ...]):
-    """The allowed values of an unsupported field, in addition to null. They change nothing."""
+    """The allowed values of an unsupported field, in addition to null. These values have no effect."""
 
     __slots__ = ()
 
@@ -47,7 +47,7 @@ class OffPrompt(Off):
     __slots__ = ()
 
 
-Table = dict[str, As | Off | str]  # a string is the reason why the field changes nothing
+Table = dict[str, As | Off | str]  # a string is the reason why the field has no effect
 
 _WHO = "identifies the client: this server uses the API key"
 _CACHE = "hint for a prompt cache: this server caches every prefix, and no token depends on it"
@@ -67,7 +67,7 @@ def each(value: T, *names: str) -> dict[str, T]:
 
 
 def _of(switch: str, *names: str) -> Table:
-    """Return a table of fields that change nothing without the unsupported field `switch`."""
+    """Return a table of fields that have an effect only together with the unsupported field `switch`."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 

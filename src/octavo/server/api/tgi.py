@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
-# TGI's field `options` is for Hugging Face's service. Only Ollama's `options` are refused.
+# `options` next to `inputs` is a field of Hugging Face's service, and is ignored.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
 _CLIENT_NAMES = {

@@ -37,10 +37,11 @@ class TokenTexts:
         self._num_chars = 0
 
     def share(self, tokens: list[Token], whole: str | None) -> str:
-        """Set the texts of the next visible tokens. Return text that no token got.
+        """Set the texts of the next visible tokens. Return text that was given to no token.
 
-        whole: the answer's text if these are the answer's last tokens. The answer may end within a token, at a stop
-        string. The text of incomplete characters goes to the last visible token, or is returned if no token is visible.
+        whole: the answer's text if `tokens` are the answer's last tokens, otherwise None. The answer may end within a
+        token, at a stop string. The text of incomplete characters goes to the last visible token, or is returned if no
+        token is visible.
         """
         visible = None
         for token in tokens:

@@ -1,1 +1,1 @@
-"""Metrics, traces and the dashboard. This package does not change the server's state."""
+"""Metrics, traces and the dashboard. They only read the server's state."""

@@ -75,9 +75,9 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 
 
 def _read_system(system: Any) -> list[Message]:
-    """Convert the system prompt, without the block that Claude Code adds for Anthropic's billing.
+    """Convert the system prompt. Omit the block that Claude Code adds for Anthropic's billing.
 
-    This block differs in every request, so no request that contains it would hit the prefix cache.
+    The block differs in every request, so with the block, no request would hit the prefix cache.
     """
     blocks = system
     if isinstance(system, list):

@@ -53,7 +53,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **each(Off([]), "messages", "tools"),
     **each(Off(""), "prompt", "suffix"),
 }
-_LAST_N = 64  # Ollama's default, in tokens
+_LAST_N = 64
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _NO_LIMIT = (-2, 0)  # like -1, no limit except the context length
@@ -117,7 +117,7 @@ class AnswerRequest(Body):
         return name
 
     def params(self, service: Service) -> SamplingParams:
-        """Return sampling parameters. Without num_predict, the limit in generation_config.json applies."""
+        """Return sampling parameters. If num_predict is missing, the limit in generation_config.json applies."""
         options, defaults = self.options or Options(), service.default_params
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")

@@ -121,7 +121,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         answer = self._answers[update.choice]
         delta = answer.grow(completion)
         token_ids = completion.token_ids if self._request.return_token_ids else None
-        # If all text is content, each step sends a chunk, which shows clients when tokens arrive.
+        # If all text is content, each step sends a chunk, so that clients see when tokens arrive.
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
             return None
@@ -201,7 +201,7 @@ class _Answer:
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
-        """Return the next delta, or None without new text."""
+        """Return the next delta, or None."""
         delta = self._delta(completion)
         return None if delta == ChatDelta() else self._named(delta)
 

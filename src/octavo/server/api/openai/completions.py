@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.token_places import TokenPlace
     from octavo.server.service import Service
 
-MAX_CHOICES = 1024  # prompts times n
+MAX_CHOICES = 1024
 
 
 @endpoint(body=CompletionRequest, answer=Completion, is_streamed=True)
@@ -103,7 +103,7 @@ def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingPar
 
 
 def read_prompts(prompt: Any, name: str = "prompt", limit: int = MAX_CHOICES) -> list[Any]:
-    """Return a list of prompts. prompt: a text, texts, token ids, or lists of token ids."""
+    """Return a list of prompts. prompt: a text, a list of texts, a list of token ids, or a list of such lists."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:

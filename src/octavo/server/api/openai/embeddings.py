@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_INPUTS = 2048  # as in OpenAI's API
-# Fields of vLLM, llama.cpp, TEI and gateways.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in OF_PROMPTS.items() if name not in TruncationFields.model_fields},
     **{name: UNSUPPORTED[name] for name in ("adapter_id", "adapters", "lora", "lora_path")},
@@ -128,7 +127,7 @@ async def embed_prompts(
     dimensions: int | None = None,
     **options: Any,
 ) -> Response:
-    """Compute embeddings of prompts. Raises `RequestError` unless `dimensions` is 1 to the hidden size.
+    """Compute embeddings of prompts. Raises `RequestError` if `dimensions` is not 1 to the hidden size.
 
     options: further fields of the `Job`.
     """

@@ -45,14 +45,17 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs log probabilities with the places of their tokens in the text, when the places are known."""
+    """Pairs log probabilities with the places of their tokens in the text, once these places are known."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return the pairs whose place became known. is_over: True for the last tokens."""
+        """Add tokens. Return (place, position) for each token whose place is now known.
+
+        is_over: True for the last tokens.
+        """
         self._waiting += positions
         places = self._places.add(token_ids)
         if is_over:
@@ -85,7 +88,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the log probabilities of the answer's next part. A token in two parts is returned only once."""
+        """Return the log probabilities of the answer's next part. A token in two parts is returned once."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_returned = False
@@ -112,7 +115,8 @@ def completion_logprobs(
     """Convert the log probabilities of a completion choice.
 
     positions: log probabilities at each token. They are None for the first token of an echoed prompt, and
-    `TokenLogprobs` for its other tokens, because making objects for up to 40,000 alternatives would take too long.
+    `TokenLogprobs` for the prompt's other tokens, because making objects for up to 40,000 alternatives would take too
+    long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))
@@ -135,7 +139,7 @@ def completion_logprobs(
 def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
     if isinstance(position, dict):
         return {token_id: _finite(entry) for token_id, entry in position.items()}
-    return dict(zip(position.token_ids, _all_finite(position), strict=True))  # a token listed twice has the same value
+    return dict(zip(position.token_ids, _all_finite(position), strict=True))
 
 
 def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:
@@ -163,7 +167,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         entries = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, entries, strict=True))
-        by_id[names[0]] = entries[0]  # in a tie, its rank may differ
+        by_id[names[0]] = entries[0]  # in a tie, the chosen token's rank may differ
         result.append(by_id)
     return result
 
@@ -182,7 +186,6 @@ def _all_finite(entry: TokenLogprobs) -> list[float]:
 
 
 def _chat_token(token_id: int, entry: Logprob, piece: Piece, as_ids: bool) -> tuple[str, float, list[int]]:
-    """Return a token's text, log probability and bytes."""
     written = piece(token_id)
     text = written if isinstance(written, str) else piece_text(written).removeprefix(BYTES)
     data = written.encode() if isinstance(written, str) else written

@@ -64,8 +64,8 @@ class ToolCall(Struct):
 class ChatMessage(Struct):
     """The answer. content is null if the answer has only tool calls.
 
-    An option of the server decides whether reasoning_content or reasoning is present. Clients of vLLM read the fields
-    that are always null.
+    An option of the server decides whether reasoning_content or reasoning is present. Fields that are always null exist
+    for clients of vLLM.
     """
 
     content: str | None
@@ -157,7 +157,7 @@ class Detokenized(Struct):
 
 
 class TokenPiece(Struct):
-    """A token and its text, or its bytes if these alone are not valid UTF-8."""
+    """A token and its text, or its bytes if they are not valid UTF-8 on their own."""
 
     id: int
     piece: str | list[int]

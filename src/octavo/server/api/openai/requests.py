@@ -30,7 +30,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Whether a stream has token counts at its end, or also in each event."""
+    """Whether a stream has token counts in its last event, and whether each event has them."""
 
     model_config = ConfigDict(strict=True)
 
@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingControls(Body):
-    """Fields that control sampling. A field has the meaning of the same field of `SamplingParams`."""
+    """Fields that control sampling. Each field means the same as the field of `SamplingParams` with this name."""
 
     seed: Annotated[int, within("seed")] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
@@ -90,7 +90,7 @@ class Aliased(BaseModel):
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def take_aliases(self) -> None:
-        """Copy each alias to the field that it means. Raises `RequestError` if the field has another value."""
+        """Copy each alias to the field that it means. Raises `RequestError` if the field is set to another value."""
         for name, alias in self.aliases.items():
             value = getattr(self, name, None)
             if value in (None, *alias.nothing):

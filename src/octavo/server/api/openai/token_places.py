@@ -59,7 +59,7 @@ class TokenPlaces:
         """offset: number of characters before the first token."""
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        self._offset = offset  # number of decoded characters
+        self._offset = offset
         self._run = b""  # held bytes of the prompt, and the run's bytes
         self._num_prompt_bytes = 0
         self._waiting: list[tuple[int, int]] = []  # (token of the run, number of bytes before it)

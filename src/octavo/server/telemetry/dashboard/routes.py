@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class _Frames(StreamingResponse):
-    """A stream of frames for one viewer."""
-
     def __init__(self, dashboard: Dashboard, tenant: Tenant) -> None:
         dashboard.enter()
         frames = dashboard.frames(tenant)

@@ -1,4 +1,4 @@
-"""Rows of the tier table."""
+"""Rows of tiers."""
 
 from __future__ import annotations
 

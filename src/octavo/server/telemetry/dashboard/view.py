@@ -194,7 +194,7 @@ class LiveView:
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return rows for the seconds before `now` that changed after `revision` or are not before `second`.
+        """Return rows for the seconds before `now` that changed after `revision`, or that begin at or after `second`.
 
         A past second can change, because prompt tokens count in the second in which their step was scheduled.
         """
@@ -213,7 +213,7 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Return the kept steps after the first `number` steps."""
+        """Return the steps after the first `number` steps, if they are still kept."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
@@ -399,7 +399,7 @@ class LiveView:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the nearest-rank percentile of `values`, or None without values. share: 0.5 for the median."""
+    """Return the nearest-rank percentile of `values`, or None if there are no values. share: 0.5 for the median."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
