@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 _FIRST_RATE = 0.7  # assumed acceptance rate before any draft was verified
 _CREDIT_S = 0.01  # initial value of the seconds gained by lookups
-_OLDER_GUESSES = 0.95  # factor on earlier sums in each step with lookups
+_OLDER_GUESSES = 0.95  # factor by which each step with lookups reduces earlier sums
 _SMALL_SHARE = 0.005  # share of the steps' time that lookups may lose
 _STEPS_OF_A_TRIAL = 16  # if lookups cost more time than they gain, one step in this many tries them
-_REQUESTS_OF_A_TRIAL = 8  # requests with lookups in a trial step
+_REQUESTS_OF_A_TRIAL = 8  # number of requests with lookups in a trial step
 
 
 class DraftPolicy:
@@ -66,10 +66,10 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step's duration in seconds, including the drafting at its end. Call `verified` first.
+        """Learn from a step's duration, including the drafting at its end. `verified` must have been called before.
 
-        Steps with prompt tokens are ignored. If the step verified drafts, return its seconds with the drafting before
-        it, and estimated seconds without drafts. Otherwise return None.
+        Steps with prompt tokens are ignored. If the step verified drafts, return two durations: that of the step and of
+        the drafting before it, and an estimate for the same tokens without drafts. Otherwise return None.
         """
         if not (self._has_drafts or result.drafting_s):
             return None
@@ -109,7 +109,7 @@ class DraftPolicy:
             self._gained_s *= _OLDER_GUESSES
             self._steps_s = _OLDER_GUESSES * self._steps_s + step_s
         gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
-        self._gained_s += max(gained_s, 0.0)  # `allot` causes losses, not lookups
+        self._gained_s += max(gained_s, 0.0)  # losses are caused by `allot`, not by lookups
 
     def _bound_lookups(self, names: Sequence[str]) -> dict[str, int]:
         if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:

@@ -61,7 +61,7 @@ class RequestLifecycle:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> Iterator[Request]:
-        """Yield each request once after its deadline."""
+        """Yield the requests whose deadlines have passed. Each request is yielded only once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
@@ -133,7 +133,7 @@ class RequestLifecycle:
     def preempt(self, victim: Request) -> None:
         """Release a running request's blocks, and put the request back into the queue.
 
-        No step may be in flight, because the step would use the blocks.
+        No step may be in flight, because that step would still use the blocks.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)
@@ -150,7 +150,7 @@ class RequestLifecycle:
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request, and release all that the request holds.
 
-        Afterwards, call `drop_finished` before `running` is read.
+        The caller must call `drop_finished` before `running` is read again.
         """
         request_id = request.request_id
         if request.status is RequestStatus.RUNNING:

@@ -30,7 +30,7 @@ class ResultProcessor:
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process a step's result, and learn from its duration.
 
-        If the step was scheduled before the previous result arrived, its duration starts at that result.
+        If the step was scheduled before the previous step's result arrived, the duration begins at that arrival.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -98,7 +98,7 @@ class ResultProcessor:
     def _update(
         self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
     ) -> EngineCoreOutput | None:
-        """Advance a request by `count` computed tokens, the last `num_drafts` being drafts.
+        """Advance a request by `count` computed tokens, which end with `num_drafts` drafts.
 
         sampled: Accepted drafts, then one more token. If sampling was postponed, the list is empty, and the next step
         computes the last known token again.

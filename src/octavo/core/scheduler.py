@@ -91,7 +91,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> RequestQueue:
-        """The queue, without deferred requests."""
+        """The queue, which excludes deferred requests."""
         return self.waiting_requests.queue
 
     # --- arrivals and ends --------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Scheduler:
         """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
         Raises `RequestError` and changes nothing if the id is in use, the queue is full, the prompt is empty, or the
-        prompt and one output token (no output token if pooled) could never fit.
+        prompt could never fit together with one output token. A pooled prompt needs no output token.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -139,7 +139,7 @@ class Scheduler:
         """Decide the next step. Running requests get tokens first, then waiting requests in order.
 
         Under all policies except `fair`, a running prompt gets tokens after more important waiting requests. A step
-        never both preempts and admits requests. While a step is in flight, call this only if `may_look_ahead()`.
+        that preempts a request admits none. While a step is in flight, call this only if `may_look_ahead()` is True.
         """
         in_flight = self._state.in_flight
         assert self.config.async_scheduling or not in_flight.steps, "the result of the last step has not arrived"
@@ -338,8 +338,8 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return True if another step is needed.
 
-        Ended requests and cancelled transfers must also be reported, unless a step with only such reports has just
-        failed.
+        A step is also needed to report ended requests and cancelled transfers to the worker, unless a step with only
+        such reports has just failed.
         """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
@@ -371,7 +371,7 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Number of records about open requests."""
+        """Number of records that the core keeps about requests."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.waiting_requests.num_records + self.kv_cache_manager.num_tracked_requests
 

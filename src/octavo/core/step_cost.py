@@ -17,20 +17,21 @@ class _Measured:
 
 
 class StepCost:
-    """Learns how long steps, draft model passes or KV loads take, by number of tokens (`rows`).
+    """Estimates the duration of steps, draft model passes or KV loads from the number of tokens (`rows`).
 
-    Estimates for other sizes are optimistic, so that the scheduler tries such sizes. A larger size counts as no slower
-    than the largest measured size. A smaller size takes proportionally less time than the smallest.
+    Outside the range of measured sizes, estimates are optimistic, so that the scheduler tries such sizes. Above the
+    range, the estimate is the duration of the largest measured size. Below the range, the estimate is proportional to
+    the number of tokens.
     """
 
     _WEIGHT = 0.2  # weight of the newest step
-    _LARGEST = 2.0  # longest duration that counts, as a multiple of the average
+    _LARGEST = 2.0  # longer durations count as this multiple of the average
     _NUM_STEPS_KEPT = 1000
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._measured: dict[int, _Measured] = {}
-        self._curve: list[tuple[float, float]] = []  # (rows, seconds), rising in both
+        self._curve: list[tuple[float, float]] = []  # (rows, seconds), sorted
 
     def learn(self, rows: int, seconds: float) -> None:
         """Learn a step's duration."""
@@ -57,7 +58,7 @@ class StepCost:
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Return True if a step of at most `rows` tokens was measured. Call `learn` first."""
+        """Return True if a step of at most `rows` tokens was measured. `learn` must have been called before."""
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:

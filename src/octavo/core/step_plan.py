@@ -19,10 +19,10 @@ class StepPlan:
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
     of_prompts: set[str] = field(default_factory=set)  # requests that used the prompt budget
-    surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses in addition to one per token
+    surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses beyond one per token
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None  # why no further request may be admitted
-    has_admitted: bool = False  # if True, the step must not preempt
+    has_admitted: bool = False  # if True, the step must not preempt any request
     is_short: bool = False  # True if requests could use more budget
     num_mixed_prompt_tokens: int = 0  # budget that prompts use in a step with decodes
 
@@ -30,7 +30,7 @@ class StepPlan:
         self.budget = self.initial_budget
 
     def lower_budget(self, initial_budget: int) -> None:
-        """Lower the budget. Call this before `give`."""
+        """Lower the budget. Must be called before the first `give`."""
         self.initial_budget = self.budget = min(initial_budget, self.initial_budget)
 
     @property

@@ -8,11 +8,11 @@ from octavo.core.step_cost import StepCost
 class TransferCost:
     """Learns the costs of loading and of computing KV.
 
-    Loads of unknown duration are always tried, and slower loads occasionally.
+    A load of unknown duration is always tried. A load that seems slower than computing is tried occasionally.
     """
 
     _WEIGHT = 0.2  # weight of the newest step
-    _TRIED_AGAIN = 32  # one slower load in this many is tried
+    _TRIED_AGAIN = 32  # of the loads that seem slower, one in this many is tried
 
     def __init__(self) -> None:
         self._loads = StepCost()  # seconds of loads by number of tokens
@@ -26,7 +26,7 @@ class TransferCost:
         self._seconds_per_token = known + self._WEIGHT * (new - known) if known else new
 
     def learn_load(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a load. seconds: Time from the order to the end or expiry."""
+        """Learn from a load. seconds: Time from the load's order to its end or expiry."""
         self._loads.learn(num_tokens, seconds)
 
     def computing_s(self, num_tokens: int) -> float:

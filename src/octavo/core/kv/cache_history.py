@@ -31,7 +31,7 @@ class Miss:
     position: int | None = None  # position of the first differing token, if known
 
 
-MOST_REMEMBERED = 1 << 16  # blocks of about 1.2 kB each
+MOST_REMEMBERED = 1 << 16  # blocks; each takes about 1.2 kB
 
 
 class CacheHistory:

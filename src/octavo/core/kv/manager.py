@@ -78,7 +78,7 @@ class KVCacheManager:
         )
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
-        self._pins: dict[int, list[list[int]]] = {}  # by transfer id and group
+        self._pins: dict[int, list[list[int]]] = {}  # pinned ids by transfer id and group
         self.grown: set[str] = set()  # requests with blocks that the worker does not know
         self._copies = BlockCopies()
 
@@ -108,10 +108,10 @@ class KVCacheManager:
     # --- look up ------------------------------------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Look up a request's prefix, without changing anything.
+        """Return a request's prefix hit. Changes nothing.
 
-        If KV that was swapped out at a preemption has more tokens than the cached blocks, the swapped KV is used. The
-        last token is always computed, for its logits.
+        If the KV that was swapped out at a preemption has more tokens than the cached blocks, the swapped-out KV is
+        used. The last token is always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
@@ -121,7 +121,7 @@ class KVCacheManager:
         return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
-        """Count the tokens of a prefix hit that host memory has cached."""
+        """Count the tokens of a prefix hit that are from cached host blocks, excluding swapped-out KV."""
         if computed.is_saved or not computed.host_blocks:
             return 0
         return computed.num_tokens - len(computed.blocks) * self.block_size
@@ -149,9 +149,10 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Allocate blocks for `num_new_tokens` tokens after the computed tokens.
 
-        Return the ids added to the first group's table, including found blocks. If too few blocks are free, change
-        nothing and return None. num_reserved_tokens: Minimum total number of tokens. is_loaded: True if a store
-        provides the new tokens' KV. A group then needs only the blocks that the next token reads.
+        Return the ids that are added to the first group's table, including the blocks of the prefix hit `computed`. If
+        too few blocks are free, change nothing and return None. num_reserved_tokens: The blocks are enough for at least
+        this total number of tokens. is_loaded: True if a store provides the new tokens' KV. A group then needs only the
+        blocks that the next token reads.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -227,11 +228,11 @@ class KVCacheManager:
         return range(max(sequence.first_held[group.index], first), end)
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
-        """Count by group the blocks that are copied from host memory."""
+        """Return how many blocks of each group are copied from host memory."""
         return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
 
     def take_copies(self) -> BlockCopies:
-        """Take the copies for the next step."""
+        """Remove and return the copies for the next step."""
         copies, self._copies = self._copies, BlockCopies()
         if self.host.lent:
             self.host.end_lending()
@@ -253,7 +254,7 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no later token reads. Schedule the step's saves first."""
+        """Release blocks that no later token reads. Saves of these blocks must have been ordered before."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
@@ -324,7 +325,7 @@ class KVCacheManager:
         return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
 
     def free(self, request: Request) -> None:
-        """Release a request's blocks and records."""
+        """Release a request's blocks, and drop its records."""
         self.release(request)
         self.drop_saved(request.request_id)
         self.prefix_cache.chains.forget(request.request_id)
@@ -350,11 +351,11 @@ class KVCacheManager:
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that pin blocks."""
+        """Number of transfers that pin blocks."""
         return len(self._pins)
 
     def pinned_ids(self, group: int) -> list[int]:
-        """Return a group's pinned ids, once for every pin."""
+        """Return the ids of a group's pinned blocks. An id occurs once for each pin."""
         return [block_id for ids in self._pins.values() for block_id in ids[group]]
 
     # --- forget -------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 class ComputedBlocks:
     """A prefix hit with the KV of a request's first `num_tokens` tokens. Valid until the next allocation.
 
-    The request shares `blocks`. The content of `host_blocks` or `source` is copied into the following blocks.
+    The request shares `blocks`. The content of `host_blocks` or `source` is copied into new blocks after `blocks`.
     """
 
     blocks: list[Block]  # full blocks on the device
@@ -48,7 +48,7 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
-    """Cached full blocks of a request."""
+    """Cached full blocks at the beginning of a request."""
 
     on_device: list[Block]
     in_host: list[HostBlock]
@@ -91,12 +91,12 @@ class PrefixCache:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Requests with records."""
+        """Ids of requests with records."""
         return self.chains.request_ids | set(self._computing.values())
 
     @property
     def num_partial_blocks(self) -> int:
-        """Partly filled blocks that requests can copy."""
+        """Number of partly filled blocks that requests can copy."""
         return len(self._partials)
 
     def reads_cache(self, request: Request) -> bool:
@@ -108,8 +108,8 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks at the beginning of a request.
 
-        If a bounded group has evicted its part of a device block, host memory is searched from this block on, which may
-        give a longer hit.
+        If a bounded group has evicted its part of a device block, host memory is also searched from this block on. The
+        longer hit is returned.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -234,7 +234,7 @@ class PrefixCache:
             self._computing.setdefault(block_hash, request.request_id)
 
     def commit(self, request: Request) -> None:
-        """Commit a request's full blocks, and the partly filled last block of a computed prompt."""
+        """Cache a request's full blocks. Once the prompt is computed, also cache its partly filled last block."""
         num_tokens = request.num_computed_tokens
         chain = self.chains.of(request)
         if not self.cache_decoded_blocks:
