@@ -203,7 +203,6 @@ def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store
 
 
 def _stats(store: TieredStore | None) -> EngineStats:
-    """Return figures with all tiers, so that rates include first events."""
     stats = EngineStats()
     if store is not None:
         stats.kv_stores = store.figures
@@ -227,7 +226,6 @@ def _connect(
     direct: MooncakeConnector | None,
     kinds: list[KVGroupKind],
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
-    """Return the connector to the stores, and the `RecordedConnector` if there is a journal."""
     if store is None:
         return None, None
     connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, kinds)
@@ -298,14 +296,10 @@ def _recorded(
 def resolve_scheduler(
     config: ResolvedSchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
 ) -> ResolvedSchedulerConfig:
-    """Return a copy in which values replace None in attention_cost_tokens and mixed_step_ms.
-
-    An operation of attention is slower than an operation of a matrix product. The factor depends on instruction set and
-    weights.
-    """
+    """Return a copy in which values replace None in attention_cost_tokens and mixed_step_ms."""
     cost, step_ms = config.attention_cost_tokens, config.mixed_step_ms
     if not config.enable_chunked_prefill:
-        return config  # prompts are not divided
+        return config
     if cost is None:
         bits = WEIGHT_BITS[quantization] if architecture.stored is None else architecture.stored.bits
         if architecture.block_bytes and quantization is None:

@@ -14,8 +14,6 @@
         ├── DeadlineError
         └── EngineDeadError
             └── EngineRestartingError
-
-`assert` is for octavo's own bugs only.
 """
 
 from __future__ import annotations

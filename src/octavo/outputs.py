@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ErrorCode(StrEnum):
-    """Why a request failed. Servers read codes, users read texts."""
+    """Why a request failed."""
 
     DEADLINE_PASSED = "deadline_passed"
     GRAMMAR_EXCEEDED = "grammar_exceeded"
@@ -48,7 +48,7 @@ _TEXTS = {
 }
 
 
-@dataclass(slots=True)  # not frozen, because creation would take twice as long
+@dataclass(slots=True)  # not frozen, for speed
 class Logprob:
     """A token's log probability, from the model's raw logits (before temperature and filters)."""
 
@@ -70,12 +70,11 @@ def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> 
 class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
     """Log probabilities of a prompt, one item per token. The first is None, all others are token id -> Logprob dicts.
 
-    A dict is created when it is read, because a prompt may have 40,000 log probabilities. entries: The worker's results
-    for all tokens except the first.
+    Dicts are created when they are read, to save memory. entries: The worker's results for all tokens except the first.
     """
 
     __slots__ = ("entries", "texts")
-    __hash__ = None  # type: ignore[assignment]  # the sequence grows, and may be equal to a list
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __init__(self, texts: Mapping[int, str | None]) -> None:
         self.entries: list[TokenLogprobs] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from pathlib import Path  # noqa: TC003 - commands read the types of fields
+from pathlib import Path  # noqa: TC003 - read at run time
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option
@@ -69,8 +69,8 @@ class ModelConfig:
     quantization: "int8" is W8A8. Weights have one scale per output feature, and activations have one per token. Weights
     and activations are first rotated by a Hadamard transform. "int4" is W4A8. "fp8" is W8A16 in E4M3, with one scale
     per output feature. Embeddings and lm_head stay unquantized. If None, Triton kernels multiply a checkpoint's FP8
-    weights directly, and other kernels expand the weights. A checkpoint's 4-bit integer weights are unchanged, and 8-bit
-    integer weights are rotated and rounded again.
+    weights directly, and other kernels expand the weights. A checkpoint's 4-bit integer weights are unchanged.
+    8-bit integer weights are rotated and rounded again.
     packed_cache_bytes: Cached weights are valid until the checkpoint's files change.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - commands read the types of fields
+from pathlib import Path  # noqa: TC003 - read at run time
 from urllib.parse import urlsplit
 
 from octavo.config.access import AccessConfig

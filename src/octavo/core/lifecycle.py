@@ -68,8 +68,6 @@ class RequestLifecycle:
             if request is not None and request.arrival_index == arrival_index:
                 yield request
 
-    # --- start --------------------------------------------------------------------------------------------------------
-
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
         """Start the queue's first request."""
         self._waiting_requests.take()
@@ -128,8 +126,6 @@ class RequestLifecycle:
             self._emitter.emit(events.HostBlocksFound, request_id, *found)
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 
-    # --- preempt ------------------------------------------------------------------------------------------------------
-
     def preempt(self, victim: Request) -> None:
         """Release a running request's blocks, and put the request back into the queue.
 
@@ -144,8 +140,6 @@ class RequestLifecycle:
         victim.num_preemptions += 1
         self._state.builder.preempted(victim.request_id)
         self._waiting_requests.put_back(victim)
-
-    # --- end ----------------------------------------------------------------------------------------------------------
 
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request, and release all that the request holds.

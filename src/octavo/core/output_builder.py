@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from octavo.core.transfer_scheduler import KVTransferScheduler
     from octavo.data.request import Request
 
-_NONE: list[int] = []  # never changed
+_NONE: list[int] = []
 
 
 class OutputBuilder:
@@ -104,5 +104,5 @@ class OutputBuilder:
         """Report all requests of a failed step as ended. The worker may have received any part of the step."""
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
-        # A failed step without tokens is not repeated, because repetitions would keep the core busy.
+        # Repeating a failed step without tokens would keep the core busy.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)

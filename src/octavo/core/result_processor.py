@@ -133,7 +133,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(  # by position, because keywords would cost a dict
+        return EngineCoreOutput(  # positional, because keywords are slower
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],
@@ -143,7 +143,7 @@ class ResultProcessor:
             sequence.num_cached_tokens,
             request.num_computed_in_all,
             request.admitted_time,
-            None,  # no error
+            None,
             result.pooled.get(request_id) if result.pooled else None,
             num_drafts,
             num_sampled - 1 if num_drafts else 0,
@@ -177,7 +177,6 @@ class ResultProcessor:
             self._lifecycle.abandon_loading(loading)
 
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Keep the drafts that the next step should verify."""
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._state.requests.get(request_id)

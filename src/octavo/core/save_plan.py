@@ -1,9 +1,8 @@
 """Chooses the KV blocks that are saved in an external store.
 
-For each block of the first KV group, a bounded group (for example of sliding-window layers) has a block with the same
-positions, which is called a part of the first group's block. A store looks up a sequence from its beginning, so it
-never finds blocks after a missing block. If a part was evicted, the block is therefore still saved, but with the first
-group's content only. This content is enough if the token after a prefix hit does not read the part.
+A part of a block of the first KV group is a bounded group's block with the same positions. A store looks up a sequence
+from its beginning, so it never finds blocks after a missing block. If a part was evicted, the block is therefore still
+saved, but with the first group's content only. This is enough if the token after a prefix hit does not read the part.
 """
 
 from __future__ import annotations

@@ -218,8 +218,7 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Give tokens to running requests in order, and keep one token of the budget for each later request."""
-        num_after, running = len(requests), RequestStatus.RUNNING
+        num_after, running = len(requests), RequestStatus.RUNNING  # each later request keeps one token of the budget
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
         num_prompts_after = sum(map(is_prefill, requests)) if are_prompts_limited else 0
         for request in requests:
@@ -232,7 +231,7 @@ class Scheduler:
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
-                plan.give(request, 1)  # usual case, without a new block
+                plan.give(request, 1)  # the usual case
             else:
                 num_without = max(num_prompts_after - plan.prompt_budget, 0)
                 self._grow(plan, request, num_remaining, num_after - num_without)

@@ -9,8 +9,6 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Averages over steps of similar size."""
-
     rows: float
     seconds: float
     last: int
@@ -19,12 +17,11 @@ class _Measured:
 class StepCost:
     """Estimates the duration of steps, draft model passes or KV loads from the number of tokens (`rows`).
 
-    Outside the range of measured sizes, estimates are optimistic, so that the scheduler tries such sizes. Above the
-    range, the estimate is the duration of the largest measured size. Below the range, the estimate is proportional to
-    the number of tokens.
+    Estimates for unmeasured sizes are optimistic, so that the scheduler tries such sizes. Above the largest measured
+    size, the duration does not increase. Below the smallest, the duration is proportional to the size.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step
+    _WEIGHT = 0.2
     _LARGEST = 2.0  # longer durations count as this multiple of the average
     _NUM_STEPS_KEPT = 1000
 
@@ -54,7 +51,7 @@ class StepCost:
     def _forget_old(self) -> None:
         oldest = self._num_steps - self._NUM_STEPS_KEPT
         self._measured = {size: each for size, each in sorted(self._measured.items()) if each.last > oldest}
-        slowest = accumulate((each.seconds for each in self._measured.values()), max)  # more rows never take less time
+        slowest = accumulate((each.seconds for each in self._measured.values()), max)
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:

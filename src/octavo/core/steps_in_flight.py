@@ -31,7 +31,7 @@ class StepInFlight:
 
     scheduled: SchedulerOutput
     plan: StepPlan
-    start: float  # time of scheduling, in seconds
+    start: float  # in seconds
     ended_ids: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:

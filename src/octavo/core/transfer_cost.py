@@ -11,11 +11,11 @@ class TransferCost:
     A load of unknown duration is always tried. A load that seems slower than computing is tried occasionally.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step
-    _TRIED_AGAIN = 32  # of the loads that seem slower, one in this many is tried
+    _WEIGHT = 0.2
+    _TRIED_AGAIN = 32  # one in this many loads that seem slower
 
     def __init__(self) -> None:
-        self._loads = StepCost()  # seconds of loads by number of tokens
+        self._loads = StepCost()
         self._seconds_per_token = 0.0
         self._num_declined = 0
 

@@ -38,8 +38,8 @@ class PendingTransfer:
     """A transfer that has not ended."""
 
     order: KVTransfer
-    request: Request | None  # the request that waits for the load; None for a save
-    num_present: int  # number of blocks before the loaded blocks
+    request: Request | None  # None for a save
+    num_present: int  # blocks before the loaded blocks
     started: float
     deadline: float
 
@@ -117,8 +117,6 @@ class KVTransferScheduler:
         """Notify the store of a new request."""
         self._connector.request_added(request)
 
-    # --- look up ------------------------------------------------------------------------------------------------------
-
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
         """Return how many tokens to load after the `computed` tokens, or None if the store has not yet answered.
 
@@ -140,7 +138,7 @@ class KVTransferScheduler:
             return self._wait_for_lookup(request, computed.num_tokens, may_wait=may_wait)
         self._lookups.pop(request.request_id, None)
         found = min(found, most) // size * size
-        is_worth = request.expects_kv or self._cost.is_worth_loading(found)  # always load KV from another engine
+        is_worth = request.expects_kv or self._cost.is_worth_loading(found)
         return found if found >= self._min_tokens and is_worth else 0
 
     def _wait_for_lookup(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
@@ -162,8 +160,6 @@ class KVTransferScheduler:
         if lookup is None or self._emitter.now >= lookup.deadline:
             return False
         return self._connector.get_num_new_matched_tokens(request, lookup.num_computed_tokens) is None
-
-    # --- load ---------------------------------------------------------------------------------------------------------
 
     def start_load(self, request: Request, computed: ComputedBlocks, num_external_tokens: int) -> None:
         """Order a load of `num_external_tokens` tokens into the request's blocks after `computed`."""
@@ -204,14 +200,11 @@ class KVTransferScheduler:
         is_enough = all(group.has_read_blocks(sequence, num_tokens) for group in self._manager.bounded)
         return num_tokens if is_enough else 0
 
-    # --- save ---------------------------------------------------------------------------------------------------------
-
     def offer(self, request: Request) -> None:
         """Order saves of a request's committed blocks that the store wants.
 
-        Blocks of the prompt are saved immediately. Blocks of generated tokens are saved together, several at a time.
-        The rest are saved when the request ends. If the KV is for another engine, the limit on pinned blocks does not
-        apply.
+        Blocks of the prompt are saved immediately. Blocks of generated tokens are saved several at a time, and when the
+        request ends. If the KV is for another engine, the limit on pinned blocks does not apply.
         """
         if not self.has_store:
             return
@@ -278,13 +271,11 @@ class KVTransferScheduler:
             self._save(keys, [[block_id for block_id in each if block_id is not None] for each in ids])
         return computed
 
-    # --- end ----------------------------------------------------------------------------------------------------------
-
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
         """Process the end of a transfer. Return the transfer if it is a pending load, otherwise None.
 
-        After an incomplete load, a request usually does not ask the store again. The request asks once more, for fewer
-        blocks, if the loaded blocks are not enough to continue and the KV is not from another engine.
+        After an incomplete load, a request usually does not ask the store again. It asks once more, for fewer blocks,
+        if it cannot continue and the KV is not from another engine.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -366,8 +357,6 @@ class KVTransferScheduler:
             seconds, resumed = self._emitter.now - pending.started, pending.request.num_preemptions > 0
             fields = outcome, num_tokens, seconds, self.computing_s(num_tokens), self.store_name, moves, resumed
             self._emitter.emit(events.KVLoadEnded, name, order.transfer_id, *fields)
-
-    # --- with the worker ----------------------------------------------------------------------------------------------
 
     def take_orders(self) -> list[KVTransfer]:
         """Remove and return the new orders."""

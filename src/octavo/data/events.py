@@ -95,7 +95,7 @@ class KVLoadEnded(RequestEvent):
 
     transfer_id: int
     outcome: str  # done, failed, expired or cancelled
-    num_tokens: int  # tokens with loaded KV
+    num_tokens: int
     seconds: float  # since the order
     computing_s: float  # estimated seconds to compute these tokens; 0 if unknown
     store: str
@@ -196,7 +196,7 @@ class PrefixCacheQueried(RequestEvent):
 
     num_query_tokens: int
     num_hit_tokens: int
-    num_host_tokens: int  # hits in host memory
+    num_host_tokens: int
     miss: str | None  # why the next full block was not found, or None
     position: int | None  # of the first differing token
 

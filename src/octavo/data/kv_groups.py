@@ -1,8 +1,8 @@
 """KV groups. A KV group consists of layers that keep KV of the same positions, in the group's own blocks.
 
 The first group keeps all positions, and lookups find prefixes by the first group's blocks. Bounded groups, for example
-of sliding-window layers, keep only positions that later tokens can still read. A new kind needs a class with the
-decorator `register`, and an attention kernel.
+of sliding-window layers, keep only positions that later tokens can still read. A new kind needs a `register`ed class
+and an attention kernel.
 """
 
 from __future__ import annotations

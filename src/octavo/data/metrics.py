@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
-from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads the types of fields
+from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads this type
 from octavo.data.kv_tier_figures import KVTierCounter, KVTierFigures
 from octavo.data.kv_tiers import DEVICE, HOST
 from octavo.data.request import RequestStatus

@@ -96,7 +96,7 @@ class Request:
     Times are seconds on the engine's clock. fields: Values that replace fields of `options`. max_total_tokens: Maximum
     length of prompt and output together, or the length of a pooled prompt. reads_prefix_cache: False for prompt
     logprobs and mean pooling, because every prompt position must be computed. awaits_results: True if the request has a
-    grammar. The next step then depends on the previous result, because a grammar may postpone a token.
+    grammar. The next step then depends on the previous result.
     """
 
     __slots__ = (

@@ -73,7 +73,7 @@ class BlockCopies:
     """Copies of whole blocks at the beginning of a step, in the order `swap_out`, `block_copies`, `swap_in`.
 
     If a host block occurs twice in `swap_out`, the last copy counts. The source of a copy may be the target of a later
-    copy. A host block has space for one block of every group.
+    copy.
     """
 
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)  # (group, block, host block)

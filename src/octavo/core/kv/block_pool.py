@@ -24,8 +24,7 @@ BlockLink = tuple[int, int]  # (block id, generation)
 class Block:
     """A KV block in device memory.
 
-    name: Identifies the content while device or host memory has it. The name is the `link` of the first block that was
-    registered with the content.
+    name: The `link` of the first block with this content. It identifies the content while device or host memory has it.
     """
 
     block_id: int
@@ -60,7 +59,7 @@ class BlockPool(ContentPool[Block, Block]):
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        super().__init__(self.blocks[::-1])  # a stack, so that recently released blocks are reused first
+        super().__init__(self.blocks[::-1])  # last released, first reused
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
@@ -121,8 +120,8 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. Blocks are evicted in the order of their release.
 
-        The caller passes a sequence's last block first. If a released block is not indexed, the indexed block with the
-        same content becomes the last to be evicted. Raises AssertionError if a block is not held.
+        If a released block is not indexed, the indexed block with the same content becomes the last to be evicted.
+        Raises AssertionError if a block is not held.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -171,7 +170,6 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Return True if the content of the previous block is missing."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:

@@ -19,7 +19,7 @@ class MissReason(StrEnum):
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
     OTHER_SALT = "other salt"
-    DIFFERENT_TOKEN = "different token"  # noqa: S105  a language model's token, not a secret
+    DIFFERENT_TOKEN = "different token"  # noqa: S105  not a secret
     TOO_SHORT = "shorter than a block"
 
 

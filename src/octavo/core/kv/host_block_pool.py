@@ -47,8 +47,6 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         self._num_followers: Counter[BlockLink | None] = Counter()  # number of blocks by their parent's name
         self._emit = emit
 
-    # --- for preempted requests ---------------------------------------------------------------------------------------
-
     def _take_one(self) -> int:
         if self._free:
             return self._free.pop()
@@ -60,8 +58,6 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def release(self, block_ids: Iterable[int]) -> None:
         """Free saved blocks."""
         self._free.extend(block_ids)
-
-    # --- for evicted content of the device ----------------------------------------------------------------------------
 
     def is_followed(self, name: BlockLink | None) -> bool:
         """Return True if host memory has a block that follows the content with this name."""
@@ -110,8 +106,6 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         self._num_followers[content.parent] -= 1
         if not self._num_followers[content.parent]:
             del self._num_followers[content.parent]
-
-    # --- lend ---------------------------------------------------------------------------------------------------------
 
     def lend(self, block_ids: Iterable[int]) -> None:
         """Protect blocks from eviction until the next step has copied from them. Lookups still find cached blocks."""

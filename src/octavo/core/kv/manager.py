@@ -46,7 +46,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         cache_decoded_blocks: bool = True,
         num_host_blocks: int = 0,
-        max_step_tokens: int = 1,  # maximum for one request
+        max_step_tokens: int = 1,
         extra_keys: tuple[str, ...] = (),
         emit: Callable[..., None] = emit_nothing,
     ) -> None:
@@ -105,8 +105,6 @@ class KVCacheManager:
         """Return True if every group has `num_blocks` free or cached blocks."""
         return all(group.num_free_blocks >= num_blocks for group in self.groups)
 
-    # --- look up ------------------------------------------------------------------------------------------------------
-
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Return a request's prefix hit. Changes nothing.
 
@@ -136,8 +134,6 @@ class KVCacheManager:
         sequence.block_tables = [[] for _ in self.groups]
         sequence.first_held = [0] * len(self.groups)
 
-    # --- allocate -----------------------------------------------------------------------------------------------------
-
     def allocate_slots(
         self,
         request: Request,
@@ -150,9 +146,9 @@ class KVCacheManager:
         """Allocate blocks for `num_new_tokens` tokens after the computed tokens.
 
         Return the ids that are added to the first group's table, including the blocks of the prefix hit `computed`. If
-        too few blocks are free, change nothing and return None. num_reserved_tokens: The blocks are enough for at least
-        this total number of tokens. is_loaded: True if a store provides the new tokens' KV. A group then needs only the
-        blocks that the next token reads.
+        too few blocks are free, change nothing and return None. num_reserved_tokens: Minimum number of tokens for which
+        blocks are allocated. is_loaded: True if a store provides the new tokens' KV. A group then needs only the blocks
+        that the next token reads.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -183,7 +179,7 @@ class KVCacheManager:
         if not num_held:
             saved = self._saved.pop(request.request_id, None)
             if saved is not None:
-                self.host.lend(saved.host_blocks)  # the saved KV is swapped in, or no longer needed
+                self.host.lend(saved.host_blocks)
             self.prefix_cache.announce(request, len(computed.blocks))
         return sequence.block_table[num_held:]
 
@@ -243,8 +239,6 @@ class KVCacheManager:
         for _, _, host_block in copies.swap_out:
             self.host.drop(host_block)
 
-    # --- share --------------------------------------------------------------------------------------------------------
-
     def commit(self, request: Request) -> None:
         """Add a request's full blocks to the prefix cache after a step has computed the blocks."""
         num_tokens = request.num_computed_tokens
@@ -259,9 +253,7 @@ class KVCacheManager:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
             self._count_slots(request.sequence)
-            self.grown.add(request.request_id)  # a group may have allocated a block
-
-    # --- release ------------------------------------------------------------------------------------------------------
+            self.grown.add(request.request_id)
 
     def release(self, request: Request) -> None:
         """Release a request's blocks, but keep its hashes."""
@@ -295,7 +287,6 @@ class KVCacheManager:
             self.host.release(saved.host_blocks)
 
     def _evicted(self, block: Block) -> None:
-        """Keep an evicted block in host memory, if lookups can use the block there."""
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
             self._keep_in_host(block)
@@ -330,8 +321,6 @@ class KVCacheManager:
         self.drop_saved(request.request_id)
         self.prefix_cache.chains.forget(request.request_id)
 
-    # --- transfers ----------------------------------------------------------------------------------------------------
-
     def note_loaded(self, request: Request) -> None:
         """Count a request's loaded tokens as a prefix hit."""
         if not request.num_preemptions:
@@ -357,8 +346,6 @@ class KVCacheManager:
     def pinned_ids(self, group: int) -> list[int]:
         """Return the ids of a group's pinned blocks. An id occurs once for each pin."""
         return [block_id for ids in self._pins.values() for block_id in ids[group]]
-
-    # --- forget -------------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
         """See `BlockPool.reset`."""

@@ -103,13 +103,10 @@ class PrefixCache:
         """Return True if a request may use other requests' blocks."""
         return self.is_enabled and request.reads_prefix_cache
 
-    # --- look up ------------------------------------------------------------------------------------------------------
-
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks at the beginning of a request.
 
-        If a bounded group has evicted its part of a device block, host memory is also searched from this block on. The
-        longer hit is returned.
+        Host memory is also searched from the first block with an evicted part. The longer hit is returned.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -186,8 +183,6 @@ class PrefixCache:
         parent = chain.hashes[num_full - 1] if num_full else None
         return self.chains.hash_function(parent, tail, chain.keys(num_full))
 
-    # --- misses -------------------------------------------------------------------------------------------------------
-
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
         """Return why the next full block was not found, or None if finding it would save nothing."""
         index, size = computed.num_blocks, self._block_size
@@ -217,8 +212,6 @@ class PrefixCache:
     def is_being_computed(self, block_hash: BlockHash) -> bool:
         """Return True if a running request will commit this block."""
         return block_hash in self._computing
-
-    # --- share --------------------------------------------------------------------------------------------------------
 
     def adopt(self, request: Request, blocks: list[Block]) -> None:
         """Record that a request shares these blocks."""
@@ -279,8 +272,6 @@ class PrefixCache:
         """Count a request's committed leading blocks."""
         chain = self.chains.get(request.request_id)
         return 0 if chain is None else chain.num_committed
-
-    # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
         """Record that a request no longer holds or computes blocks."""

@@ -20,10 +20,7 @@ __all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hi
 def longest_hit(
     groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
 ) -> int:
-    """Return the largest number of leading blocks after which a request can continue in every group.
-
-    Whenever one group shortens the hit, all groups are asked again.
-    """
+    """Return the largest number of leading blocks after which a request can continue in every group."""
     count, is_shortened = len(blocks) + len(host_blocks), True
     while is_shortened:
         before = count

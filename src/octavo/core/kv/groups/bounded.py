@@ -71,8 +71,6 @@ class BoundedGroup:
         """Share of blocks that are held, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
-    # --- look up ------------------------------------------------------------------------------------------------------
-
     def first_read(self, num_tokens: int) -> int:
         """See `KVGroup`."""
         return self.kind.first_position(num_tokens) // self._block_size
@@ -105,8 +103,6 @@ class BoundedGroup:
     def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
         """Return True if a sequence holds all blocks that the token at position `num_tokens` reads."""
         return self.first_read(num_tokens) >= sequence.first_held[self.index]
-
-    # --- take ---------------------------------------------------------------------------------------------------------
 
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
@@ -208,8 +204,6 @@ class BoundedGroup:
             del self._place(block_id)[block_id]
             self._cached[block_id] = None
 
-    # --- release ------------------------------------------------------------------------------------------------------
-
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
@@ -250,7 +244,7 @@ class BoundedGroup:
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Release blocks. Return how many private blocks are not held any more."""
+        """Return how many private blocks are not held any more."""
         num_private = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
@@ -267,8 +261,6 @@ class BoundedGroup:
                 self._separate(block_id)
                 self._free.append(block_id)
         return num_private
-
-    # --- changes in the first group -----------------------------------------------------------------------------------
 
     def block_forgotten(self, block: Block) -> None:
         """Free the part of a block that lookups no longer find, unless the part is held."""
@@ -292,8 +284,6 @@ class BoundedGroup:
         if first_group_id is not None:
             del self._id_of[first_group_id]
             self._block_of[block_id] = None
-
-    # --- invariants ---------------------------------------------------------------------------------------------------
 
     def quarantine(self, block_id: int) -> None:
         """See `KVGroup`."""

@@ -51,8 +51,6 @@ class KVGroup(Protocol):
         """Number of free and cached blocks."""
         ...
 
-    # --- look up ------------------------------------------------------------------------------------------------------
-
     def first_read(self, num_tokens: int) -> int:
         """Return the index of the first block that the token at position `num_tokens` reads."""
         ...
@@ -60,8 +58,6 @@ class KVGroup(Protocol):
     def id_of(self, block: Block) -> int | None:
         """Return the id of this group's block with the same positions as `block`, or None if evicted."""
         ...
-
-    # --- take ---------------------------------------------------------------------------------------------------------
 
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
@@ -103,8 +99,6 @@ class KVGroup(Protocol):
         """Append a claim's blocks to the sequence's table. `hold` must have been called before."""
         ...
 
-    # --- release ------------------------------------------------------------------------------------------------------
-
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """Release the blocks that are not read by tokens at positions >= `num_tokens`."""
         ...
@@ -113,8 +107,6 @@ class KVGroup(Protocol):
         """Release all blocks of a request, the last block first."""
         ...
 
-    # --- transfers ----------------------------------------------------------------------------------------------------
-
     def pin(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block."""
         ...
@@ -122,8 +114,6 @@ class KVGroup(Protocol):
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Unpin blocks, the last block first."""
         ...
-
-    # --- invariants ---------------------------------------------------------------------------------------------------
 
     def quarantine(self, block_id: int) -> None:
         """Take a block out of use."""
