@@ -14,6 +14,8 @@
         ├── DeadlineError
         └── EngineDeadError
             └── EngineRestartingError
+
+`assert` is for octavo's own bugs only.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class LLM:
     The KV cache
       block_size: tokens in a block. enable_prefix_caching: True to compute a shared prefix once.
       kv_cache_memory_bytes: size in bytes, by default half of the free memory, at most 4 GiB.
-      num_gpu_blocks_override: size in blocks, regardless of memory. kv_cache_dtype: "auto", "int8" or "fp8".
+      num_gpu_blocks_override: size in blocks. kv_cache_dtype: "auto", "int8" or "fp8".
       kv_disk_dir: directory of a store, which processes may share. kv_disk_bytes: maximum size of the store.
       kv_mooncake: address of a Mooncake master.
       kv_transfer_config: a `KVTransferConfig` or a mapping, instead of the three options above.

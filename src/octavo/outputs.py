@@ -70,7 +70,7 @@ def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> 
 class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
     """Log probabilities of a prompt, one item per token. The first is None, all others are token id -> Logprob dicts.
 
-    Dicts are created when they are read, to save memory. entries: The worker's results for all tokens except the first.
+    Dicts are created when they are read. entries: The worker's results for all tokens except the first.
     """
 
     __slots__ = ("entries", "texts")

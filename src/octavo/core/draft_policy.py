@@ -27,7 +27,7 @@ _CREDIT_S = 0.01  # initial value of the seconds gained by lookups
 _OLDER_GUESSES = 0.95  # factor by which each step with lookups reduces earlier sums
 _SMALL_SHARE = 0.005  # share of the steps' time that lookups may lose
 _STEPS_OF_A_TRIAL = 16  # if lookups cost more time than they gain, one step in this many tries them
-_REQUESTS_OF_A_TRIAL = 8  # number of requests with lookups in a trial step
+_REQUESTS_OF_A_TRIAL = 8  # requests with lookups in a trial step
 
 
 class DraftPolicy:

@@ -64,9 +64,6 @@ class PromptCost:
 PLAIN_COST = PromptCost(0.0)
 
 
-# --- order ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
     """The order in which requests are served. A smaller rank is more important."""
@@ -144,9 +141,6 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
-
-
-# --- batching ---------------------------------------------------------------------------------------------------------
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:

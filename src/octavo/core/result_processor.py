@@ -133,7 +133,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(  # positional, because keywords are slower
+        return EngineCoreOutput(
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],

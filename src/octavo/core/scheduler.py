@@ -94,8 +94,6 @@ class Scheduler:
         """The queue, which excludes deferred requests."""
         return self.waiting_requests.queue
 
-    # --- arrivals and ends --------------------------------------------------------------------------------------------
-
     def add_request(self, request: Request) -> None:
         """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
@@ -132,8 +130,6 @@ class Scheduler:
         outputs = [self._lifecycle.end(self.requests[each], status) for each in request_ids if each in self.requests]
         self._lifecycle.drop_finished()
         return outputs
-
-    # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Running requests get tokens first, then waiting requests in order.
@@ -307,8 +303,6 @@ class Scheduler:
             self.kv_cache_manager.bounded_usage,
         )
 
-    # --- results ------------------------------------------------------------------------------------------------------
-
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process the result of the oldest step in flight. Ignores results of other steps."""
         self._emitter.now = self._clock()
@@ -331,8 +325,6 @@ class Scheduler:
     def _take_news(self) -> list[EngineCoreOutput]:
         outputs, self._news = self._news, []
         return outputs
-
-    # --- reports ------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         """Return True if another step is needed.

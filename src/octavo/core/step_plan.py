@@ -15,7 +15,7 @@ class StepPlan:
     """A step's remaining token budget, and the tokens of each request in the order of scheduling."""
 
     initial_budget: int
-    prompt_budget: int  # prompt tokens that may still be scheduled
+    prompt_budget: int
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
     of_prompts: set[str] = field(default_factory=set)

@@ -76,7 +76,7 @@ class KVTransferScheduler:
         self._pending: dict[int, PendingTransfer] = {}
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
-        self._num_offered: dict[str, int] = {}  # number of leading blocks that were offered to the store
+        self._num_offered: dict[str, int] = {}  # leading blocks that were offered to the store
         self._saving: set[BlockHash] = set()  # blocks in pending saves with all parts
         self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves of the first group only
         self.reports_dropped_saves = True  # False in replays of old journals
@@ -317,7 +317,7 @@ class KVTransferScheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Cancel overdue saves. Return the requests of overdue loads."""
-        waiting: list[Request] = []  # deadlines increase with transfer ids
+        waiting: list[Request] = []
         for pending in list(takewhile(lambda each: each.deadline <= now, self._pending.values())):
             if pending.request is None:
                 self._cancel(pending, "expired")

@@ -253,7 +253,7 @@ class HostBlocksCopied(Event):
 class StepScheduled(Event):
     """A step with tokens was decided."""
 
-    num_scheduled_tokens: Mapping[str, int]  # in the order of scheduling
+    num_scheduled_tokens: Mapping[str, int]
     num_tokens: int
     num_running: int
     num_waiting: int

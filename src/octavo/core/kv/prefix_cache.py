@@ -31,7 +31,7 @@ class ComputedBlocks:
     The request shares `blocks`. The content of `host_blocks` or `source` is copied into new blocks after `blocks`.
     """
 
-    blocks: list[Block]  # full blocks on the device
+    blocks: list[Block]
     num_tokens: int
     host_blocks: list[int] = field(default_factory=list)
     source: Block | None = None  # block with all known tokens after `blocks`; only the last token is computed again

@@ -244,7 +244,7 @@ class BoundedGroup:
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Return how many private blocks are not held any more."""
+        """Release blocks. Return how many private blocks are not held any more."""
         num_private = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
