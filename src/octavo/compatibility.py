@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """An argument's values without effect, and the reason. values: None means all values."""
+    """Accepted values of an argument, and why they have no effect. values: None means all values."""
 
     values: tuple[Any, ...] | None
     reason: str

@@ -204,7 +204,7 @@ class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
     max_num_seqs, max_num_batched_tokens, async_scheduling: None means the device's default (see `resolved`).
-    is_offline: True if no user waits for a step. `StepDefaults.num_offline_tokens` is then the default.
+    is_offline: True if no user waits for a step. The default of max_num_batched_tokens is then `num_offline_tokens`.
     mixed_step_ms: None means 100 for an engine. `LLM` uses 0 by default.
     attention_cost_tokens: None means a value from the model's shape, or 0 for a scheduler without an engine.
     enable_chunked_prefill: If False, only a prompt longer than a step's budget is divided. Other prompts wait.

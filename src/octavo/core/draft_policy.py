@@ -41,7 +41,7 @@ class DraftPolicy:
         self.pass_cost = StepCost()
         self._overall = AcceptanceRates(decay=0.98)
         self._overall_computed = AcceptanceRates(decay=0.98)
-        self._computed: AbstractSet[str] = frozenset()  # requests with drafts from a draft model
+        self._computed: AbstractSet[str] = frozenset()
         self._has_drafts = False
         self._has_guesses = False
         self._most_passes = 0

@@ -1,8 +1,9 @@
 """Chooses the KV blocks that are saved in an external store.
 
-A part of a block of the first KV group is a bounded group's block with the same positions. A store looks up a sequence
-from its beginning, so it never finds blocks after a missing block. If a part was evicted, the block is therefore still
-saved, but with the first group's content only. This is enough if the token after a prefix hit does not read the part.
+For a block of the first KV group, its part is a bounded group's block with the same positions. A store looks up a
+sequence from its beginning, so it never finds blocks after a missing block. If a part was evicted, the block is
+therefore still saved, but with the first group's content only. This is enough if the token after a prefix hit does not
+read the part.
 """
 
 from __future__ import annotations

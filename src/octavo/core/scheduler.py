@@ -227,7 +227,7 @@ class Scheduler:
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
-                plan.give(request, 1)  # the usual case
+                plan.give(request, 1)
             else:
                 num_without = max(num_prompts_after - plan.prompt_budget, 0)
                 self._grow(plan, request, num_remaining, num_after - num_without)

@@ -31,7 +31,7 @@ class StepInFlight:
 
     scheduled: SchedulerOutput
     plan: StepPlan
-    start: float  # in seconds
+    start: float
     ended_ids: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:

@@ -12,7 +12,7 @@ class TransferCost:
     """
 
     _WEIGHT = 0.2
-    _TRIED_AGAIN = 32  # one in this many loads that seem slower
+    _TRIED_AGAIN = 32  # one in this many loads that seem slower is tried
 
     def __init__(self) -> None:
         self._loads = StepCost()

@@ -28,7 +28,7 @@ class WaitingRequests:
 
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
-        self.num_tokens = 0  # tokens of all waiting requests
+        self.num_tokens = 0
         self._deferred: dict[str, _Deferred] = {}
         self._never_deferred: set[str] = set()
 

@@ -106,7 +106,7 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks at the beginning of a request.
 
-        Host memory is also searched from the first block with an evicted part. The longer hit is returned.
+        Host memory is also searched, from the first block with an evicted part on. The longer hit is returned.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
