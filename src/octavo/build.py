@@ -75,8 +75,8 @@ def build_engine(
 ) -> Engine:
     """Load the checkpoint, size the KV cache, and return a ready engine.
 
-    progress(done, total): called with bytes of packed weights. kv_store: as in `build_core`. Raises `ConfigError` and
-    `ModelError`.
+    progress(done, total): Called with numbers of bytes of packed weights. kv_store: See `build_core`. Raises
+    `ConfigError` and `ModelError`.
     """
     served = ServedModel.find(config.model)
     input_processor, output_processor = make_processors(config.model, served)
@@ -95,8 +95,8 @@ def build_core(
 ) -> EngineCore:
     """Build a scheduler and a worker with loaded weights. Raises `ConfigError` and `ModelError`.
 
-    reads_ahead: read the vocabulary for grammars now, not at the first grammar while all requests wait.
-    kv_store(block_bytes): makes a store that is asked before the configured ones.
+    reads_ahead: True to read the vocabulary for grammars now. Otherwise, all requests wait while the first grammar
+    reads the vocabulary. kv_store(block_bytes): Creates a store that is asked before the configured stores.
     """
     check_mooncake(config.kv_transfer)
     model_config = config.model
@@ -203,7 +203,6 @@ def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store
 
 
 def _stats(store: TieredStore | None) -> EngineStats:
-    """Return figures with all tiers, so that rates include first events."""
     stats = EngineStats()
     if store is not None:
         stats.kv_stores = store.figures
@@ -227,7 +226,6 @@ def _connect(
     direct: MooncakeConnector | None,
     kinds: list[KVGroupKind],
 ) -> tuple[KVConnector | None, RecordedConnector | None]:
-    """Return the connector to the stores, and the same one again if a journal records it."""
     if store is None:
         return None, None
     connector = StoreConnector(store, config.cache.block_size, executor.wake, direct, kinds)
@@ -298,17 +296,14 @@ def _recorded(
 def resolve_scheduler(
     config: ResolvedSchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
 ) -> ResolvedSchedulerConfig:
-    """Set missing attention_cost_tokens and mixed_step_ms.
-
-    Attention is slower per operation than matrix products, by a factor that depends on instruction set and weights.
-    """
+    """Return a copy in which values replace None in attention_cost_tokens and mixed_step_ms."""
     cost, step_ms = config.attention_cost_tokens, config.mixed_step_ms
     if not config.enable_chunked_prefill:
-        return config  # prompts are not cut
+        return config
     if cost is None:
         bits = WEIGHT_BITS[quantization] if architecture.stored is None else architecture.stored.bits
         if architecture.block_bytes and quantization is None:
-            bits = 4  # products of any blocks are about as fast as int4's
+            bits = 4  # products with any GGUF blocks are about as fast as with int4
         cost = round(1000 * attention_slowness(isa, bits) * architecture.attention_share, 3)
     if step_ms is None:
         step_ms = DEFAULT_MIXED_STEP_MS if config.batching is BatchingMode.MIXED else 0.0
@@ -316,7 +311,7 @@ def resolve_scheduler(
 
 
 def fit_reservation(config: ResolvedSchedulerConfig, num_kv_tokens: int) -> ResolvedSchedulerConfig:
-    """Lower TGI's limits to the engine's capacity. num_kv_tokens: capacity of the KV cache."""
+    """Lower the limits of TGI's options to the engine's capacity. num_kv_tokens: Capacity of the KV cache."""
     there = {
         "max_batch_total_tokens": (num_kv_tokens, "the KV cache is not larger"),
         "max_batch_prefill_tokens": (

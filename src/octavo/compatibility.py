@@ -1,6 +1,6 @@
-"""Arguments of vLLM that octavo lacks, and their values that change nothing here.
+"""Arguments of vLLM that octavo lacks.
 
-Such a value is accepted with a warning. Any other value is refused.
+Values that have no effect in octavo are accepted with a warning. Other values are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Values without effect, and the reason. values: None accepts all."""
+    """Accepted values of an argument, and why they have no effect. values: None means all values."""
 
     values: tuple[Any, ...] | None
     reason: str
@@ -47,7 +47,7 @@ ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
 
 
 def accept_arguments(arguments: Mapping[str, Any]) -> None:
-    """Warn once about arguments without effect. Raises `ConfigError` for unknown ones."""
+    """Warn that the arguments have no effect. Raises `ConfigError` for unknown arguments and refused values."""
     for name, value in arguments.items():
         accepted = ACCEPTED_ARGUMENTS.get(name)
         if accepted is None:

@@ -1,4 +1,4 @@
-"""Errors that octavo raises on purpose. Servers have more in `octavo.http.errors`.
+"""Errors that octavo raises on purpose. `octavo.http.errors` has more.
 
     OctavoError
     ├── ConfigError
@@ -53,9 +53,9 @@ class PromptTooLongError(RequestError):
 
     @classmethod
     def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True, least_output_tokens: int = 1) -> None:
-        """Raise if the output does not fit after a prompt.
+        """Raise if a prompt with the least output exceeds `max_model_len`.
 
-        is_all: False if `num_tokens` is a count so far.
+        is_all: False if only a part of the prompt was counted.
         """
         most = max_model_len - least_output_tokens
         if num_tokens > most:
@@ -92,7 +92,7 @@ class RequestFailedError(EngineError):
 
 
 class FingerprintError(EngineError):
-    """A table was computed differently the second time, or checksums differ from an earlier start."""
+    """A table differs when it is computed again, or checksums differ from those of an earlier start."""
 
 
 class DeadlineError(EngineError):

@@ -46,11 +46,10 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(Engine):
-    """An engine built from configurations; the caller runs its steps.
+    """An engine that is built from configurations. The caller runs the steps.
 
-    device: as in `DeviceConfig`; None for the best available one. sink: receives the event stream
-    (`octavo.data.events`). kv_store: as in `octavo.build.build_core`. progress(done, total): called with bytes of
-    packed weights. Raises `ConfigError` and `ModelError`.
+    device: See `DeviceConfig`. sink: Receives the events (`octavo.data.events`). kv_store, progress: See
+    `octavo.build`. Raises `ConfigError` and `ModelError`.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class AsyncLLM(AsyncEngine):
     async def launch(cls, config: EngineConfig | None = None, *, max_unread_outputs: int | None = None) -> Self:
         """Start an engine, and return once it has loaded its model. Needs the packages of octavo[server].
 
-        max_unread_outputs: see `AsyncEngine`. Raises `ConfigError` and `ModelError`.
+        max_unread_outputs: See `AsyncEngine`. Raises `ConfigError` and `ModelError`.
         """
         loading = asyncio.get_running_loop().run_in_executor(None, launch_engine, config or EngineConfig())
         try:
@@ -122,46 +121,50 @@ def _shut_down(loading: asyncio.Future[Engine]) -> None:
 
 
 class LLM:
-    """Answers batches of prompts in this process. The arguments are vLLM's; all but `model` are keywords.
+    """Answers batches of prompts in this process. Arguments have vLLM's names. All except `model` are keywords.
 
         llm = LLM("Qwen/Qwen2.5-0.5B-Instruct")
         outputs = llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
         print(outputs[0].outputs[0].text)
 
     The model
-      model: a directory in Hugging Face layout, a GGUF file, a hub id, or None for the built-in model.
-      tokenizer: directory or hub id of another tokenizer. skip_tokenizer_init: take and return token ids only.
-      dtype: type of weights, "auto" (the checkpoint's), "bfloat16", "float16", "float32".
-      quantization: None, "int8", "int4", "int4_all" or "fp8": rounds the weights at load. group_size: input features
-      that share a scale in int4. packed_cache_bytes: disk space for packed weights, which later starts read, or 0.
-      max_model_len: maximum tokens of prompt and answer together; None for the checkpoint's.
+      model: directory in Hugging Face layout, GGUF file, hub id, or None for the built-in model.
+      tokenizer: directory or hub id of another tokenizer.
+      skip_tokenizer_init: True to accept and return only token ids.
+      dtype: type of weights, "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
+      quantization: "int8", "int4", "int4_all" or "fp8". Weights are rounded at load.
+      group_size: number of input features that share a scale in int4.
+      packed_cache_bytes: disk space for packed weights, which later starts read.
+      max_model_len: maximum length of prompt and answer together, by default the checkpoint's.
       load_format: "auto", "safetensors", or "dummy" for random weights.
-      generation_config: sampling defaults of the checkpoint ("auto") or of vLLM ("vllm").
-      chat_template: a Jinja template, as text or a file. seed: requests without a seed get one derived from it.
+      generation_config: source of sampling defaults, "auto" (the checkpoint) or "vllm".
+      chat_template: Jinja template, as text or a file. seed: base for the seeds of requests without a seed.
 
     Steps
-      max_num_seqs: maximum sequences in a step; None for 64, or 256 on a GPU. max_num_batched_tokens: maximum tokens
-      in a step; None for 1,024, or 8,192 on a GPU. enable_chunked_prefill: compute long prompts in chunks.
-      long_prefill_token_threshold: maximum tokens of one prompt in a step; 0 for no limit.
+      max_num_seqs: maximum sequences in a step, by default 64, on a GPU 256.
+      max_num_batched_tokens: maximum tokens in a step, by default 1,024, on a GPU 8,192.
+      enable_chunked_prefill: True to compute long prompts in chunks.
+      long_prefill_token_threshold: maximum tokens of one prompt in a step, or 0 for no limit.
       scheduling_policy: "fcfs", "priority", "deadline" or "fair".
 
     The KV cache
-      block_size: tokens in a block. enable_prefix_caching: compute a shared prefix once.
-      kv_cache_memory_bytes: the size; None for half of the free memory, at most 4 GiB. num_gpu_blocks_override: the
-      size in blocks, regardless of memory. kv_cache_dtype: "auto", "int8" or "fp8".
-      kv_disk_dir: directory of a store on disk, which other processes may share; kv_disk_bytes: the maximum size.
-      kv_mooncake: address of a Mooncake master. kv_transfer_config: these options as a `KVTransferConfig` or a mapping.
+      block_size: tokens in a block. enable_prefix_caching: True to compute a shared prefix once.
+      kv_cache_memory_bytes: size in bytes, by default half of the free memory, at most 4 GiB.
+      num_gpu_blocks_override: size in blocks. kv_cache_dtype: "auto", "int8" or "fp8".
+      kv_disk_dir: directory of a store, which processes may share. kv_disk_bytes: maximum size of the store.
+      kv_mooncake: address of a Mooncake master.
+      kv_transfer_config: a `KVTransferConfig` or a mapping, instead of the three options above.
 
     Speculation and the device
       speculative_config: a `SpeculativeConfig`, or a mapping such as {"method": "none"}.
-      device: "cpu" or "cuda"; None for CUDA if a device is present. kernels: "auto", "cpu", "triton", "reference", ...
-      isa: instruction set of the CPU kernels, "auto" for the best. num_threads: None for one per core.
-      enforce_eager: no CUDA graphs.
+      device: "cpu" or "cuda", by default CUDA if present. kernels: "auto", "cpu", "triton", "reference", ...
+      isa: instruction set of the CPU kernels, or "auto" for the best. num_threads: by default one per core.
+      enforce_eager: True for no CUDA graphs.
 
-    Further arguments: fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` by name, such as
-    admission="reservation" (mixed_step_ms is 0 by default), and arguments of vLLM that `octavo.compatibility` lists.
+    Further arguments: fields of `SchedulerConfig`, `CacheConfig` and `DeviceConfig` (mixed_step_ms is 0 by default),
+    and vLLM's arguments in `octavo.compatibility`.
 
-    Raises `ConfigError` for an invalid or unknown argument and `ModelError` for a model that cannot be loaded.
+    Raises `ConfigError` and `ModelError`.
     """
 
     def __init__(
@@ -256,7 +259,7 @@ class LLM:
             )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that are used if none are given: the checkpoint's, otherwise vLLM's."""
+        """Return the parameters that are used if none are given. They are the checkpoint's, otherwise vLLM's."""
         return self.llm_engine.input_processor.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -271,12 +274,12 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts. Returns the outputs in the order of the prompts.
+        """Answer one or many prompts. Returns the outputs in the order of the prompts.
 
-        prompts: texts, token ids, {"prompt": text} or {"prompt_token_ids": ids}; one or many. sampling_params: one for
-        all prompts, or a list. use_tqdm: show progress on terminals. priority: one for each prompt. Raises
-        `RequestError` for an invalid prompt, and then answers none. If one request fails later, its output has an
-        `error`, and the other prompts are answered.
+        prompts: A prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. sampling_params: One for
+        all prompts, or a list. use_tqdm: True to show progress on terminals. priority: One for each prompt. If a prompt
+        is invalid, raises `RequestError` and answers no prompt. If one request fails later, its output has an `error`,
+        and the other prompts are answered.
         """
         one = isinstance(prompts, str) or hasattr(prompts, "keys") or (bool(prompts) and isinstance(prompts[0], int))
         batch = cast("list[Prompt]", [prompts] if one else list(prompts))
@@ -296,11 +299,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, rendered by the checkpoint's chat template.
+        """Answer one or many conversations, which the chat template renders.
 
-        Without sampling_params an answer may fill the rest of the context, unless the checkpoint limits it.
-        add_generation_prompt: begin an answer. continue_final_message: continue the last message.
-        chat_template_kwargs: further variables of the template. Other arguments and errors: see `generate`.
+        If sampling_params is None, only the checkpoint's max_tokens or the context length limits an answer.
+        add_generation_prompt: True to begin an answer. continue_final_message: True to continue the last message.
+        chat_template_kwargs: Further variables of the template. Other arguments and errors: See `generate`.
         """
         one = bool(messages) and hasattr(messages[0], "keys")
         conversations = cast("list[Sequence[Mapping[str, Any]]]", [messages] if one else list(messages))
@@ -329,10 +332,10 @@ class LLM:
         pooling: str | None = None,
         normalize: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Turn prompts into vectors, in the order of the prompts, in `outputs.embedding`.
+        """Return an embedding of each prompt in `outputs.embedding`, in the order of the prompts.
 
-        pooling: "last" or "mean" of the hidden states after the final norm; None for the checkpoint's. normalize: scale
-        the vectors to length 1. Raises `RequestError`.
+        pooling: "last" or "mean" of the hidden states after the final norm, or None for the checkpoint's. normalize:
+        True to scale the vectors to length 1. Raises `RequestError`.
         """
         kind = self.llm_engine.input_processor.model_info.choose_pooling(pooling)
         params = SamplingParams(max_tokens=1, temperature=0.0, pooling=kind, detokenize=False)
@@ -347,7 +350,7 @@ class LLM:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached KV, after waiting for saves. Returns False if requests or saves are open."""
+        """Wait for saves, and drop all cached KV. Returns False and drops nothing if requests or saves are open."""
         self.llm_engine.finish_transfers()
         return self.llm_engine.core.scheduler.reset_prefix_cache()
 
@@ -360,7 +363,7 @@ class LLM:
 
 
 def final_only(params: SamplingParams) -> SamplingParams:
-    """Return a copy for a batch, which has no reader of unfinished outputs."""
+    """Return a copy for a batch, in which only final outputs are read."""
     return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
 
 

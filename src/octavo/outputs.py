@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ErrorCode(StrEnum):
-    """Why a request failed. Servers read codes, users read texts."""
+    """Why a request failed."""
 
     DEADLINE_PASSED = "deadline_passed"
     GRAMMAR_EXCEEDED = "grammar_exceeded"
@@ -26,7 +26,7 @@ class ErrorCode(StrEnum):
 
     @classmethod
     def read(cls, error: str) -> tuple[ErrorCode, str]:
-        """Read an `EngineCoreOutput.error`. A text that is no code comes from a failed step."""
+        """Split `EngineCoreOutput.error` into code and text. A text that is no code comes from a failed step."""
         try:
             code = cls(error)
         except ValueError:
@@ -48,7 +48,7 @@ _TEXTS = {
 }
 
 
-@dataclass(slots=True)  # not frozen: that would double the time to make it
+@dataclass(slots=True)  # not frozen, for speed
 class Logprob:
     """A token's log probability, from the model's raw logits (before temperature and filters)."""
 
@@ -58,7 +58,7 @@ class Logprob:
 
 
 def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> dict[int, Logprob]:
-    """Return token id -> `Logprob`: the token itself first, then the best tokens in order of rank."""
+    """Return token id -> `Logprob`. The chosen token is first. The most probable tokens follow in order of rank."""
     ranks = [entry.rank, *range(1, len(entry.token_ids))]
     result: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
@@ -68,14 +68,13 @@ def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> 
 
 
 class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
-    """Log probabilities of a prompt: None for its first token, then one dict of token id -> Logprob per token.
+    """Log probabilities of a prompt. The first token has None. Each other token has a token id -> Logprob dict.
 
-    A dict is made when it is read, because a prompt may have 40,000 alternatives. entries: the worker's results for all
-    tokens except the first.
+    Dicts are created when they are read. entries: The worker's results for all tokens except the first.
     """
 
     __slots__ = ("entries", "texts")
-    __hash__ = None  # type: ignore[assignment]  # it grows, and is equal to a list
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __init__(self, texts: Mapping[int, str | None]) -> None:
         self.entries: list[TokenLogprobs] = []
@@ -108,9 +107,9 @@ class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
 class CompletionOutput:
     """One of the n outputs of a request.
 
-    finish_reason: "stop", "length", "abort", "error", or None until it is finished. stop_reason: the stop string or
-    token id that ended the output; None for other reasons such as EOS. logprobs: one dict of token id -> Logprob per
-    output token, if requested.
+    finish_reason: "stop", "length", "abort", "error", or None before the end. stop_reason: Stop string or token id that
+    ended the output, or None for other reasons such as EOS. logprobs: One dict of token id -> Logprob per output token,
+    if requested.
     """
 
     index: int
@@ -129,11 +128,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request in seconds of the engine's clock, and its token counts over all n outputs.
+    """Times of one request in seconds on the engine's clock, and token counts summed over all n outputs.
 
-    first_scheduled_time: end of its first wait in the queue. num_computed_tokens: positions that the model computed.
-    num_recomputed_tokens: computed positions that a preemption had lost, and rejected drafts. num_wasted_tokens: tokens
-    generated after a stop string. num_draft_tokens: verified drafts. num_accepted_tokens: drafts in the answer.
+    first_scheduled_time: End of the first wait in the queue. num_computed_tokens: Positions that the model computed.
+    num_recomputed_tokens: Positions computed again after a preemption, and rejected drafts. num_wasted_tokens: Tokens
+    generated after a stop string. num_draft_tokens: Verified drafts. num_accepted_tokens: Drafts in the answer.
     """
 
     arrival_time: float
@@ -149,9 +148,9 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """State of one request after a step. The last output of a request has `finished` set.
+    """State of one request after a step. `finished` is True in the last output.
 
-    pooled: bytes of the requested float32 vector (`SamplingParams.pooling`). error_code: the kind of `error`.
+    pooled: Bytes of the requested float32 vector (`SamplingParams.pooling`). error_code: Kind of `error`.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Parameters of one request. They are checked on arrival; errors name the field."""
+"""Parameters of one request. Errors name the invalid field."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from octavo.errors import RequestError
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
-MAX_GRAMMAR_CHARS = 1 << 16  # compiles within seconds, and within a thread's stack
+MAX_GRAMMAR_CHARS = 1 << 16  # compiles within seconds and within a thread's stack
 MAX_CHOICES = 1000
 POOLING = ("last", "mean")
-MAX_LOGPROBS = 20  # vLLM's default: each costs time and memory
+MAX_LOGPROBS = 20  # vLLM's default
 MAX_DRAFTS = 32
 MAX_COUNT = 2**31 - 1  # the maximum of the worker's tensors
 _STRUCTURED = "structured_outputs"
 _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 _LEAST_TOP_P = 1e-9  # below the best token's probability in any vocabulary
-_SAMPLING_EPS = 1e-5  # as in vLLM: a temperature below it is greedy
+_SAMPLING_EPS = 1e-5  # lower temperatures are greedy, as in vLLM
 
 
 @dataclass(slots=True, kw_only=True, weakref_slot=True)
 class StructuredOutputsParams:
-    """The structure that an answer must have: exactly one of the first five fields. Names are vLLM's.
+    """The structure that an answer must have. Exactly one of the first five fields is set. Names are vLLM's.
 
-    json: a JSON schema, as text or as an object. json_object: any JSON object. regex: for the whole answer. choice: the
-    allowed answers. grammar: in Lark's or GBNF's notation. starts_after: the answer is free up to the end of this text
-    ("</think>"), and has the structure after it. free_from: only an answer that begins with this text ("<think>") has
-    such a free part. Raises `RequestError`.
+    json: JSON schema, as text or as an object. json_object: True for any JSON object. regex: Pattern of the whole
+    answer. choice: Allowed answers. grammar: Grammar in Lark's or GBNF's notation. starts_after: Text such as
+    "</think>" that ends a free part of the answer. The structure begins after the text. free_from: Text such as
+    "<think>". Only an answer that begins with this text has a free part. Raises `RequestError`.
     """
 
     json: str | dict[str, Any] | None = None
@@ -90,7 +90,7 @@ def _refuse_structure(name: str, allowed: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The range of a number. is_open: low itself is excluded. is_whole: integers only."""
+    """The range of a number. is_open: True if `low` is excluded. is_whole: True for integers only."""
 
     low: float
     high: float
@@ -99,7 +99,7 @@ class Limits:
     may_be_none: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Return True if a number is in the range. NaN is not."""
+        """Return True if a number is in the range, and False for NaN."""
         return bool(self.low <= value <= self.high) and not (self.is_open and value == self.low)
 
 
@@ -123,7 +123,7 @@ LIMITS: dict[str, Limits] = {
 
 
 class RequestOutputKind(Enum):
-    """Text of each output: all so far, only the new text, or one output at the end."""
+    """CUMULATIVE: Each output has all text so far. DELTA: Only the new text. FINAL_ONLY: One output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -132,20 +132,20 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters of one request; names, defaults and meaning are those of vLLM and the OpenAI API.
+    """Parameters of one request. Names, defaults and meanings are those of vLLM and the OpenAI API.
 
-    n: output sequences per prompt. seed: makes sampling reproducible; the engine draws one if it is None or -1.
+    n: Number of output sequences. seed: Makes sampling reproducible. If None or -1, the engine draws a seed.
     temperature: 0 is greedy. top_p: 0 keeps only the most probable token. top_k 0 or -1, top_p 1, min_p 0 and typical_p
     1 keep all tokens. typical_p: TGI's locally typical sampling (`octavo.worker.typical`). max_tokens: None means up to
-    the model's limit. logprobs, prompt_logprobs: number of most probable tokens reported in addition to the token
-    itself; None for no log probabilities. logit_bias: token id -> number added to its logit. structured_outputs: the
-    structure of the answer, which ends with it. shown_special_token_ids: special tokens shown even with
-    skip_special_tokens. pooling: "last" or "mean" asks for the prompt's hidden states as one vector; n and max_tokens
-    must then be 1. num_speculative_tokens: maximum number of drafts in a step, 0 for none, None for the engine's; no
-    token depends on it.
+    the model's limit. logprobs, prompt_logprobs: Number of most probable tokens that are reported in addition to the
+    chosen token, or None for no log probabilities. logit_bias: Token id -> number that is added to the logit.
+    structured_outputs: Structure of the answer. The answer ends when the structure is complete.
+    shown_special_token_ids: Special tokens that are shown even if skip_special_tokens is True. pooling: "last" or
+    "mean" asks for the prompt's hidden states as one vector. n and max_tokens must then be 1. num_speculative_tokens:
+    Maximum number of drafts in a step, or None for the engine's. No token depends on the number.
 
-    Numbers may be numpy's. Raises `RequestError` for an invalid value. Fields may be changed until the request is sent.
-    Then the engine checks them again and keeps a copy.
+    Numbers may be numpy numbers. Raises `RequestError` for an invalid value. Fields may be changed until the request is
+    sent. The engine then checks the fields again and keeps a copy.
     """
 
     n: int = 1
@@ -256,7 +256,7 @@ class SamplingParams:
 
     @property
     def least_output_tokens(self) -> int:
-        """Output tokens that must fit: 1, or 0 if pooled."""
+        """Number of output tokens that must fit, which is 1, or 0 if pooled."""
         return 0 if self.pooling is not None else 1
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from dataclasses import dataclass, field
-from pathlib import Path  # noqa: TC003 - commands read the types of fields
+from pathlib import Path  # noqa: TC003 - read at run time
 
 from octavo.config.engine import DEFAULT_MAX_NUM_WAITING
 from octavo.config.fields import at_least, check_choices, not_negative, option

@@ -1,10 +1,10 @@
-"""Configurations of an engine. Before the engine is built, `build.py` replaces None and "auto"."""
+"""Configurations of an engine. `build.py` replaces None and "auto" before it builds the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from pathlib import Path  # noqa: TC003 - commands read the types of fields
+from pathlib import Path  # noqa: TC003 - read at run time
 from typing import TYPE_CHECKING, Any
 
 from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option
@@ -66,11 +66,11 @@ class ModelConfig:
     """The checkpoint and how to read it.
 
     model: Directory in Hugging Face layout, GGUF file, hub id, or None for the built-in demo model.
-    quantization: "int8" is W8A8. Weights have one scale per output feature, and activations have one per token. Both
-    are first rotated by a Hadamard transform. "int4" is W4A8. "fp8" is W8A16 in E4M3, with one scale per output feature
-    and without embeddings and lm_head. With None, Triton kernels multiply FP8 weights of a checkpoint directly, and
-    other kernels expand the weights. Integer weights of a checkpoint stay integers. 4-bit weights are unchanged, and
-    8-bit weights are rotated and rounded again.
+    quantization: "int8" is W8A8. Weights have one scale per output feature, and activations have one per token. Weights
+    and activations are first rotated by a Hadamard transform. "int4" is W4A8. "fp8" is W8A16 in E4M3, with one scale
+    per output feature. Embeddings and lm_head stay unquantized. If None, Triton kernels multiply a checkpoint's FP8
+    weights directly, and other kernels expand the weights. A checkpoint's 4-bit integer weights are unchanged.
+    8-bit integer weights are rotated and rounded again.
     packed_cache_bytes: Cached weights are valid until the checkpoint's files change.
     """
 
@@ -150,8 +150,8 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache.
 
-    With `num_gpu_blocks` or `kv_cache_memory_bytes`, memory is allocated at start, in the background. Otherwise, memory
-    is allocated as blocks are used. kv_cache_dtype: "int8" and "fp8" have one scale per token and head.
+    If `num_gpu_blocks` or `kv_cache_memory_bytes` is set, memory is allocated at start, in the background. Otherwise,
+    memory is allocated when blocks are first used. kv_cache_dtype: "int8" and "fp8" have one scale per token and head.
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
@@ -203,16 +203,16 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
-    max_num_seqs, max_num_batched_tokens, async_scheduling: `resolved` replaces None.
-    is_offline: True if no user waits for a step. The default of max_num_batched_tokens is then larger on a CPU.
-    mixed_step_ms: None means 100 for an engine, and 0 for `LLM`.
+    max_num_seqs, max_num_batched_tokens, async_scheduling: None means the device's default (see `resolved`).
+    is_offline: True if no user waits for a step. The default of max_num_batched_tokens is then `num_offline_tokens`.
+    mixed_step_ms: None means 100 for an engine. `LLM` uses 0 by default.
     attention_cost_tokens: None means a value from the model's shape, or 0 for a scheduler without an engine.
-    enable_chunked_prefill: If False, only a prompt above the budget is divided. Other prompts wait until they fit.
-    ageing_s: None means strict priorities under `priority`, and only deadlines under `deadline`.
-    async_scheduling: A step with drafts or a grammar must end before the next step is scheduled.
-    max_num_preemptions: A protected request restarts only with all blocks that it may need, and is never preempted
-    again.
-    max_batch_prefill_tokens: A longer prompt is divided, even without enable_chunked_prefill.
+    enable_chunked_prefill: If False, only a prompt longer than a step's budget is divided. Other prompts wait.
+    ageing_s: None means that waiting time has no effect on ranks.
+    async_scheduling: Even if True, a step with drafts or a grammar must end before the next step is scheduled.
+    max_num_preemptions: After this many preemptions, a request restarts only with all blocks that it may need, and is
+    never preempted again.
+    max_batch_prefill_tokens: A longer prompt is divided, even if enable_chunked_prefill is False.
     waiting_served_ratio, max_waiting_tokens: Used only while requests run.
     """
 
@@ -382,7 +382,7 @@ class SchedulerConfig:
                 )
 
     def resolved(self, device_type: str = "cpu", *, has_drafts: bool = False) -> ResolvedSchedulerConfig:
-        """Replace None by a device's defaults.
+        """Return a copy in which the device's defaults replace None.
 
         device_type: "cpu" or "cuda". has_drafts: If True, async_scheduling is off by default.
         """
@@ -401,7 +401,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSchedulerConfig(SchedulerConfig):
-    """A `SchedulerConfig` with all limits of a step set."""
+    """A `SchedulerConfig` in which no limit of a step is None."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -500,8 +500,8 @@ class ModelInfo:
     generation_defaults: Sampling parameters from generation_config.json.
     pooling: The checkpoint's pooling of embeddings, "last" or "mean". pooling_problem: Why octavo does not support it.
     hidden_size: Length of an embedding. has_head: False if lm_head is missing, so that only embeddings are served.
-    weight_bytes: Size in the checkpoint's dtype, or after quantization if requested.
-    quantization_level, file_type: Name and number of a GGUF file's mix of types.
+    weight_bytes: Size of the weights in the checkpoint's dtype, or after a requested quantization.
+    quantization_level, file_type: Name and number of a GGUF file's mix of quantization types.
     """
 
     name: str

@@ -35,7 +35,7 @@ def kernels_required() -> bool:
 
 
 def isa_from_environment() -> str | None:
-    """Return OCTAVO_ISA, which replaces `auto`, or None."""
+    """Return OCTAVO_ISA, which is used if the option isa is `auto`, or None."""
     return os.environ.get("OCTAVO_ISA") or None
 
 
@@ -53,7 +53,7 @@ def api_key_from_environment() -> str | None:
 def kv_secret_from_environment() -> str:
     """Return the secret in the keys of stored KV (OCTAVO_KV_SECRET), by default "".
 
-    Without the secret, a reader of the keys cannot test guesses of prompts. Engines that exchange KV need the same
+    If a secret is set, a reader of the keys cannot test guesses of prompts. Engines that exchange KV need the same
     secret.
     """
     return os.environ.get("OCTAVO_KV_SECRET", "")

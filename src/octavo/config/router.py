@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - commands read the types of fields
+from pathlib import Path  # noqa: TC003 - read at run time
 from urllib.parse import urlsplit
 
 from octavo.config.access import AccessConfig
@@ -13,8 +13,8 @@ from octavo.config.fields import at_least, option
 from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
-ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # for an engine that publishes none; octavo's default
-REQUEST_TIMEOUT_MARGIN_S = 30.0  # for the engine's answer or error to arrive first
+ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # for an engine that publishes no limit; octavo's default
+REQUEST_TIMEOUT_MARGIN_S = 30.0  # so that an engine's answer or error arrives before the router's timeout
 _MAX_PORT = 65535
 _TIMEOUTS = (
     "request_timeout_s",  # also the default of the next timeout
@@ -27,7 +27,7 @@ _NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(AccessConfig):
-    """A router for the engines from `engines`, `engines_file` and `engines_dns`.
+    """Configuration of a router for the engines from `engines`, `engines_file` and `engines_dns`.
 
     max_open_requests: None means that only the engines refuse excess requests.
     balance_tokens, balance_ratio: See `octavo.router.policies.cache_aware`.

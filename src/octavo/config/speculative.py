@@ -28,9 +28,9 @@ class SpeculativeConfig:
 
     Generated tokens depend on drafts only with verification = "rejection".
 
-    method: "auto" is "suffix" if a token's results are the same in any batch, otherwise "none".
-    quantization: Quantization of the draft model, as in `ModelConfig`. None means int4 for "quantized", otherwise none.
-    prompt_lookup_min, prompt_lookup_max: None means 2 and 4, adjusted to the other field.
+    method: "auto" means "suffix" if a token's results do not depend on its batch, otherwise "none".
+    quantization: Quantization of the draft model, as in `ModelConfig`. None means int4 for the method "quantized".
+    prompt_lookup_min, prompt_lookup_max: n-gram lengths. None means 2 and 4, adjusted to the other field.
     suffix_decoding_max_cached_requests: The oldest answers are dropped first.
     """
 
@@ -125,7 +125,7 @@ class SpeculativeConfig:
         return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
-        """Resolve the method "auto", or return None for "none". is_exact: True if results do not depend on a batch."""
+        """Resolve the method "auto". Return None for "none". is_exact: True if a token does not depend on its batch."""
         method = ("suffix" if is_exact else "none") if self.method == "auto" else self.method
         return None if method == "none" else replace(self, method=method)
 

@@ -33,7 +33,7 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a starting request gets blocks, or 0 for its first step only."""
+        """Return for how many tokens a starting request gets blocks. 0 means the tokens of its first step."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -48,8 +48,8 @@ class Admission(Protocol):
 class OptimisticAdmission:
     """Starts a request if its known tokens fit. If too few blocks are free later, a running request is preempted.
 
-    One block for each running request must stay free, to delay the next preemption. After `max_num_preemptions`
-    preemptions, a request starts only with all blocks that it may need, and is never preempted again.
+    One block for each running request must stay free, to delay the next preemption. A request that was preempted
+    `max_num_preemptions` times restarts only with all blocks that it may need, and is never preempted again.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -93,18 +93,18 @@ class OptimisticAdmission:
 
 
 class ReservationAdmission:
-    """Reserves prompt + max_tokens of each running request, so that no request is preempted for lack of blocks.
+    """Reserves space for prompt + max_tokens of each running request, so that lack of blocks causes no preemption.
 
-    Only blocks that are pinned for ended requests or for another engine may still cause a preemption. Source: Hugging
-    Face TGI (router/src/infer, `Queue::next_batch` and `batching_task`). most_saved_blocks: Blocks of each bounded
-    group that saves may pin in addition.
+    A preemption is possible only if blocks are pinned for ended requests or for another engine. Source: Hugging Face
+    TGI (router/src/infer, `Queue::next_batch` and `batching_task`). most_saved_blocks: Number of blocks of each bounded
+    group that saves may pin in addition to the reservations.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
         self._config = config
         self._manager = kv_cache_manager
         self._most_saved_blocks = most_saved_blocks
-        self._reserved: dict[str, tuple[int, list[int]]] = {}  # tokens, blocks by group
+        self._reserved: dict[str, tuple[int, list[int]]] = {}  # (tokens, blocks by group) by request id
         self.num_reserved_total = 0
         self._num_blocks = [0] * len(kv_cache_manager.groups)
         self._steps_since_admission = 0
@@ -128,7 +128,7 @@ class ReservationAdmission:
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
         """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps after an admission.
 
-        Requests that start together delay running requests less often.
+        If several requests start in one step, running requests are delayed only once.
         """
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)

@@ -1,7 +1,6 @@
 """Chooses how many draft tokens each request gets, to maximize the tokens per second.
 
-A draft comes from a draft model or from a lookup, for example of n-grams. Costs and acceptance rates are measured. The
-choice never changes a generated token.
+A draft comes from a draft model or from a lookup, for example of n-grams. The choice never changes a generated token.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 _FIRST_RATE = 0.7  # assumed acceptance rate before any draft was verified
 _CREDIT_S = 0.01  # initial value of the seconds gained by lookups
-_OLDER_GUESSES = 0.95  # factor on earlier sums in each step with lookups
+_OLDER_GUESSES = 0.95  # factor by which each step with lookups reduces earlier sums
 _SMALL_SHARE = 0.005  # share of the steps' time that lookups may lose
 _STEPS_OF_A_TRIAL = 16  # if lookups cost more time than they gain, one step in this many tries them
 _REQUESTS_OF_A_TRIAL = 8  # requests with lookups in a trial step
@@ -34,7 +33,7 @@ _REQUESTS_OF_A_TRIAL = 8  # requests with lookups in a trial step
 class DraftPolicy:
     """Decides how many drafts of each request are proposed and verified.
 
-    The most probable drafts are chosen first, which is optimal if all tokens of a step cost the same.
+    The most probable drafts are chosen first.
     """
 
     def __init__(self) -> None:
@@ -42,13 +41,13 @@ class DraftPolicy:
         self.pass_cost = StepCost()
         self._overall = AcceptanceRates(decay=0.98)
         self._overall_computed = AcceptanceRates(decay=0.98)
-        self._computed: AbstractSet[str] = frozenset()  # requests with drafts from a draft model
+        self._computed: AbstractSet[str] = frozenset()
         self._has_drafts = False
         self._has_guesses = False
         self._most_passes = 0
         self._guessing_s = 0.0
         self._num_accepted = 0
-        # In recent steps with lookups: seconds of lookups, seconds gained by lookups, seconds of the steps.
+        # Sums over recent steps with lookups:
         self._spent_s, self._gained_s, self._steps_s = 0.0, _CREDIT_S, 0.0
         self._num_skipped = 0
         self._first_tried = 0
@@ -66,10 +65,10 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step's duration in seconds, including the drafting at its end. Call `verified` first.
+        """Learn from a step's duration, including the drafting at its end. `verified` must have been called before.
 
-        Steps with prompt tokens are ignored. If the step verified drafts, return its seconds with the drafting before
-        it, and estimated seconds without drafts. Otherwise return None.
+        Steps with prompt tokens are ignored. If the step verified drafts, return its duration including the drafting
+        before it, and an estimate for the same tokens without drafts. Otherwise return None.
         """
         if not (self._has_drafts or result.drafting_s):
             return None
@@ -89,7 +88,7 @@ class DraftPolicy:
         self._learn_gain(len(counts), num_rows, num_accepted, result.drafting_s, step_s)
         if not drafts or not self.step_cost.is_measured(len(counts)):
             return None
-        # Fewer tokens never take longer, but slow first steps can make the estimate too long.
+        # Slow first steps can make the estimate too long.
         without_s = min(self.step_cost.seconds(len(counts)), step_s)
         return step_s + guessing_s, (1 + num_accepted / len(counts)) * without_s
 
@@ -109,7 +108,7 @@ class DraftPolicy:
             self._gained_s *= _OLDER_GUESSES
             self._steps_s = _OLDER_GUESSES * self._steps_s + step_s
         gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
-        self._gained_s += max(gained_s, 0.0)  # `allot` causes losses, not lookups
+        self._gained_s += max(gained_s, 0.0)  # losses are caused by `allot`, not by lookups
 
     def _bound_lookups(self, names: Sequence[str]) -> dict[str, int]:
         if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:
@@ -134,7 +133,7 @@ class DraftPolicy:
         for request_id, count in num_tokens.items():
             request = requests[request_id]
             num_known = len(request.sequence.token_ids)
-            if request.num_computed_tokens + count >= num_known:  # the step samples a token
+            if request.num_computed_tokens + count >= num_known:
                 wanted.append((request, max(min(self._most_passes, request.max_total_tokens - num_known - 2), 0)))
         if not wanted:
             return {}
@@ -177,7 +176,6 @@ class DraftPolicy:
         num_decoding: int,
         guessing_s: Iterable[float],
     ) -> list[int]:
-        """Return the number of drafts of each request that maximizes the total tokens per second."""
         seconds, costs = self.step_cost.seconds, iter(guessing_s)
         num_tokens, shortest, best = float(num_decoding), seconds(num_decoding), 0
         if shortest <= 0:

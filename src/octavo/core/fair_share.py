@@ -53,7 +53,7 @@ class ServiceCounters:
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
         """Return the largest possible difference between two waiting tenants' counters.
 
-        This is the cost of one prompt and of the outputs of all running requests.
+        The result is the cost of one longest prompt and `max_num_seqs` longest outputs, divided by `least_weight`.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight
@@ -71,7 +71,7 @@ class FairRequestQueue:
         self.counters = counters or ServiceCounters()
         self._rank = rank
         self._tenants: dict[str, PriorityRequestQueue] = {}
-        self._heap: list[tuple[float, str]] = []  # (counter, tenant); the counter may be outdated, but not too large
+        self._heap: list[tuple[float, str]] = []  # (counter, tenant); an outdated counter is too small, never too large
         self._in_heap: set[str] = set()
         self._last_level = 0.0
         self._num_restarts = 0

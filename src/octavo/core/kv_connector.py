@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class KVConnector(Protocol):
-    """An external store of KV blocks, identified by their hashes. No method may wait."""
+    """An external store, which identifies KV blocks by their hashes. No method may wait for I/O."""
 
     name: str
 
@@ -27,7 +27,8 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after `num_computed_tokens` the store has, or None if the caller must ask again.
 
-        The number is a multiple of the block size. The store has all blocks that the token after these tokens reads.
+        The number is a multiple of the block size. The store has all blocks that the token after the returned tokens
+        reads.
         """
         ...
 

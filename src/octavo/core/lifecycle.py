@@ -61,14 +61,12 @@ class RequestLifecycle:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> Iterator[Request]:
-        """Yield each request once after its deadline."""
+        """Yield the requests whose deadlines have passed. Each request is yielded only once."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
             if request is not None and request.arrival_index == arrival_index:
                 yield request
-
-    # --- start --------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, computed: ComputedBlocks) -> None:
         """Start the queue's first request."""
@@ -128,12 +126,10 @@ class RequestLifecycle:
             self._emitter.emit(events.HostBlocksFound, request_id, *found)
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 
-    # --- preempt ------------------------------------------------------------------------------------------------------
-
     def preempt(self, victim: Request) -> None:
         """Release a running request's blocks, and put the request back into the queue.
 
-        No step may be in flight, because the step would use the blocks.
+        No step may be in flight, because that step would still use the blocks.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)
@@ -145,12 +141,10 @@ class RequestLifecycle:
         self._state.builder.preempted(victim.request_id)
         self._waiting_requests.put_back(victim)
 
-    # --- end ----------------------------------------------------------------------------------------------------------
-
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End a request, and release all that the request holds.
 
-        Afterwards, call `drop_finished` before `running` is read.
+        The caller must call `drop_finished` before `running` is read again.
         """
         request_id = request.request_id
         if request.status is RequestStatus.RUNNING:

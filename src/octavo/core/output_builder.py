@@ -1,4 +1,4 @@
-"""Builds worker messages."""
+"""Builds the messages to the worker."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from octavo.core.transfer_scheduler import KVTransferScheduler
     from octavo.data.request import Request
 
-_NONE: list[int] = []  # never changed
+_NONE: list[int] = []
 
 
 class OutputBuilder:
-    """Builds each step's message, without data that the worker knows already."""
+    """Builds each step's message, excluding data that the worker already has."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransferScheduler) -> None:
         self._manager = kv_cache_manager
@@ -24,7 +24,7 @@ class OutputBuilder:
         # Lengths of the worker's block tables, by request id and group.
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
-        self.are_notices_due = True  # a step without tokens may report ended requests and cancellations
+        self.are_notices_due = True  # True if a step without tokens may report ended requests and cancellations
 
     @property
     def has_endings(self) -> bool:
@@ -45,7 +45,7 @@ class OutputBuilder:
         num_computed: list[int] = []
         drafts: dict[str, list[int]] = {}
         known, grown = self._num_sent, self._manager.grown
-        places: list[int] = []  # indices of requests with new blocks
+        places: list[int] = []  # indices in `req_ids` of requests with new blocks
         for request_id, count in plan.num_tokens.items():
             request = requests[request_id]
             if request_id in known:
@@ -101,7 +101,7 @@ class OutputBuilder:
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Report all requests of a failed step as ended, because the worker may have received any part of the step."""
+        """Report all requests of a failed step as ended. The worker may have received any part of the step."""
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
         # Repeating a failed step without tokens would keep the core busy.

@@ -29,8 +29,8 @@ def num_tokens_to_schedule(
 ) -> int:
     """Return how many of a request's `num_remaining` tokens a step computes. If 0, the request waits.
 
-    threshold: Maximum for one request, or 0 for no limit. may_be_cut: If False, the tokens are divided only if they
-    exceed an empty step (`initial_budget`).
+    threshold: Maximum for one request, or 0 for no limit. may_be_cut: If False, the tokens are divided among steps only
+    if they exceed the budget of an empty step (`initial_budget`).
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -42,7 +42,7 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """The budget that a prompt's tokens use. Later tokens use more, because they attend to all earlier tokens.
+    """The budget that a prompt's tokens use. Later tokens use more, because each token attends to all earlier tokens.
 
     Each token of a chunk that begins at `position` uses 1 + attention_cost_tokens * position / 1000 of the budget.
     """
@@ -51,7 +51,7 @@ class PromptCost:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return how many tokens from `position` on fit the budget. At least one fits if the budget is positive."""
+        """Return how many tokens of a chunk at `position` fit the budget. If budget > 0, at least one fits."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
@@ -62,9 +62,6 @@ class PromptCost:
 
 
 PLAIN_COST = PromptCost(0.0)
-
-
-# --- order ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,8 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
     """Return a rank by deadline, then by arrival.
 
-    ageing_s: A missing or later deadline counts as this many seconds after the arrival. None for no limit.
+    ageing_s: Maximum seconds from arrival to deadline. A missing or later deadline counts as this maximum. None for no
+    limit.
     """
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
@@ -139,13 +137,10 @@ def choose_victim(running: Sequence[Request], rank: Callable[[Request], Rank], m
 
 
 def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bool:
-    """Return True if a preempted request's KV should be swapped out, not computed again."""
+    """Return True if a preempted request's KV should be swapped out instead of computed again."""
     if config.preemption is PreemptionMode.AUTO:
         return num_blocks * config.swap_block_cost_tokens < num_tokens
     return config.preemption is PreemptionMode.SWAP and num_blocks > 0
-
-
-# --- batching ---------------------------------------------------------------------------------------------------------
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
@@ -188,7 +183,7 @@ class MixedBatching:
     (Agrawal et al. 2024) chooses such a limit by profiling.
     """
 
-    _SHRINK, _GROW = 0.5, 1.25  # bounds of one change of the limit
+    _SHRINK, _GROW = 0.5, 1.25  # smallest and largest factor of one change
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
@@ -204,7 +199,7 @@ class MixedBatching:
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            if decoded:  # each running prompt takes a token, but every decode must get one
+            if decoded:  # room for each decode and one token per running prompt
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -212,7 +207,7 @@ class MixedBatching:
         plan.num_mixed_prompt_tokens = plan.initial_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Adjust the limit, which grows only if prompts could use more budget."""
+        """Adjust the limit. The limit grows only if prompts could have used more budget."""
         if not self._step_s or plan.num_mixed_prompt_tokens <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -237,10 +232,10 @@ class PrefillFirstBatching:
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit waiting requests, but serve each outranked running prompt before less important waiting requests.
+    """Admit waiting requests, but serve each prompt in `outranked` before less important waiting requests.
 
     If an outranked prompt gets no tokens, no further request is admitted. Later outranked prompts are still served,
-    because their end may release the missing blocks.
+    because the missing blocks may become free when these prompts end.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

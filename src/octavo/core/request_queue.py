@@ -29,7 +29,7 @@ class RequestQueue(Protocol):
         ...
 
     def pop_request(self) -> Request:
-        """Take the first request. Raises IndexError."""
+        """Remove and return the first request. Raises IndexError if there is none."""
         ...
 
     def remove_request(self, request: Request) -> None:
@@ -52,7 +52,7 @@ class FCFSRequestQueue:
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front, but after earlier arrivals there."""
+        """Put a request back at the front, but after requests at the front that arrived earlier."""
         ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
         self._requests[request.request_id] = request
         for each in (request, *reversed(ahead)):

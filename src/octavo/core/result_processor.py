@@ -30,7 +30,7 @@ class ResultProcessor:
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process a step's result, and learn from its duration.
 
-        If the step was scheduled before the previous result arrived, its duration starts at that result.
+        If the step was scheduled before the previous step's result arrived, the duration begins at that arrival.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -98,7 +98,7 @@ class ResultProcessor:
     def _update(
         self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
     ) -> EngineCoreOutput | None:
-        """Advance a request by `count` computed tokens, the last `num_drafts` being drafts.
+        """Advance a request by `count` computed tokens, which end with `num_drafts` drafts.
 
         sampled: Accepted drafts, then one more token. If sampling was postponed, the list is empty, and the next step
         computes the last known token again.
@@ -133,7 +133,7 @@ class ResultProcessor:
             self._lifecycle.finish(request, status)
         elif not (accepted or prompt_logprobs):
             return None
-        return EngineCoreOutput(  # by position, because keywords would cost a dict
+        return EngineCoreOutput(
             request_id,
             accepted,
             result.logprobs[request_id][: len(accepted)] if request_id in result.logprobs else [],
@@ -143,7 +143,7 @@ class ResultProcessor:
             sequence.num_cached_tokens,
             request.num_computed_in_all,
             request.admitted_time,
-            None,  # no error
+            None,
             result.pooled.get(request_id) if result.pooled else None,
             num_drafts,
             num_sampled - 1 if num_drafts else 0,
@@ -177,7 +177,6 @@ class ResultProcessor:
             self._lifecycle.abandon_loading(loading)
 
     def _take_drafts(self, drafts: dict[str, list[int]]) -> None:
-        """Keep the drafts that the next step should verify."""
         wanted: list[tuple[Request, int]] = []
         for request_id, token_ids in drafts.items():
             request = self._state.requests.get(request_id)

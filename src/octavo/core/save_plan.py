@@ -1,9 +1,9 @@
 """Chooses the KV blocks that are saved in an external store.
 
-For each block of the first KV group, a bounded group (such as a sliding window) has a part, which is its block with the
-same positions. A store looks up a sequence from its beginning, so blocks after a missing block are useless. A block
-with an evicted part is therefore saved with the first group's content only. This is enough if the token after a prefix
-hit does not read the part.
+For a block of the first KV group, its part is a bounded group's block with the same positions. A store looks up a
+sequence from its beginning, so it never finds blocks after a missing block. If a part was evicted, the block is
+therefore still saved, but with the first group's content only. This is enough if the token after a prefix hit does not
+read the part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from octavo.core.kv_connector import KVConnector
     from octavo.data.request import Request
 
-_SAVE_SHARE = 8  # saves may pin one block in this many
+_SAVE_SHARE = 8  # saves may pin `num_blocks // _SAVE_SHARE` blocks
 
 
 def most_pinned_blocks(manager: KVCacheManager) -> int:
@@ -34,7 +34,7 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
     """Return the maximum number of blocks that pending saves may pin together with their parts in all groups.
 
-    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need, because parts may be
+    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need. Parts could be
     evicted before a later save.
     """
     most = most_pinned_blocks(manager)
@@ -50,8 +50,9 @@ def blocks_to_save(
 ) -> tuple[list[int], list[list[int]]]:
     """Return the indices of the blocks to save, and their block ids for each group.
 
-    indices: Candidates in the request's block table. A block with an evicted part has the id `NO_BLOCK` in all bounded
-    groups. Such a block is saved only if the store lacks the first group's content.
+    indices: Indices of the candidate blocks in the request's block table. For a block with an evicted part, the
+    returned id is `NO_BLOCK` in all bounded groups. Such a block is saved only if the store lacks the first group's
+    content.
     """
     table = request.sequence.block_table
     parts = {index: _parts_of(manager, request, index) for index in indices}
@@ -72,7 +73,7 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Return a prefix hit, cut before the first block in `lacking` that cannot be saved with all parts.
+    """Return `computed`, shortened to end before the first block in `lacking` that cannot be saved with all parts.
 
     lacking: Hashes of blocks that the store lacks.
     """

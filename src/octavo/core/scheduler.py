@@ -91,16 +91,14 @@ class Scheduler:
 
     @property
     def waiting(self) -> RequestQueue:
-        """The queue, without deferred requests."""
+        """The queue, which excludes deferred requests."""
         return self.waiting_requests.queue
-
-    # --- arrivals and ends --------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
         Raises `RequestError` and changes nothing if the id is in use, the queue is full, the prompt is empty, or the
-        prompt and one output token (no output token if pooled) could never fit.
+        prompt could never fit together with one output token. A pooled prompt needs no output token.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -133,13 +131,11 @@ class Scheduler:
         self._lifecycle.drop_finished()
         return outputs
 
-    # --- a step -------------------------------------------------------------------------------------------------------
-
     def schedule(self) -> SchedulerOutput:
         """Decide the next step. Running requests get tokens first, then waiting requests in order.
 
         Under all policies except `fair`, a running prompt gets tokens after more important waiting requests. A step
-        never both preempts and admits requests. While a step is in flight, call this only if `may_look_ahead()`.
+        that preempts a request admits none. While a step is in flight, call this only if `may_look_ahead()` is True.
         """
         in_flight = self._state.in_flight
         assert self.config.async_scheduling or not in_flight.steps, "the result of the last step has not arrived"
@@ -218,8 +214,7 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Give tokens to running requests in order, and keep one token of the budget for each later request."""
-        num_after, running = len(requests), RequestStatus.RUNNING
+        num_after, running = len(requests), RequestStatus.RUNNING  # each later request keeps one token of the budget
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
         num_prompts_after = sum(map(is_prefill, requests)) if are_prompts_limited else 0
         for request in requests:
@@ -232,7 +227,7 @@ class Scheduler:
             num_remaining = len(sequence.token_ids) + len(request.spec_token_ids) - num_computed
             is_limited = are_prompts_limited and not sequence.num_output_tokens
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
-                plan.give(request, 1)  # usual case, without a new block
+                plan.give(request, 1)
             else:
                 num_without = max(num_prompts_after - plan.prompt_budget, 0)
                 self._grow(plan, request, num_remaining, num_after - num_without)
@@ -308,8 +303,6 @@ class Scheduler:
             self.kv_cache_manager.bounded_usage,
         )
 
-    # --- results ------------------------------------------------------------------------------------------------------
-
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process the result of the oldest step in flight. Ignores results of other steps."""
         self._emitter.now = self._clock()
@@ -333,13 +326,11 @@ class Scheduler:
         outputs, self._news = self._news, []
         return outputs
 
-    # --- reports ------------------------------------------------------------------------------------------------------
-
     def has_work(self) -> bool:
         """Return True if another step is needed.
 
-        Ended requests and cancelled transfers must also be reported, unless a step with only such reports has just
-        failed.
+        A step is also needed to report ended requests and cancelled transfers to the worker, unless a step with only
+        such reports has just failed.
         """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
@@ -371,7 +362,7 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Number of records about open requests."""
+        """Number of records that the core keeps about requests."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.waiting_requests.num_records + self.kv_cache_manager.num_tracked_requests
 

@@ -9,28 +9,26 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class _Measured:
-    """Averages over steps of similar size."""
-
     rows: float
     seconds: float
     last: int
 
 
 class StepCost:
-    """Learns how long steps, draft model passes or KV loads take, by number of tokens (`rows`).
+    """Estimates the duration of steps, draft model passes or KV loads from the number of tokens (`rows`).
 
-    Estimates for other sizes are optimistic, so that the scheduler tries such sizes. A larger size counts as no slower
-    than the largest measured size. A smaller size takes proportionally less time than the smallest.
+    Outside the range of measured sizes, estimates are optimistic, so that the scheduler tries such sizes. Above the
+    largest measured size, the duration does not increase. Below the smallest, the duration is proportional to the size.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step
-    _LARGEST = 2.0  # longest duration that counts, as a multiple of the average
+    _WEIGHT = 0.2
+    _LARGEST = 2.0  # longer durations count as this multiple of the average
     _NUM_STEPS_KEPT = 1000
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._measured: dict[int, _Measured] = {}
-        self._curve: list[tuple[float, float]] = []  # (rows, seconds), rising in both
+        self._curve: list[tuple[float, float]] = []  # (rows, seconds), sorted
 
     def learn(self, rows: int, seconds: float) -> None:
         """Learn a step's duration."""
@@ -53,11 +51,11 @@ class StepCost:
     def _forget_old(self) -> None:
         oldest = self._num_steps - self._NUM_STEPS_KEPT
         self._measured = {size: each for size, each in sorted(self._measured.items()) if each.last > oldest}
-        slowest = accumulate((each.seconds for each in self._measured.values()), max)  # more rows never take less time
+        slowest = accumulate((each.seconds for each in self._measured.values()), max)
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Return True if a step of at most `rows` tokens was measured. Call `learn` first."""
+        """Return True if a step of at most `rows` tokens was measured. `learn` must have been called before."""
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:

@@ -15,22 +15,22 @@ class StepPlan:
     """A step's remaining token budget, and the tokens of each request in the order of scheduling."""
 
     initial_budget: int
-    prompt_budget: int  # prompt tokens that may still be scheduled
+    prompt_budget: int
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
-    of_prompts: set[str] = field(default_factory=set)  # requests that used the prompt budget
-    surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses in addition to one per token
+    of_prompts: set[str] = field(default_factory=set)
+    surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses beyond one per token
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None  # why no further request may be admitted
     has_admitted: bool = False  # if True, the step must not preempt
     is_short: bool = False  # True if requests could use more budget
-    num_mixed_prompt_tokens: int = 0  # budget that prompts use in a step with decodes
+    num_mixed_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.budget = self.initial_budget
 
     def lower_budget(self, initial_budget: int) -> None:
-        """Lower the budget. Call this before `give`."""
+        """Lower the budget. Must be called before the first `give`."""
         self.initial_budget = self.budget = min(initial_budget, self.initial_budget)
 
     @property

@@ -1,8 +1,8 @@
 """Scheduled steps without a result.
 
 With `async_scheduling`, a step is scheduled before the previous step has a result. Placeholders replace unknown tokens,
-no request is preempted, and each decoding request gets exactly one token. If a request stops in the previous step, its
-token in the next step is discarded.
+no request is preempted, and each decoding request gets exactly one token. If a request ends in the previous step, the
+request's token in the next step is discarded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ UNKNOWN_TOKEN = -1
 class StepInFlight:
     """A scheduled step.
 
-    ended_ids: Ids of requests that ended after scheduling. Their results are dropped, even if new requests reuse the
-    ids.
+    ended_ids: Ids of requests that ended after the step was scheduled. Results under these ids are dropped, even if new
+    requests reuse the ids.
     """
 
     scheduled: SchedulerOutput
     plan: StepPlan
-    start: float  # time of scheduling, in seconds
+    start: float
     ended_ids: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
@@ -39,9 +39,9 @@ class StepInFlight:
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.ended_ids]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return True if the next step can be scheduled before this step has a result, and a request continues.
+        """Return True if the next step can be scheduled before this step has a result, and has a request to compute.
 
-        Drafts and grammars prevent this, because they make the number of new tokens unpredictable.
+        With drafts or grammars, the result is False, because the number of new tokens is unpredictable.
         """
         continues, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):

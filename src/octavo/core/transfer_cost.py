@@ -8,14 +8,14 @@ from octavo.core.step_cost import StepCost
 class TransferCost:
     """Learns the costs of loading and of computing KV.
 
-    Loads of unknown duration are always tried, and slower loads occasionally.
+    A load of unknown duration is always tried. A load that seems slower than computing is tried occasionally.
     """
 
-    _WEIGHT = 0.2  # weight of the newest step
-    _TRIED_AGAIN = 32  # one slower load in this many is tried
+    _WEIGHT = 0.2
+    _TRIED_AGAIN = 32  # one in this many loads that seem slower is tried
 
     def __init__(self) -> None:
-        self._loads = StepCost()  # seconds of loads by number of tokens
+        self._loads = StepCost()
         self._seconds_per_token = 0.0
         self._num_declined = 0
 
@@ -26,7 +26,7 @@ class TransferCost:
         self._seconds_per_token = known + self._WEIGHT * (new - known) if known else new
 
     def learn_load(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a load. seconds: Time from the order to the end or expiry."""
+        """Learn from a load. seconds: Time from the load's order to its end or expiry."""
         self._loads.learn(num_tokens, seconds)
 
     def computing_s(self, num_tokens: int) -> float:

@@ -38,7 +38,7 @@ class PendingTransfer:
     """A transfer that has not ended."""
 
     order: KVTransfer
-    request: Request | None  # the request that waits for the load; None for a save
+    request: Request | None  # None for a save
     num_present: int  # blocks before the loaded blocks
     started: float
     deadline: float
@@ -76,18 +76,18 @@ class KVTransferScheduler:
         self._pending: dict[int, PendingTransfer] = {}
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
-        self._num_offered: dict[str, int] = {}  # leading blocks already offered
+        self._num_offered: dict[str, int] = {}  # leading blocks that were offered to the store
         self._saving: set[BlockHash] = set()  # blocks in pending saves with all parts
         self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves of the first group only
         self.reports_dropped_saves = True  # False in replays of old journals
-        # Limit on blocks that saves may pin with all parts, except KV for another engine:
+        # Limit on blocks that saves may pin with all parts. It does not apply to KV for another engine.
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
         self._orders: list[KVTransfer] = []
         self._cancels: list[int] = []
         self._abandoned: set[str] = set()
-        self._most_loaded: dict[str, int] = {}  # prefix length for a repeated load, in tokens
+        self._most_loaded: dict[str, int] = {}  # maximum prefix length of a repeated load, in tokens
 
     def __len__(self) -> int:
         """Count pending loads."""
@@ -117,10 +117,8 @@ class KVTransferScheduler:
         """Notify the store of a new request."""
         self._connector.request_added(request)
 
-    # --- look up ------------------------------------------------------------------------------------------------------
-
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
-        """Return how many tokens to load after the `computed` tokens, or None if the store has not answered yet.
+        """Return how many tokens to load after the `computed` tokens, or None if the store has not yet answered.
 
         The number is a multiple of the block size. It is 0 if loading would take longer than computing, or if the store
         has not answered and `may_wait` is False.
@@ -140,7 +138,7 @@ class KVTransferScheduler:
             return self._wait_for_lookup(request, computed.num_tokens, may_wait=may_wait)
         self._lookups.pop(request.request_id, None)
         found = min(found, most) // size * size
-        is_worth = request.expects_kv or self._cost.is_worth_loading(found)  # always load KV from another engine
+        is_worth = request.expects_kv or self._cost.is_worth_loading(found)
         return found if found >= self._min_tokens and is_worth else 0
 
     def _wait_for_lookup(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
@@ -162,8 +160,6 @@ class KVTransferScheduler:
         if lookup is None or self._emitter.now >= lookup.deadline:
             return False
         return self._connector.get_num_new_matched_tokens(request, lookup.num_computed_tokens) is None
-
-    # --- load ---------------------------------------------------------------------------------------------------------
 
     def start_load(self, request: Request, computed: ComputedBlocks, num_external_tokens: int) -> None:
         """Order a load of `num_external_tokens` tokens into the request's blocks after `computed`."""
@@ -204,13 +200,11 @@ class KVTransferScheduler:
         is_enough = all(group.has_read_blocks(sequence, num_tokens) for group in self._manager.bounded)
         return num_tokens if is_enough else 0
 
-    # --- save ---------------------------------------------------------------------------------------------------------
-
     def offer(self, request: Request) -> None:
         """Order saves of a request's committed blocks that the store wants.
 
-        Blocks of the prompt are saved immediately. Generated blocks are saved several at a time, and when the request
-        ends. If the KV is for another engine, the limit on pinned blocks does not apply.
+        Blocks of the prompt are saved immediately. Blocks of generated tokens are saved several at a time, and when the
+        request ends. If the KV is for another engine, the limit on pinned blocks does not apply.
         """
         if not self.has_store:
             return
@@ -259,10 +253,10 @@ class KVTransferScheduler:
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
-        """Return a prefix hit, which is shortened only if the KV is for another engine.
+        """Return `computed`, shortened if the KV is for another engine and cannot be saved completely.
 
-        The hit then ends before the first block that the store lacks and that cannot be saved with all parts. Earlier
-        blocks that the store lacks are saved immediately.
+        A shortened hit ends before the first block that the store lacks and that cannot be saved with all parts.
+        Earlier blocks that the store lacks are saved immediately.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -277,13 +271,11 @@ class KVTransferScheduler:
             self._save(keys, [[block_id for block_id in each if block_id is not None] for each in ids])
         return computed
 
-    # --- end ----------------------------------------------------------------------------------------------------------
-
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
         """Process the end of a transfer. Return the transfer if it is a pending load, otherwise None.
 
-        After an incomplete load, a request does not ask the store again. One exception is a request that cannot
-        continue and gets no KV from another engine. This request asks once more, for fewer blocks.
+        After an incomplete load, a request usually does not ask the store again. It asks once more, for fewer blocks,
+        if it cannot continue and the KV is not from another engine.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -325,7 +317,7 @@ class KVTransferScheduler:
 
     def expired(self, now: float) -> list[Request]:
         """Cancel overdue saves. Return the requests of overdue loads."""
-        waiting: list[Request] = []  # deadlines increase with transfer ids
+        waiting: list[Request] = []
         for pending in list(takewhile(lambda each: each.deadline <= now, self._pending.values())):
             if pending.request is None:
                 self._cancel(pending, "expired")
@@ -366,15 +358,13 @@ class KVTransferScheduler:
             fields = outcome, num_tokens, seconds, self.computing_s(num_tokens), self.store_name, moves, resumed
             self._emitter.emit(events.KVLoadEnded, name, order.transfer_id, *fields)
 
-    # --- with the worker ----------------------------------------------------------------------------------------------
-
     def take_orders(self) -> list[KVTransfer]:
-        """Take new orders."""
+        """Remove and return the new orders."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_cancels(self) -> list[int]:
-        """Take the ids of newly cancelled transfers."""
+        """Remove and return the ids of newly cancelled transfers."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
@@ -386,7 +376,7 @@ class KVTransferScheduler:
     def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
         """Cancel the transfers of a failed step. Return the requests of cancelled loads.
 
-        cancels: Ids of the step's cancellations, which the next step repeats.
+        cancels: Ids of transfers that the step cancelled. The next step repeats these cancellations.
         """
         self._cancels += cancels
         failed = []

@@ -28,7 +28,7 @@ class WaitingRequests:
 
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
-        self.num_tokens = 0  # tokens of all waiting requests
+        self.num_tokens = 0
         self._deferred: dict[str, _Deferred] = {}
         self._never_deferred: set[str] = set()
 
@@ -41,7 +41,7 @@ class WaitingRequests:
 
     @property
     def num_deferred(self) -> int:
-        """Deferred requests."""
+        """Number of deferred requests."""
         return len(self._deferred)
 
     @property
@@ -92,7 +92,7 @@ class WaitingRequests:
         return request.request_id not in self._never_deferred
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
-        """Defer the queue's first request while `is_pending()`, for at most `MAX_DEFERRED_STEPS` steps."""
+        """Defer the queue's first request while `is_pending()` is True, but for at most `MAX_DEFERRED_STEPS` steps."""
         request = self.queue.pop_request()
         self._deferred[request.request_id] = _Deferred(request, is_pending, step + MAX_DEFERRED_STEPS)
         return request

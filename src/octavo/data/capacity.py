@@ -91,7 +91,7 @@ class EngineCapacity:
 
     @property
     def num_window_blocks(self) -> int:
-        """Sliding-window blocks."""
+        """Number of blocks in sliding-window groups."""
         return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.data.model_output import TokenLogprobs  # noqa: TC001  msgspec reads the types at run time
+from octavo.data.model_output import TokenLogprobs  # noqa: TC001  msgspec reads this type
 
 
 @dataclass(slots=True)

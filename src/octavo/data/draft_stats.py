@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from octavo.data.events import DraftsVerified
 
-_PRIOR_WEIGHT = 2.0  # in verified drafts
+_PRIOR_WEIGHT = 2.0  # weight of a prior, as a number of verified drafts
 _FADING = 0.98  # factor on the weight of observations in `fade`
 
 
@@ -20,7 +20,7 @@ _FADING = 0.98  # factor on the weight of observations in `fade`
 class DraftStats:
     """Counts of verified drafts. One draft is all draft tokens of one request in one step.
 
-    Durations count only steps with an estimate without drafts.
+    Durations count only steps for which an estimate without drafts exists.
     """
 
     num_drafts: int = 0
@@ -74,7 +74,7 @@ class DraftStats:
 class AcceptanceRates:
     """Acceptance rate of each draft position if all earlier positions were accepted.
 
-    decay: Factor on the weight of all earlier observations at each new observation, 0 to 1.
+    decay: Factor, 0 to 1, by which each new observation multiplies the weight of earlier observations.
     """
 
     __slots__ = ("_decay", "_right", "_tried")

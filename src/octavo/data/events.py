@@ -95,7 +95,7 @@ class KVLoadEnded(RequestEvent):
 
     transfer_id: int
     outcome: str  # done, failed, expired or cancelled
-    num_tokens: int  # tokens with loaded KV
+    num_tokens: int
     seconds: float  # since the order
     computing_s: float  # estimated seconds to compute these tokens; 0 if unknown
     store: str
@@ -118,7 +118,7 @@ class KVSaveEnded(Event):
     transfer_id: int
     num_blocks: int
     outcome: str  # done, failed or expired
-    moves: tuple[TierMove, ...]  # without blocks that a tier already had
+    moves: tuple[TierMove, ...]  # excluding blocks that a tier already had
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class StoreBlocksEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class TokenPostponed(RequestEvent):
-    """A request got no token, because the tokens that its grammar allows were not computed in time."""
+    """A request got no token, because its grammar did not determine the allowed tokens in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,9 @@ class DraftsVerified(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsTimed(Event):
-    """Seconds of a step with drafts, including drafting, and an estimate without drafts.
+    """Duration of a step with drafts, including drafting, and an estimated duration without drafts.
 
-    Emitted only for steps without prompt tokens, once steps without drafts were measured.
+    Emitted only for steps that have no prompt tokens, and only after steps without drafts were measured.
     """
 
     seconds: float
@@ -196,7 +196,7 @@ class PrefixCacheQueried(RequestEvent):
 
     num_query_tokens: int
     num_hit_tokens: int
-    num_host_tokens: int  # hits in host memory
+    num_host_tokens: int
     miss: str | None  # why the next full block was not found, or None
     position: int | None  # of the first differing token
 
@@ -253,7 +253,7 @@ class HostBlocksCopied(Event):
 class StepScheduled(Event):
     """A step with tokens was decided."""
 
-    num_scheduled_tokens: Mapping[str, int]  # in the order of scheduling
+    num_scheduled_tokens: Mapping[str, int]
     num_tokens: int
     num_running: int
     num_waiting: int
@@ -302,7 +302,7 @@ class StaleResultDropped(Event):
     detail: str
 
 
-# Not `Event.__subclasses__()`, which also has the classes that `slots=True` replaces.
+# `Event.__subclasses__()` would also contain the classes that `slots=True` replaced.
 EVENT_TYPES: tuple[type[Event], ...] = tuple(
     kind
     for kind in list(globals().values())

@@ -1,8 +1,8 @@
 """KV groups. A KV group consists of layers that keep KV of the same positions, in the group's own blocks.
 
-The first group keeps all positions, and lookups find prefixes by its blocks. Bounded groups, for example of
-sliding-window layers, keep only positions that later tokens can still read. A new kind needs a class with the decorator
-`register`, and an attention kernel.
+The first group keeps all positions, and lookups find prefixes by the first group's blocks. Bounded groups, for example
+of sliding-window layers, keep only positions that later tokens can still read. A new kind needs a `register`ed class
+and an attention kernel.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def longest_hit(
     first_block: int = 0,
     limit: int | None = None,
 ) -> int:
-    """Return the largest number of blocks from `first_block` on after which a request can continue.
+    """Return the length of the longest usable prefix hit, in blocks counted from `first_block`.
 
-    A request can continue if all blocks that its next token reads are present. is_there: True for each present block
-    from `first_block` on. Earlier blocks are present. num_tokens: Length of the sequence. The last token is always
-    computed.
+    A prefix hit is usable if all blocks that the next token reads are present. is_there: Whether each block from
+    `first_block` on is present. All earlier blocks are present. num_tokens: Length of the sequence. The last token is
+    always computed.
     """
     run = longest = 0
     for count, has_block in enumerate(is_there[:limit], 1):

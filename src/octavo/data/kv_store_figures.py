@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class KVStoreFigures:
     """Figures of one store, counted by its client in this engine.
 
-    is_usable: 1 if the store is open, its last call succeeded, and no call hangs, otherwise 0.
+    is_usable: 1 if the store is open, the last call succeeded, and no call hangs. Otherwise 0.
     """
 
     num_blocks: int = 0  # at the last call

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class KVTierFigures:
     """Totals of one tier. The totals of host memory include KV of preempted requests."""
 
-    num_hit_tokens: int = 0  # found at first admissions
+    num_hit_tokens: int = 0  # tokens found when requests first start
     num_loaded_blocks: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
@@ -28,7 +28,7 @@ class KVTierFigures:
     save_seconds: float = 0.0
     num_evicted: int = 0
     wait_seconds: float = 0.0  # waiting time of loads with an estimate in `computing_seconds`
-    computing_seconds: float = 0.0  # estimated time of computing instead of loading
+    computing_seconds: float = 0.0  # estimated time to compute the same tokens instead
 
 
 class TierShare(NamedTuple):
@@ -43,7 +43,8 @@ class TierShare(NamedTuple):
 def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
     """Yield each tier's share of a load.
 
-    The waiting time is divided in proportion to the tiers' times, other figures in proportion to blocks.
+    The waiting time is divided in proportion to the time that each tier took. Other figures are divided in proportion
+    to blocks.
     """
     num_blocks = sum(move.num_blocks for move in load.moves)
     seconds = sum(move.seconds for move in load.moves)
@@ -58,7 +59,7 @@ class KVTierCounter:
 
     def __init__(self, figures: dict[str, KVTierFigures]) -> None:
         self.figures = figures
-        self._found: list[events.HostBlocksFound] = []  # of the newest step, until its `HostBlocksCopied`
+        self._found: list[events.HostBlocksFound] = []  # events of the newest step, until `HostBlocksCopied`
 
     def _tier(self, name: str) -> KVTierFigures:
         return self.figures.setdefault(name, KVTierFigures())

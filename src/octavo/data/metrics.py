@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
-from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads the types of fields
+from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads this type
 from octavo.data.kv_tier_figures import KVTierCounter, KVTierFigures
 from octavo.data.kv_tiers import DEVICE, HOST
 from octavo.data.request import RequestStatus
@@ -17,7 +17,7 @@ from octavo.data.request import RequestStatus
 if TYPE_CHECKING:
     from octavo.data.events import Event
 
-# Every label value has a counter from the start, so that rates include the first event.
+# Every label value has a counter from the start, so that Prometheus rates include the first event.
 _REASONS = tuple(status.value for status in RequestStatus if status.is_finished)
 _LOAD_OUTCOMES = ("done", "failed", "expired", "cancelled")
 _SAVE_OUTCOMES = ("done", "failed", "expired")
@@ -76,7 +76,7 @@ class Histogram:
 class EngineStats:
     """Figures of one engine. Times are in seconds. A request is one output stream.
 
-    The first five figures are as of the last event. All other figures are totals since the start.
+    The first five figures are current values. All other figures are totals since the start.
     """
 
     num_requests_running: int = 0
@@ -105,10 +105,10 @@ class EngineStats:
     drafts: DraftStats = field(default_factory=DraftStats)
     kv_load_tokens: int = 0
     kv_load_seconds: float = 0.0  # waiting time of loads with an estimate in `kv_computing_seconds`
-    kv_computing_seconds: float = 0.0  # estimated time of computing instead of loading
+    kv_computing_seconds: float = 0.0  # estimated time to compute the same tokens instead
     kv_loads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_LOAD_OUTCOMES, 0))
     kv_saves: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SAVE_OUTCOMES, 0))
-    kv_dropped_save_blocks: int = 0  # blocks that a store wanted
+    kv_dropped_save_blocks: int = 0  # blocks that a store wanted, but that were not saved
     tiers: dict[str, KVTierFigures] = field(default_factory=lambda: {DEVICE: KVTierFigures(), HOST: KVTierFigures()})
     kv_stores: dict[str, KVStoreFigures] = field(default_factory=dict)
     iteration_tokens: Histogram = field(default_factory=partial(Histogram, _STEP_TOKEN_BOUNDS))
@@ -145,7 +145,7 @@ class EngineMetrics:
         self._tiers = KVTierCounter(self.stats.tiers)
         self._lives: dict[str, _Life] = {}
         self._ended: list[tuple[str, events.RequestFinished]] = []
-        self._num_open_steps = 0  # two with `async_scheduling`
+        self._num_open_steps = 0  # at most two
 
     def emit(self, event: Event) -> None:
         """Count an event."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position, of the chosen token and then of the most probable tokens."""
+    """Log probabilities at one position. The chosen token is first, and the most probable tokens follow."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -24,7 +24,7 @@ class TokenLogprobs:
 class ModelOutput:
     """Result of one step. Dicts are by request id.
 
-    postponed: Ids of requests that got no token, because the tokens that their grammar allows are not computed yet.
+    postponed: Ids of requests that got no token, because their grammars have not determined the allowed tokens yet.
     """
 
     step: int

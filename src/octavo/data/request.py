@@ -58,11 +58,11 @@ class Sequence:
 
     token_ids: list[int]
     num_prompt_tokens: int
-    num_cached_tokens: int = 0  # tokens with KV that was found at the first start
+    num_cached_tokens: int = 0  # tokens whose KV was found when the request first started
     next_commit: int = 0  # number of computed tokens at which the next commit is due
     block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # by KV group
     first_held: list[int] = field(default_factory=lambda: [0])  # index of each table's first held block
-    num_slots: int = 0  # tokens for which every table has blocks
+    num_slots: int = 0  # number of tokens for which every table has blocks
 
     @property
     def block_table(self) -> list[int]:
@@ -86,7 +86,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens."""
+        """Number of generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
@@ -95,8 +95,8 @@ class Request:
 
     Times are seconds on the engine's clock. fields: Values that replace fields of `options`. max_total_tokens: Maximum
     length of prompt and output together, or the length of a pooled prompt. reads_prefix_cache: False for prompt
-    logprobs and mean pooling, which need every prompt position computed. awaits_results: True if the next step depends
-    on the previous result, because a grammar may postpone a token.
+    logprobs and mean pooling, because every prompt position must be computed. awaits_results: True if the request has a
+    grammar. The next step then depends on the previous result.
     """
 
     __slots__ = (
@@ -182,12 +182,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, output and draft tokens."""
+        """Number of prompt, output and draft tokens."""
         return len(self.sequence.token_ids) + len(self.spec_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens."""
+        """Number of prompt tokens."""
         return self.sequence.num_prompt_tokens
 
     @property

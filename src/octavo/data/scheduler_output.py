@@ -70,10 +70,10 @@ class CachedRequestData:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks at the beginning of a step, in the order of the lists.
+    """Copies of whole blocks at the beginning of a step, in the order `swap_out`, `block_copies`, `swap_in`.
 
-    If `swap_out` has a host block twice, the last copy counts. The source of a copy may be the target of a later copy.
-    A host block has space for one block of every group.
+    If a host block occurs twice in `swap_out`, the last copy counts. The source of a copy may be the target of a later
+    copy.
     """
 
     swap_out: list[tuple[int, int, int]] = field(default_factory=list)  # (group, block, host block)
@@ -100,10 +100,10 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    keys: For each block, a hash of everything that its KV depends on. A load gives a block the content saved under its
-    key, or fails for this block. A store keeps the content of all groups under one key.
-    block_ids: For each KV group, a list parallel to `keys`. `NO_BLOCK` means that no token reads the group's part of a
-    loaded block, or that the part of a saved block was evicted. The first group has every block.
+    keys: For each block, a hash of everything that its KV depends on. A load copies the content that was saved under a
+    key into the block, or fails for this block. A store keeps the content of all groups under one key. block_ids: For
+    each KV group, a list parallel to `keys`. In a load, `NO_BLOCK` means that no token reads the group's part of the
+    block. In a save, `NO_BLOCK` means that the part was evicted. The first group's list has no `NO_BLOCK`.
     """
 
     transfer_id: int
@@ -119,7 +119,7 @@ def are_whole(block_ids: list[list[int]]) -> list[bool]:
 
 
 def need_parts(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each loaded block whether a bounded group needs its part."""
+    """Return for each loaded block whether any bounded group must load its part."""
     return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
 
 
@@ -128,8 +128,8 @@ class SchedulerOutput:
     """The message to the worker for one step.
 
     After this step, the worker does not access blocks of transfers in `kv_cancels`. max_drafts: Maximum number of new
-    drafts by request id. Without an entry, only the proposer's limit applies. If a model drafts, looked-up drafts are
-    not limited.
+    drafts by request id. For a request without an entry, only the proposer's limit applies. If a draft model exists,
+    the maximum does not apply to looked-up drafts.
     """
 
     step: int

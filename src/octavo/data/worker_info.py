@@ -40,7 +40,7 @@ class WorkerInfo:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the first KV group."""
+        """Number of blocks of the first KV group."""
         return self.kv_groups[0].spec.num_blocks
 
     @property

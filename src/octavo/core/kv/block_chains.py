@@ -56,7 +56,7 @@ class BlockChains:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Requests with chains."""
+        """Ids of requests with chains."""
         return self._chains.keys()
 
     def get(self, request_id: str) -> BlockChain | None:
@@ -91,6 +91,6 @@ class BlockChains:
         self._chains.pop(request_id, None)
 
     def advance_weights_epoch(self) -> None:
-        """Drop all chains after a change of weights, so that new blocks get other hashes."""
+        """Drop all chains after a change of weights. New blocks get hashes that differ from old hashes."""
         self._weights_epoch += 1
         self._chains.clear()

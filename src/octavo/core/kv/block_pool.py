@@ -1,7 +1,7 @@
 """The blocks of the paged KV cache and their reference counts.
 
-A block is FREE, CACHED (found by lookups, but not held by a request), OWNED (in block tables, or pinned) or QUARANTINED
-(out of use after wrong bookkeeping).
+A block is FREE, CACHED (lookups find it, but no request holds it), OWNED or SHARED (in block tables, or pinned), or
+QUARANTINED (out of use after wrong bookkeeping).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ BlockLink = tuple[int, int]  # (block id, generation)
 class Block:
     """A KV block in device memory.
 
-    name: The `link` of the first block that was registered with this content, while device or host memory has the
-    content.
+    name: The `link` of the first block with this content. It identifies the content while device or host memory has it.
     """
 
     block_id: int
@@ -60,7 +59,7 @@ class BlockPool(ContentPool[Block, Block]):
         on_forget: Callable[[Block], None] | None = None,
     ) -> None:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        super().__init__(self.blocks[::-1])  # a stack, so that recently released blocks are reused first
+        super().__init__(self.blocks[::-1])  # last released, first reused
         self._on_evict = on_evict or (lambda _block: None)
         self._on_forget = on_forget or (lambda _block: None)
         self.quarantined: set[int] = set()
@@ -72,7 +71,7 @@ class BlockPool(ContentPool[Block, Block]):
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks outside quarantine."""
+        """Number of blocks that are not quarantined."""
         return len(self.blocks) - len(self.quarantined)
 
     @property
@@ -92,11 +91,11 @@ class BlockPool(ContentPool[Block, Block]):
         return bytes(states)
 
     def free_list(self) -> list[int]:
-        """Return free blocks."""
+        """Return the ids of free blocks."""
         return [block.block_id for block in self._free]
 
     def free_block_ids(self) -> set[int]:
-        """Return free and cached blocks."""
+        """Return the ids of free and cached blocks."""
         return {block.block_id for block in self._free} | set(self._cached)
 
     def _take_one(self) -> Block:
@@ -119,10 +118,10 @@ class BlockPool(ContentPool[Block, Block]):
             block.ref_count += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Drop a reference to each block. Pass the last block first, because the block released first is evicted first.
+        """Drop a reference to each block. Blocks are evicted in the order of their release.
 
-        If another block is indexed with the same content, that block is evicted last. Raises AssertionError if a block
-        is not held.
+        If a released block is not indexed, the indexed block with the same content becomes the last to be evicted.
+        Raises AssertionError if a block is not held.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -171,7 +170,6 @@ class BlockPool(ContentPool[Block, Block]):
         return block
 
     def _is_orphan(self, block: Block) -> bool:
-        """Return True if the content of the previous block is missing."""
         return block.parent is not None and block.parent not in self._names
 
     def _orphan(self, block: Block) -> None:

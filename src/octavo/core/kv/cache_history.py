@@ -19,7 +19,7 @@ class MissReason(StrEnum):
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
     OTHER_SALT = "other salt"
-    DIFFERENT_TOKEN = "different token"  # noqa: S105  a language model's token, not a secret
+    DIFFERENT_TOKEN = "different token"  # noqa: S105  not a secret
     TOO_SHORT = "shorter than a block"
 
 
@@ -31,7 +31,7 @@ class Miss:
     position: int | None = None  # position of the first differing token, if known
 
 
-MOST_REMEMBERED = 1 << 16  # blocks of about 1.2 kB each
+MOST_REMEMBERED = 1 << 16  # blocks; each takes about 1.2 kB
 
 
 class CacheHistory:

@@ -38,7 +38,7 @@ class HostBlock:
 
 
 class HostBlockPool(ContentPool[int, HostBlock]):
-    """The host blocks. Cached content is evicted if KV of preempted requests needs space, never the reverse."""
+    """The host blocks. KV of preempted requests may evict cached content, but never the reverse."""
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
@@ -46,8 +46,6 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         super().__init__(list(range(num_blocks - 1, -1, -1)))
         self._num_followers: Counter[BlockLink | None] = Counter()  # number of blocks by their parent's name
         self._emit = emit
-
-    # --- for preempted requests ---------------------------------------------------------------------------------------
 
     def _take_one(self) -> int:
         if self._free:
@@ -61,8 +59,6 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         """Free saved blocks."""
         self._free.extend(block_ids)
 
-    # --- for evicted content of the device ----------------------------------------------------------------------------
-
     def is_followed(self, name: BlockLink | None) -> bool:
         """Return True if host memory has a block that follows the content with this name."""
         return name in self._num_followers
@@ -70,8 +66,8 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
         """Return the host block to which a device block must be copied, or None if no copy is needed or possible.
 
-        If host memory has the content already, the content becomes the most recently used. groups: KV groups of which
-        the device has the content.
+        If host memory has the content already, the content becomes the most recently used. groups: KV groups whose
+        content is still on the device.
         """
         assert block.hash is not None
         assert block.name is not None
@@ -111,10 +107,8 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         if not self._num_followers[content.parent]:
             del self._num_followers[content.parent]
 
-    # --- lend ---------------------------------------------------------------------------------------------------------
-
     def lend(self, block_ids: Iterable[int]) -> None:
-        """Protect blocks until the next step has copied from them. Lookups still find cached blocks."""
+        """Protect blocks from eviction until the next step has copied from them. Lookups still find cached blocks."""
         for block_id in block_ids:
             if block_id not in self.lent:
                 self.lent[block_id] = self._cached.pop(block_id, None)
@@ -132,5 +126,5 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         self.lent.clear()
 
     def free_block_ids(self) -> list[int]:
-        """Return free blocks."""
+        """Return the ids of free blocks."""
         return list(self._free)

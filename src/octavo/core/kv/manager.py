@@ -46,7 +46,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         cache_decoded_blocks: bool = True,
         num_host_blocks: int = 0,
-        max_step_tokens: int = 1,  # maximum for one request
+        max_step_tokens: int = 1,
         extra_keys: tuple[str, ...] = (),
         emit: Callable[..., None] = emit_nothing,
     ) -> None:
@@ -78,7 +78,7 @@ class KVCacheManager:
         )
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
-        self._pins: dict[int, list[list[int]]] = {}  # by transfer id and group
+        self._pins: dict[int, list[list[int]]] = {}  # pinned ids by transfer id and group
         self.grown: set[str] = set()  # requests with blocks that the worker does not know
         self._copies = BlockCopies()
 
@@ -105,13 +105,11 @@ class KVCacheManager:
         """Return True if every group has `num_blocks` free or cached blocks."""
         return all(group.num_free_blocks >= num_blocks for group in self.groups)
 
-    # --- look up ------------------------------------------------------------------------------------------------------
-
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Look up a request's prefix, without changing anything.
+        """Return a request's prefix hit. Changes nothing.
 
-        If KV that was swapped out at a preemption has more tokens than the cached blocks, the swapped KV is used. The
-        last token is always computed, for its logits.
+        If the KV that was swapped out at a preemption has more tokens than the cached blocks, the swapped-out KV is
+        used. The last token is always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
@@ -121,7 +119,7 @@ class KVCacheManager:
         return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
-        """Count the tokens of a prefix hit that host memory has cached."""
+        """Count the tokens of a prefix hit that are from cached host blocks, excluding swapped-out KV."""
         if computed.is_saved or not computed.host_blocks:
             return 0
         return computed.num_tokens - len(computed.blocks) * self.block_size
@@ -136,8 +134,6 @@ class KVCacheManager:
         sequence.block_tables = [[] for _ in self.groups]
         sequence.first_held = [0] * len(self.groups)
 
-    # --- allocate -----------------------------------------------------------------------------------------------------
-
     def allocate_slots(
         self,
         request: Request,
@@ -149,9 +145,10 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Allocate blocks for `num_new_tokens` tokens after the computed tokens.
 
-        Return the ids added to the first group's table, including found blocks. If too few blocks are free, change
-        nothing and return None. num_reserved_tokens: Minimum total number of tokens. is_loaded: True if a store
-        provides the new tokens' KV. A group then needs only the blocks that the next token reads.
+        Return the ids that are added to the first group's table, including the blocks of the prefix hit `computed`. If
+        too few blocks are free, change nothing and return None. num_reserved_tokens: Minimum number of tokens for which
+        blocks are allocated. is_loaded: True if a store provides the new tokens' KV. A group then needs only the blocks
+        that the next token reads.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens
@@ -182,7 +179,7 @@ class KVCacheManager:
         if not num_held:
             saved = self._saved.pop(request.request_id, None)
             if saved is not None:
-                self.host.lend(saved.host_blocks)  # the saved KV is swapped in, or no longer needed
+                self.host.lend(saved.host_blocks)
             self.prefix_cache.announce(request, len(computed.blocks))
         return sequence.block_table[num_held:]
 
@@ -227,11 +224,11 @@ class KVCacheManager:
         return range(max(sequence.first_held[group.index], first), end)
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
-        """Count by group the blocks that are copied from host memory."""
+        """Return how many blocks of each group are copied from host memory."""
         return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
 
     def take_copies(self) -> BlockCopies:
-        """Take the copies for the next step."""
+        """Remove and return the copies for the next step."""
         copies, self._copies = self._copies, BlockCopies()
         if self.host.lent:
             self.host.end_lending()
@@ -242,8 +239,6 @@ class KVCacheManager:
         for _, _, host_block in copies.swap_out:
             self.host.drop(host_block)
 
-    # --- share --------------------------------------------------------------------------------------------------------
-
     def commit(self, request: Request) -> None:
         """Add a request's full blocks to the prefix cache after a step has computed the blocks."""
         num_tokens = request.num_computed_tokens
@@ -253,14 +248,12 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no later token reads. Schedule the step's saves first."""
+        """Release blocks that no later token reads. Saves of these blocks must have been ordered before."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
             self._count_slots(request.sequence)
-            self.grown.add(request.request_id)  # a group may have allocated a block
-
-    # --- release ------------------------------------------------------------------------------------------------------
+            self.grown.add(request.request_id)
 
     def release(self, request: Request) -> None:
         """Release a request's blocks, but keep its hashes."""
@@ -294,7 +287,6 @@ class KVCacheManager:
             self.host.release(saved.host_blocks)
 
     def _evicted(self, block: Block) -> None:
-        """Keep an evicted block in host memory, if lookups can use the block there."""
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
             self._keep_in_host(block)
@@ -324,12 +316,10 @@ class KVCacheManager:
         return {request_id: list(saved.host_blocks) for request_id, saved in self._saved.items()}
 
     def free(self, request: Request) -> None:
-        """Release a request's blocks and records."""
+        """Release a request's blocks, and drop its records."""
         self.release(request)
         self.drop_saved(request.request_id)
         self.prefix_cache.chains.forget(request.request_id)
-
-    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def note_loaded(self, request: Request) -> None:
         """Count a request's loaded tokens as a prefix hit."""
@@ -350,14 +340,12 @@ class KVCacheManager:
 
     @property
     def num_transfers(self) -> int:
-        """Transfers that pin blocks."""
+        """Number of transfers that pin blocks."""
         return len(self._pins)
 
     def pinned_ids(self, group: int) -> list[int]:
-        """Return a group's pinned ids, once for every pin."""
+        """Return the ids of a group's pinned blocks. An id occurs once for each pin."""
         return [block_id for ids in self._pins.values() for block_id in ids[group]]
-
-    # --- forget -------------------------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
         """See `BlockPool.reset`."""

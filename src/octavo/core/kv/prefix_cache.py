@@ -28,10 +28,10 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 class ComputedBlocks:
     """A prefix hit with the KV of a request's first `num_tokens` tokens. Valid until the next allocation.
 
-    The request shares `blocks`. The content of `host_blocks` or `source` is copied into the following blocks.
+    The request shares `blocks`. The content of `host_blocks` or `source` is copied into new blocks after `blocks`.
     """
 
-    blocks: list[Block]  # full blocks on the device
+    blocks: list[Block]
     num_tokens: int
     host_blocks: list[int] = field(default_factory=list)
     source: Block | None = None  # block with all known tokens after `blocks`; only the last token is computed again
@@ -48,7 +48,7 @@ NO_COMPUTED_BLOCKS = ComputedBlocks([], 0)
 
 @dataclass(frozen=True, slots=True)
 class FullBlocks:
-    """Cached full blocks of a request."""
+    """Cached full blocks at the beginning of a request."""
 
     on_device: list[Block]
     in_host: list[HostBlock]
@@ -91,25 +91,22 @@ class PrefixCache:
 
     @property
     def request_ids(self) -> AbstractSet[str]:
-        """Requests with records."""
+        """Ids of requests with records."""
         return self.chains.request_ids | set(self._computing.values())
 
     @property
     def num_partial_blocks(self) -> int:
-        """Partly filled blocks that requests can copy."""
+        """Number of partly filled blocks that requests can copy."""
         return len(self._partials)
 
     def reads_cache(self, request: Request) -> bool:
         """Return True if a request may use other requests' blocks."""
         return self.is_enabled and request.reads_prefix_cache
 
-    # --- look up ------------------------------------------------------------------------------------------------------
-
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks at the beginning of a request.
 
-        If a bounded group has evicted its part of a device block, host memory is searched from this block on, which may
-        give a longer hit.
+        Host memory is also searched, from the first block with an evicted part on. The longer hit is returned.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -186,8 +183,6 @@ class PrefixCache:
         parent = chain.hashes[num_full - 1] if num_full else None
         return self.chains.hash_function(parent, tail, chain.keys(num_full))
 
-    # --- misses -------------------------------------------------------------------------------------------------------
-
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
         """Return why the next full block was not found, or None if finding it would save nothing."""
         index, size = computed.num_blocks, self._block_size
@@ -218,8 +213,6 @@ class PrefixCache:
         """Return True if a running request will commit this block."""
         return block_hash in self._computing
 
-    # --- share --------------------------------------------------------------------------------------------------------
-
     def adopt(self, request: Request, blocks: list[Block]) -> None:
         """Record that a request shares these blocks."""
         chain = self.chains.of(request)
@@ -234,7 +227,7 @@ class PrefixCache:
             self._computing.setdefault(block_hash, request.request_id)
 
     def commit(self, request: Request) -> None:
-        """Commit a request's full blocks, and the partly filled last block of a computed prompt."""
+        """Cache a request's full blocks. Once the prompt is computed, also cache its partly filled last block."""
         num_tokens = request.num_computed_tokens
         chain = self.chains.of(request)
         if not self.cache_decoded_blocks:
@@ -279,8 +272,6 @@ class PrefixCache:
         """Count a request's committed leading blocks."""
         chain = self.chains.get(request.request_id)
         return 0 if chain is None else chain.num_committed
-
-    # --- release ------------------------------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
         """Record that a request no longer holds or computes blocks."""

@@ -20,10 +20,7 @@ __all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hi
 def longest_hit(
     groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
 ) -> int:
-    """Return the largest number of leading blocks after which a request can continue in every group.
-
-    Whenever one group shortens the hit, all groups are asked again.
-    """
+    """Return the largest number of leading blocks after which a request can continue in every group."""
     count, is_shortened = len(blocks) + len(host_blocks), True
     while is_shortened:
         before = count
@@ -34,5 +31,8 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Return how many leading blocks precede the first missing part that the token at position `num_tokens` reads."""
+    """Return the index of the first block with a missing part that the token at position `num_tokens` reads.
+
+    If no such part is missing, return `len(blocks)`.
+    """
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

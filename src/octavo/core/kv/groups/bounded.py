@@ -4,7 +4,8 @@ A request holds only the blocks that later tokens can still read. A block of a b
 first group's block with the same positions.
 
 If blocks are reserved for a request, its new blocks are private. Lookups do not find a private block before its
-release. The request's found blocks become private, too, if too few other blocks are free for the reservation.
+release. If too few other blocks are free for the reservation, the blocks of the request's prefix hit become private,
+too.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class BoundedGroup:
         self._free = list(range(spec.num_blocks - 1, -1, -1))
         self._left: OrderedDict[int, None] = OrderedDict()  # cached blocks to evict first
         self._cached: OrderedDict[int, None] = OrderedDict()  # other cached blocks, least recently used first
-        self._id_of: dict[int, int] = {}  # id of a part, by id of the first group's block
+        self._id_of: dict[int, int] = {}  # ids of parts, by id of the first group's block
         self._block_of: list[int | None] = [None] * spec.num_blocks
         self._num_holders = [0] * spec.num_blocks
         self._private: set[int] = set()
@@ -70,19 +71,17 @@ class BoundedGroup:
         """Share of blocks that are held, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
-    # --- look up ------------------------------------------------------------------------------------------------------
-
     def first_read(self, num_tokens: int) -> int:
         """See `KVGroup`."""
         return self.kind.first_position(num_tokens) // self._block_size
 
     def id_of(self, block: Block) -> int | None:
-        """See `KVGroup`. Return None also if the part is private."""
+        """See `KVGroup`. Also return None if the part is private."""
         block_id = self._id_of.get(block.block_id)
         return None if block_id in self._private else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
-        """Return the part of the sequence's block at `index`, or None if the part was evicted."""
+        """Return the id of the part of the sequence's block at `index`, or None if the part was evicted."""
         table = sequence.block_tables[self.index]
         if sequence.first_held[self.index] <= index < len(table):
             return table[index]
@@ -104,8 +103,6 @@ class BoundedGroup:
     def has_read_blocks(self, sequence: TokenSequence, num_tokens: int) -> bool:
         """Return True if a sequence holds all blocks that the token at position `num_tokens` reads."""
         return self.first_read(num_tokens) >= sequence.first_held[self.index]
-
-    # --- take ---------------------------------------------------------------------------------------------------------
 
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
@@ -140,13 +137,13 @@ class BoundedGroup:
         return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
 
     def num_needed(self, found: Sequence[Block], num_read: int, num_all_blocks: int) -> int:
-        """Return how many free or cached blocks a new request uses at most."""
+        """Return the maximum number of free or cached blocks that a new request uses."""
         first = self.first_read(num_read)
         _, num_unheld = self._read(found[first:])
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return the maximum number of blocks that a token reads plus 1, at most `num_all_blocks`."""
+        """Return 1 + the maximum number of blocks that a token reads, but at most `num_all_blocks`."""
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
@@ -155,7 +152,7 @@ class BoundedGroup:
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
     def num_spare_blocks(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
-        """Return how many blocks remain after those for `max_num_seqs` requests and one step."""
+        """Return how many blocks remain if `max_num_seqs` requests and one step get the blocks that they need."""
         return self.num_blocks - max_num_seqs * self.num_reserved(num_all_blocks) - num_step_blocks
 
     def hold(self, claim: Claim) -> None:
@@ -207,15 +204,13 @@ class BoundedGroup:
             del self._place(block_id)[block_id]
             self._cached[block_id] = None
 
-    # --- release ------------------------------------------------------------------------------------------------------
-
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
         Released blocks are evicted before other cached blocks, because later prefix hits usually do not need them.
-        Exceptions are blocks from a prefix hit, and blocks that the token after the last full block reads. For each
-        released private block, the request gets a block for a later position, until its table is as long as in the
-        first group.
+        Exceptions are blocks of the request's prefix hit, and blocks that the token after the last full block reads.
+        For each released private block, the request gets a block for a later position, until the table is as long as
+        the first group's table.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -267,8 +262,6 @@ class BoundedGroup:
                 self._free.append(block_id)
         return num_private
 
-    # --- changes in the first group -----------------------------------------------------------------------------------
-
     def block_forgotten(self, block: Block) -> None:
         """Free the part of a block that lookups no longer find, unless the part is held."""
         block_id = self._id_of.get(block.block_id)
@@ -280,7 +273,7 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Move the part of `block` to `canonical`, the indexed block with this content, unless `canonical` has one."""
+        """If `canonical`, the indexed block with this content, has no part, move the part of `block` to `canonical`."""
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)
@@ -291,8 +284,6 @@ class BoundedGroup:
         if first_group_id is not None:
             del self._id_of[first_group_id]
             self._block_of[block_id] = None
-
-    # --- invariants ---------------------------------------------------------------------------------------------------
 
     def quarantine(self, block_id: int) -> None:
         """See `KVGroup`."""
@@ -316,9 +307,9 @@ class BoundedGroup:
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return the first group's block to which this part belongs."""
+        """Return the id of the first group's block to which this part belongs."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:
-        """Map the first group's blocks to their parts."""
+        """Map ids of the first group's blocks to ids of their parts."""
         return dict(self._id_of)

@@ -43,25 +43,21 @@ class KVGroup(Protocol):
 
     @property
     def quarantined(self) -> set[int]:
-        """Blocks that are never allocated again."""
+        """Ids of blocks that are never allocated again."""
         ...
 
     @property
     def num_free_blocks(self) -> int:
-        """Free and cached blocks."""
+        """Number of free and cached blocks."""
         ...
-
-    # --- look up ------------------------------------------------------------------------------------------------------
 
     def first_read(self, num_tokens: int) -> int:
         """Return the index of the first block that the token at position `num_tokens` reads."""
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of this group's part of a block, or None if the part was evicted."""
+        """Return the id of this group's block with the same positions as `block`, or None if evicted."""
         ...
-
-    # --- take ---------------------------------------------------------------------------------------------------------
 
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
@@ -81,13 +77,13 @@ class KVGroup(Protocol):
         ...
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return how many blocks to reserve for a block table of `num_all_blocks`."""
+        """Return how many blocks to reserve for a block table of `num_all_blocks` blocks."""
         ...
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
         """Return True if `num_blocks` can be reserved in total.
 
-        num_saved: Blocks that saves may pin in addition. is_only: True if no other request has a reservation.
+        num_saved: Number of blocks that saves may pin in addition. is_only: True if no other request has a reservation.
         """
         ...
 
@@ -100,20 +96,16 @@ class KVGroup(Protocol):
         ...
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
-        """Append a claim's blocks to the table. Call `hold` first."""
+        """Append a claim's blocks to the sequence's table. `hold` must have been called before."""
         ...
 
-    # --- release ------------------------------------------------------------------------------------------------------
-
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Release the blocks that no token from position `num_tokens` on reads."""
+        """Release the blocks that are not read by tokens at positions >= `num_tokens`."""
         ...
 
     def clear(self, sequence: TokenSequence) -> None:
         """Release all blocks of a request, the last block first."""
         ...
-
-    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def pin(self, block_ids: Iterable[int]) -> None:
         """Add a reference to each block."""
@@ -122,8 +114,6 @@ class KVGroup(Protocol):
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Unpin blocks, the last block first."""
         ...
-
-    # --- invariants ---------------------------------------------------------------------------------------------------
 
     def quarantine(self, block_id: int) -> None:
         """Take a block out of use."""
@@ -134,9 +124,9 @@ class KVGroup(Protocol):
         ...
 
     def free_ids(self) -> list[int]:
-        """Return free blocks."""
+        """Return the ids of free blocks."""
         ...
 
     def cached_ids(self) -> list[int]:
-        """Return cached blocks in eviction order."""
+        """Return the ids of cached blocks in eviction order."""
         ...
