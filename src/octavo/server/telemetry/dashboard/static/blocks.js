@@ -1,4 +1,4 @@
-// The map of the KV cache: a cell for each block (or for several, if there are too many), with its holder.
+// The map of the KV cache. It has a cell for each block, or for several blocks if there are too many.
 
 import { prepare, tellOnHover } from "./canvas.js";
 import { color, onTheme, requestColor } from "./theme.js";
@@ -27,7 +27,7 @@ export class BlockMap {
     this.blockSize = 0;
   }
 
-  /** Apply changes: states as a string of digits or as [[block, state], ...], and the changes of block tables. */
+  /** Apply changes of block states and of block tables. States are a string of digits or [[block, state], ...]. */
   update(change) {
     if (typeof change.states === "string") this.states = Uint8Array.from(change.states, Number);
     else for (const [block, state] of change.states) this.states[block] = state;
@@ -55,7 +55,7 @@ export class BlockMap {
     for (const [number, table] of this.tables) for (const block of table) owners[block] = number;
     const plain = { [FREE]: color("free"), [CACHED]: color("cached"), [SHARED]: color("shared"), [QUARANTINED]: color("bad") };
     for (let cell = 0; cell < cells; cell += 1) {
-      let shown = cell * each; // of several blocks, the most used one
+      let shown = cell * each; // the most used of the blocks in the cell
       for (let block = shown + 1; block < Math.min((cell + 1) * each, total); block += 1) {
         if (this.states[block] > this.states[shown]) shown = block;
       }

@@ -1,6 +1,6 @@
 // Shared by all drawings: sharp canvases, and a description of the point under the pointer.
 
-/** Fit a canvas to its size on the page; return its cleared context, in CSS pixels. */
+/** Fit a canvas to its size on the page. Return its context, which is cleared and uses CSS pixels. */
 export function prepare(canvas) {
   const ratio = devicePixelRatio || 1;
   const width = canvas.clientWidth;
@@ -17,7 +17,7 @@ export function prepare(canvas) {
 
 const hover = document.getElementById("hover");
 
-/** Show the text of `tell(x, y)` for the point under the pointer; null: no text. */
+/** Show the text of `tell(x, y)` for the point under the pointer, or no text if it is null. */
 export function tellOnHover(canvas, tell) {
   canvas.addEventListener("pointermove", (event) => {
     const text = tell(event.offsetX, event.offsetY);

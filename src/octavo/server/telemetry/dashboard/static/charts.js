@@ -59,7 +59,7 @@ export class Chart {
     for (const column of this.data) column.length = 0;
   }
 
-  /** Add rows, or replace those of the same second. offset: from the engine's clock to wall-clock seconds. */
+  /** Add rows, and replace rows of the same second. offset: wall-clock time minus the engine's clock, in seconds. */
   add(rows, offset) {
     for (const row of rows) {
       const time = row[0] + offset;

@@ -12,7 +12,7 @@ let model = "";
 let hasChat = true;
 let running = null;
 
-/** Set the model; one without a chat template continues texts instead. */
+/** Set the model. A model without a chat template continues texts instead of answering messages. */
 export function setModel(name, chat) {
   [model, hasChat] = [name, chat];
   prompt.placeholder = hasChat ? "Write to the model. Enter sends." : "A text for the model to continue. Enter sends.";
@@ -79,7 +79,7 @@ async function ask(text) {
   running = null;
   show(false);
   if (seen.content) conversation.push({ role: "assistant", content: seen.content });
-  else conversation.pop(); // there was no answer: the next message replaces this one
+  else conversation.pop(); // no answer came, so the next message replaces this message
   tellFacts(seen, answer.facts);
 }
 

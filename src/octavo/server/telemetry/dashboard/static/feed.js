@@ -36,7 +36,7 @@ export function follow(url, on) {
     retry ??= setTimeout(connect, RETRY_MS);
   }
 
-  /** Find out why the event source failed, by a request of its own: the source does not say. */
+  /** Send a request to find out why the event source failed, because the event source does not report the reason. */
   async function explain() {
     const failed = source;
     failed.close();

@@ -11,9 +11,9 @@ import { TierTable } from "./tiers.js";
 import { Timeline } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
-const names = new Map(); // ids of requests by number, as far back as the drawings show
+const names = new Map(); // ids of the requests that the drawings show, by number
 const live = new Set();
-let offset = 0; // from the engine's clock to wall-clock seconds
+let offset = 0; // wall-clock time minus the engine's clock, in seconds
 const name = (number) => names.get(number) ?? "a request of before";
 
 // Columns of a row of the feed: time, prompt tokens, generated tokens, running, waiting, use, then p50 and p99 of both,

@@ -28,8 +28,8 @@ export function isLive(state) {
 }
 
 /**
- * A row keeps its place while its request does. All rows keep their places while a button, a finger or the space bar is
- * down, because a browser makes no click if the row moved between press and release.
+ * A row moves only if the place of its request in the list changes. While a button, a finger or the space bar is down,
+ * no row moves, because a browser makes no click if the row moved between press and release.
  */
 export class RequestTable {
   constructor(body, empty) {
@@ -55,7 +55,7 @@ export class RequestTable {
     this.isPressed = isPressed;
   }
 
-  /** Let the rows move after the click, unless something is pressed again by then. */
+  /** Let the rows move after the click, unless a button or key is pressed again before. */
   letGoSoon() {
     const press = this.numPresses;
     setTimeout(() => press === this.numPresses && this.press(false), CLICK_MS);

@@ -1,4 +1,4 @@
-// The theme, light or dark: the system's, unless the user chose one; and the colours of drawings.
+// The theme (light or dark), which is the system's unless the user chose one, and the colours of drawings.
 
 const KEY = "octavo-theme";
 const system = matchMedia("(prefers-color-scheme: dark)");

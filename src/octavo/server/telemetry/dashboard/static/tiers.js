@@ -1,4 +1,4 @@
-// The loads, saves and saved time of each tier of the KV cache; shown if there is a tier outside the device.
+// The loads, saves and saved time of each tier of the KV cache. Shown if there is a tier outside the device.
 
 import { bytes, count, duration, percent } from "./format.js";
 

@@ -1,4 +1,4 @@
-// The batches of the last steps: a column for each step, a row for each request; below, the tokens of each step.
+// The batches of the last steps, with a column for each step and a row for each request. Below: the tokens of a step.
 // Accepted drafts are green.
 
 import { prepare, tellOnHover } from "./canvas.js";
@@ -10,7 +10,7 @@ const FOOT = 46;
 const MOST_SHOWN = 8; // accepted drafts of a request in a step; more are drawn equally
 
 export class Timeline {
-  /** name(number): the id of a request. ended(number): true if it has ended. */
+  /** name(number): the id of a request. ended(number): true if the request has ended. */
   constructor(canvas, name, ended) {
     this.canvas = canvas;
     this.name = name;
@@ -29,7 +29,7 @@ export class Timeline {
 
   /**
    * Add steps: [number, start, seconds, [[request, tokens, is of a prompt], ...], [[request, drafted, accepted], ...]].
-   * numLeftOut: the number of steps that are missing before them.
+   * numLeftOut: the number of steps that are missing before these steps.
    */
   add(steps, numLeftOut) {
     if (steps.length) this.leftOut.set(steps[0][0], numLeftOut);
@@ -41,7 +41,7 @@ export class Timeline {
     return this.steps.slice(-Math.floor(this.canvas.clientWidth / COLUMN));
   }
 
-  /** A request keeps its row while it is open or visible; then the row is used for the next request. */
+  /** Assign rows. A request keeps its row while the request is open or visible. */
   assign(steps) {
     const seen = new Set(steps.flatMap((step) => step[3].map((part) => part[0])));
     for (const number of this.lanes.keys()) {
