@@ -228,16 +228,16 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
     text = tomlkit.dumps(document)
     if tomllib.loads(text) != {"keys": tables.unwrap()}:
         raise ConfigError(f"{path}: the keys are not written as tables like [keys.alice]; change them by hand")
-    run_text_work = path.with_name(f"{path.name}.new")
+    unfinished = path.with_name(f"{path.name}.new")
     try:
-        run_text_work.touch(mode=0o600)
-        run_text_work.write_text(text, encoding="utf-8")
+        unfinished.touch(mode=0o600)
+        unfinished.write_text(text, encoding="utf-8")
         if not is_new:
             before = path.stat()
-            run_text_work.chmod(stat.S_IMODE(before.st_mode))
+            unfinished.chmod(stat.S_IMODE(before.st_mode))
             if hasattr(os, "chown"):  # the server must read it, even if root writes it
-                os.chown(run_text_work, before.st_uid, before.st_gid)
-        run_text_work.replace(path)
+                os.chown(unfinished, before.st_uid, before.st_gid)
+        unfinished.replace(path)
     except OSError as error:
-        run_text_work.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None

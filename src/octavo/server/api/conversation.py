@@ -240,10 +240,10 @@ async def answer_conversation(
 
 
 async def count_prompt(
-    service: Service, http_request: Request, read: Callable[[], Conversation], token_name: Callable[[int], Any]
+    service: Service, http_request: Request, read: Callable[[], Conversation], to_response: Callable[[int], Any]
 ) -> Response:
-    """Count the tokens of a conversation's prompt. token_name: makes the response from the count."""
+    """Count the tokens of a conversation's prompt. to_response: makes the response from the number of tokens."""
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)
-    return json_response(token_name(len(prompt["prompt_token_ids"])))
+    return json_response(to_response(len(prompt["prompt_token_ids"])))
