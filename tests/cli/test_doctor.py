@@ -47,7 +47,7 @@ def test_doctor_report_has_consistent_figures(doctor):
     assert {check["precision"] for check in report["checks"]} == {"bfloat16", "int8"}
     assert {product["name"] for product in report["products"]} == {"qkv", "o", "gate_up", "down", "lm_head"}
     for product in report["products"]:
-        work = 2 * product["rows"] * product["out_features"] * product["in_features"]
+        work = 2 * product["rows"] * product["experts"] * product["out_features"] * product["in_features"]
         assert product["ops_per_s"] == pytest.approx(work / product["seconds"])
         peak = report["limits"]["byte_ops" if product["precision"] == "int8" else "bfloat16_flops"]
         shares = product["ops_per_s"] / peak, product["bytes_per_s"] / report["limits"]["bytes_read"]
@@ -215,3 +215,25 @@ def test_doctor_keeps_torch_thread_count(doctor):
     before = torch.get_num_threads()
     doctor("--precision", "int8")
     assert torch.get_num_threads() == before
+
+
+def test_doctor_examines_experts_and_latent_attention(doctor, tmp_path):
+    path = write_checkpoint(tmp_path / "model", tiny_config("DeepseekV3ForCausalLM"))
+    status, text, error = doctor(str(path), "--json", "--precision", "bfloat16", "--num-threads", "2")
+    assert status == 0, error
+    report = json.loads(text)
+    names = {"latents", "queries", "o", "gate_up", "down", "lm_head", "expert gate_up", "expert down"}
+    assert {each["name"] for each in report["products"]} == {each["name"] for each in report["checks"]} == names
+    assert report["is_exact"]
+    for product in report["products"]:
+        assert product["experts"] == (3 if product["name"].startswith("expert") else 1)
+
+
+def test_doctor_reports_grouped_product_that_depends_on_other_rows(doctor, tmp_path, monkeypatch):
+    cpu = pytest.importorskip("octavo.kernels.cpu")
+    right = cpu.CpuKernels.grouped_linear
+    monkeypatch.setattr(cpu.CpuKernels, "grouped_linear", lambda *args, **options: right(*args, **options) * 1.01)
+    path = write_checkpoint(tmp_path / "model", tiny_config("Qwen3MoeForCausalLM"))
+    status, text, _ = doctor(str(path), "--precision", "bfloat16")
+    assert status == 1
+    assert "NOT EXACT  expert gate_up bfloat16" in text

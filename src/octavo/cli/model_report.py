@@ -24,11 +24,12 @@ _PRECISIONS = (None, "int8", "int4", "int4_all")
 class ModelDetails:
     """Architecture, memory and text files of a checkpoint.
 
-    memory_bytes: bytes of weights, by precision. window: tokens that sliding-window layers see; an older token keeps
-    only `kv_bytes_before_window` bytes. text: purpose -> finding.
+    active_parameters: used for each token. memory_bytes: bytes of weights, by precision. window: tokens that
+    sliding-window layers see; an older token keeps only `kv_bytes_before_window` bytes. text: purpose -> finding.
     """
 
     parameters: int
+    active_parameters: int
     layers: int
     max_context_tokens: int
     parts: list[str]
@@ -170,6 +171,7 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
     as_it_is = "as stored" if architecture.block_bytes else dtype
     return ModelDetails(
         parameters=architecture.num_parameters,
+        active_parameters=architecture.num_active_parameters,
         layers=num_layers,
         max_context_tokens=architecture.max_context_tokens,
         parts=[part.describe(num_layers) for part in parts_of(architecture)],

@@ -99,12 +99,18 @@ def _show(found: list[ModelReport]) -> None:
             typer.echo(f"  {'':{width}}  {line}")
 
 
+def _active(details: ModelDetails) -> str:
+    if details.active_parameters == details.parameters:
+        return ""
+    return f" ({details.active_parameters:,} active per token)"
+
+
 def _show_closer(report: ModelReport) -> None:
     typer.secho(f"{report.name}: {report.verdict}", bold=True)
     lines = {"because": report.problem, "left out": "; ".join(report.left_out), "architecture": report.architecture}
     if (details := report.details) is not None:
         lines |= {
-            "size": f"{details.parameters:,} parameters in {details.layers} layers, "
+            "size": f"{details.parameters:,} parameters{_active(details)} in {details.layers} layers, "
             f"up to {details.max_context_tokens:,} tokens",
             "parts": ", ".join(details.parts),
             "stored as": details.stored_as,

@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,6 +18,9 @@ from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import cold_bytes, processor_name, usable_cores
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.models.attention import AttentionTensors
+from octavo.models.experts import ExpertsConfig, ExpertsTensors
+from octavo.models.gated_mlp import GatedMLPTensors
+from octavo.models.latent_attention import LatentAttentionTensors
 from octavo.worker.memory import free_bytes
 
 if TYPE_CHECKING:
@@ -27,10 +30,11 @@ if TYPE_CHECKING:
 
     from octavo.kernels.block_weight import BlockWeight
     from octavo.kernels.cpu import Isa
-    from octavo.kernels.interface import PackedLinear
+    from octavo.kernels.interface import PackedGroups, PackedLinear
     from octavo.kernels.limits import Limits
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
+    from octavo.models.declared import Linear
 
 ROWS = (1, 8, 32, 512)
 _ROUNDS = 7
@@ -41,13 +45,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One product's time."""
+    """One product's time. experts: number of experts that compute each row; 1 for a dense layer."""
 
     name: str
     out_features: int
     in_features: int
     precision: str
     rows: int
+    experts: int
     seconds: float
     num_bytes: int
 
@@ -70,7 +75,7 @@ class Product(Timing):
             peak = limits.bfloat16_flops if timing.precision == "bfloat16" else limits.flops
         else:
             peak = limits.byte_ops
-        ops = 2 * timing.rows * timing.out_features * timing.in_features / timing.seconds
+        ops = 2 * timing.rows * timing.experts * timing.out_features * timing.in_features / timing.seconds
         read = timing.num_bytes / timing.seconds
         share = max(ops / peak, read / limits.bytes_read)
         return cls(**asdict(timing), ops_per_s=ops, bytes_per_s=read, of_limit=share)
@@ -150,8 +155,8 @@ def examine(
         kernels, one_thread = CpuKernels(isa, num_threads=num_threads), CpuKernels(isa, num_threads=1)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    shapes = layer_shapes(architecture)
-    _refuse_impossible(shapes, precisions)
+    shapes, experts = layer_shapes(architecture), expert_shapes(architecture)
+    _refuse_impossible(shapes | {name: each.shape for name, each in experts.items()}, precisions)
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
     num_torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # torch's threads would spin on the kernels' cores
@@ -167,6 +172,11 @@ def examine(
                 progress(f"{precision} {name}")
                 checks.append(_check(name, width, depth, precision, kernels, one_thread))
                 timings += _measure(name, width, depth, precision, kernels)
+        for (name, shape), precision in itertools.product(experts.items(), precisions):
+            if _is_possible(name, shape.in_features, precision):
+                progress(f"{precision} {name}")
+                checks.append(_check_experts(name, shape, precision, kernels, one_thread))
+                timings += _measure_experts(name, shape, precision, kernels)
         progress("limits of the machine, again")
         limits_after, best_after = _measure_limits(kernels, best)
     finally:
@@ -194,14 +204,48 @@ def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limi
 
 
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """Return (out_features, in_features) by name."""
+    """Return (out_features, in_features) by name, without those of experts."""
     tensors = architecture.tensors()
-    gate_up, down = tensors.layers[0].mlp
-    linears = {"gate_up": gate_up, "down": down, "lm_head": tensors.embedding}
-    attentions = (each.attention for each in tensors.layers if isinstance(each.attention, AttentionTensors))
-    if (attention := next(attentions, None)) is not None:
-        linears = {"qkv": attention.qkv, "o": attention.o, **linears}
-    return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    linears: dict[str, Linear | None] = {}
+    for layer in tensors.layers:
+        attention, mlp = layer.attention, layer.mlp
+        if isinstance(attention, AttentionTensors):
+            linears |= {"qkv": attention.qkv, "o": attention.o}
+        elif isinstance(attention, LatentAttentionTensors):
+            linears |= {"latents": attention.down, "queries": attention.q_b, "o": attention.o}
+        dense = mlp.shared if isinstance(mlp, ExpertsTensors) else mlp
+        if isinstance(dense, GatedMLPTensors):
+            linears |= {"gate_up": dense.gate_up, "down": dense.down}
+    linears["lm_head"] = tensors.embedding
+    return {name: (each.out_features, each.in_features) for name, each in linears.items() if each is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The equal matrices of a layer's experts. num_chosen: experts of a token."""
+
+    out_features: int
+    in_features: int
+    num_experts: int
+    num_chosen: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of one expert's matrix."""
+        return self.out_features, self.in_features
+
+
+def expert_shapes(architecture: Architecture) -> dict[str, ExpertShape]:
+    """Return the shapes of experts by name; none for a dense model."""
+    for layer, tensors in zip(architecture.layers, architecture.tensors().layers, strict=True):
+        if isinstance(layer.mlp, ExpertsConfig):
+            router, experts = layer.mlp.router, cast("ExpertsTensors", tensors.mlp)
+            linears = {"expert gate_up": experts.gate_up[0], "expert down": experts.down[0]}
+            return {
+                name: ExpertShape(each.out_features, each.in_features, router.num_experts, router.num_chosen)
+                for name, each in linears.items()
+            }
+    return {}
 
 
 def _refuse_impossible(shapes: dict[str, tuple[int, int]], precisions: tuple[str, ...]) -> None:
@@ -254,11 +298,15 @@ def _check(name: str, width: int, depth: int, precision: str, kernels: CpuKernel
         for some, every in zip(results(kernels, x[part], packed), whole, strict=True)
     )
     equal = all(map(torch.equal, results(one_thread, x, other), whole))
-    whole_weight = stored[0] if isinstance(stored, list) else stored
-    meant = whole_weight if isinstance(whole_weight, torch.Tensor) else whole_weight.dequantize()
-    sums = x[:_BLOCK_ROWS].double() @ meant.double().T
-    error = ((whole[0][:_BLOCK_ROWS].double() - sums).norm() / sums.norm()).item()
+    error = _error(whole[0][:_BLOCK_ROWS], x[:_BLOCK_ROWS], stored)
     return Check(name, precision, independent, equal, error)
+
+
+def _error(product: Tensor, x: Tensor, stored: Tensor | QuantizedWeight | list[BlockWeight]) -> float:
+    weight = stored[0] if isinstance(stored, list) else stored
+    meant = weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+    sums = x.double() @ meant.double().T
+    return float((product.double() - sums).norm() / sums.norm())
 
 
 def _measure(name: str, width: int, depth: int, precision: str, kernels: CpuKernels) -> Iterator[Timing]:
@@ -281,4 +329,48 @@ def _measure(name: str, width: int, depth: int, precision: str, kernels: CpuKern
             for _ in range(count):
                 multiply(x)
             times.append((time.perf_counter() - start) / count)
-        yield Timing(name, width, depth, precision, rows, statistics.median(times), first.num_bytes)
+        yield Timing(name, width, depth, precision, rows, 1, statistics.median(times), first.num_bytes)
+
+
+def _packed_experts(
+    shape: ExpertShape, precision: str, kernels: CpuKernels, count: int
+) -> tuple[list[PackedLinear], PackedGroups]:
+    stored = _stored(torch.randn(*shape.shape, generator=torch.Generator().manual_seed(0)), precision)
+    packed = [kernels.pack_linear(stored) for _ in range(count)]
+    return packed, kernels.pack_groups(packed)
+
+
+def _check_experts(name: str, shape: ExpertShape, precision: str, kernels: CpuKernels, one_thread: CpuKernels) -> Check:
+    """Compare a grouped product with the product of one expert alone, which `_check` examines."""
+    counts = torch.tensor([3, 0, checked_rows(precision, shape.in_features), 1])
+    x = _rows(precision, int(counts.sum()), shape.in_features)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    (linears, packed), (_, other) = (_packed_experts(shape, precision, each, 4) for each in (kernels, one_thread))
+    found = kernels.grouped_linear(x, packed, starts)
+    alone = torch.cat([kernels.linear(x[first:end], linears[0]) for first, end in itertools.pairwise(starts.tolist())])
+    equal = torch.equal(found, one_thread.grouped_linear(x, other, starts))
+    weight = _stored(torch.randn(*shape.shape, generator=torch.Generator().manual_seed(0)), precision)
+    error = _error(found[:_BLOCK_ROWS], x[:_BLOCK_ROWS], weight)
+    return Check(name, precision, torch.equal(found, alone), equal, error)
+
+
+def _measure_experts(name: str, shape: ExpertShape, precision: str, kernels: CpuKernels) -> Iterator[Timing]:
+    """Measure tokens that choose experts evenly. Every call reads other experts, as far as memory caches reach."""
+    one = _packed_experts(shape, precision, kernels, 1)[0][0].num_bytes
+    count = max(shape.num_experts, -(-cold_bytes() // one))
+    packed = _packed_experts(shape, precision, kernels, count)[1]
+    firsts = itertools.count()
+    for tokens in ROWS:
+        rows = tokens * shape.num_chosen
+        hit = min(rows, shape.num_experts)
+        x, times = _rows(precision, rows, shape.in_features), []
+        for _ in range(_ROUNDS):
+            chosen = (next(firsts) * hit + torch.arange(hit)) % count
+            numbers = torch.zeros(count, dtype=torch.int64)
+            numbers[chosen] = rows // hit
+            numbers[chosen[: rows % hit]] += 1
+            starts = torch.cat([numbers.new_zeros(1), numbers.cumsum(0)]).int()
+            start = time.perf_counter()
+            kernels.grouped_linear(x, packed, starts)
+            times.append(time.perf_counter() - start)
+        yield Timing(name, *shape.shape, precision, tokens, shape.num_chosen, statistics.median(times), hit * one)
