@@ -58,7 +58,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _score_factor(config: ConfigFile) -> float:
-    """Return the factor of scores of a context that yarn has extended."""
+    """Return yarn's factor of attention scores, which grows with the extension of the context, or 1."""
     section = config.section("rope_scaling") or config.section("rope_parameters")
     if section is None or section.text("rope_type" if section.has("rope_type") else "type", "default") != "yarn":
         return 1.0
@@ -70,7 +70,7 @@ def _score_factor(config: ConfigFile) -> float:
 
 
 def _read_router(config: ConfigFile, name: str) -> Router:
-    """V2 scores a group by its best expert and does not normalize; V3 adds a bias for the choice."""
+    """Read V2's router, which does not normalize weights, or V3's, which adds a bias for the choice of experts."""
     router = Router.read(config, normalizes=False)
     if name != _V2:
         _require(config, "scoring_func", "sigmoid")
@@ -99,7 +99,7 @@ def _shared_size(config: ConfigFile) -> int | None:
 
 
 def _mlp_kinds(config: ConfigFile, num_dense: int) -> list[str]:
-    """Return "dense" or "sparse" for each layer. num_dense: default number of dense layers, which come first."""
+    """Return "dense" or "sparse" for each layer. num_dense: default number of leading dense layers."""
     num_layers = config.count("num_hidden_layers")
     if config.has("mlp_layer_types"):
         kinds = config.values["mlp_layer_types"]
