@@ -75,7 +75,7 @@ def was_saved_without_head(directory: Path) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """List up to three names."""
+    """Return three names, and the number of further names."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 

@@ -36,8 +36,8 @@ def rope_and_write_latents(
     positions, slot_mapping: see `AttentionBatch`. cache [num_blocks, 1, block_size, rank + rotary_dim].
     queries [num_tokens, num_heads, rank + rotary_dim]: the first `rank` values are not touched.
 
-    A latent that is not finite becomes zeros, and its key NaN: rows that attend to the position become NaN, and other
-    rows of a tile may multiply its latent by a weight of zero.
+    A latent that is not finite becomes zeros, and its key NaN. Then rows that attend to the position become NaN, and
+    other rows of a tile can multiply its latent by zero.
     """
     turns = cos_sin[positions].unsqueeze(1)
     rank, rotary_dim = len(weight), q.shape[2]

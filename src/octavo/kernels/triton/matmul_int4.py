@@ -1,6 +1,7 @@
-"""Products of int8 rows with int4 weights, exact: `octavo.kernels.quantization.linear_int4`.
+"""Products of int8 rows with int4 weights, with the bits of `octavo.kernels.quantization.linear_int4`.
 
-A 16-bit weight is split into two signed bytes, high * 256 + low, so sums fit 32 bits and any order gives the same bits.
+A 16-bit weight is split into two signed bytes, high * 256 + low. Sums then fit 32 bits, and any order gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def pack_int4(weight: Int4Weight) -> PackedInt4:
 def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor | None, out: Tensor) -> Tensor:
     """Write float(values @ weight.T) * (row's scale * column's unit) + bias into contiguous `out`, and return it."""
     num_rows, num_columns = out.shape
-    block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64  # sums are exact in any tile
+    block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64
     _matmul_int4[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, _BLOCK_N)](
         values,
         scales,
@@ -140,7 +141,7 @@ def _matmul_int4(
         pair = tl.load(value_place + first // 2, mask=is_column[:, None], other=0)
         for half in tl.static_range(2):
             x = tl.load(x_place + first + half * HALF, mask=is_row[:, None], other=0)
-            group = tl.minimum((first + half * HALF) // group_size, num_groups - 1)  # padding is zeros
+            group = tl.minimum((first + half * HALF) // group_size, num_groups - 1)
             high_acc, low_acc = _add_products(
                 high_acc, low_acc, x, (pair >> (4 * half)) & 15,
                 multiples_ptr + group_place + group, offsets_ptr + group_place + group, is_column, HAS_OFFSETS,
