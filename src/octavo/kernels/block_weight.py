@@ -17,7 +17,7 @@ GROUP_VALUES = 32
 SUPER_GROUPS = 8
 # Byte offsets of a block's float16 numbers; (0,) for kinds that are not listed.
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
-_FLOAT16_EXPONENT = 0x7C
+_FLOAT16_EXPONENT = 0x7C  # all bits set if not finite
 _E8M0_NAN = 255
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -174,7 +174,7 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
     """Return random values with typical scales."""
     num_blocks = out_features * in_features // kind.block_values
     blocks = torch.randint(0, 256, (num_blocks, kind.block_bytes), generator=generator, dtype=torch.uint8)
-    for place in _SCALE_PLACES.get(kind.name, (0,)):
+    for place in _SCALE_PLACES.get(kind.name, (0,)):  # random bytes may be NaN
         scales = torch.randn(num_blocks, 1, generator=generator).half() * 0.01
         blocks[:, place : place + 2] = scales.view(torch.uint8)
     if kind is BlockKind.MXFP4:

@@ -159,10 +159,10 @@ def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4For
     dtype = _DTYPES[number]
     if dtype == torch.uint8:
         groups = -(-in_features // int4.group_size)
-        of_column = -(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4
+        of_column = -(-in_features // 8) * 4 + groups * (4 if int4.has_zeros else 2) + 4  # and a unit
         return columns * of_column + (4 * in_features if int4.has_order else 0)
     if dtype == torch.int8:
-        return columns * (-(-in_features // 4) * 4 + 8)
+        return columns * (-(-in_features // 4) * 4 + 8)  # a scale, an int32 sum
     together = 2 if dtype == torch.bfloat16 else 1
     return columns * -(-in_features // together) * together * dtype.itemsize
 

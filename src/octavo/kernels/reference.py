@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _PRODUCTS: dict[type, Callable[..., Tensor]] = {Int8Weight: linear_int8, Int4Weight: linear_int4, Fp8Weight: linear_fp8}
 _SAMPLE_ROWS = 8
-_SAMPLE_BYTES_PER_LOGIT = 128
+_SAMPLE_BYTES_PER_LOGIT = 128  # noise, sorted values, ids, float64 weights
 _QUERY_CHUNK = 256
 _WEIGHT_CHUNK = 16384
 
@@ -214,7 +214,7 @@ class ReferenceKernels:
         query_scale: Tensor | None = None,
     ) -> None:
         """See `Kernels`."""
-        turns = cos_sin[batch.positions].unsqueeze(1)
+        turns = cos_sin[batch.positions].unsqueeze(1)  # [num_tokens, 1, rotary_dim]
         q.copy_(rotate(q, turns, interleaved=interleaved))
         if query_scale is not None:
             q.copy_(q.float() * query_scale[batch.positions, None, None])
@@ -343,6 +343,7 @@ def write_rows(cache: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
 
 
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Return float32 [positions, num_kv_heads, head_dim]."""
     if cache.dtype in ROUNDED_KV_DTYPES:
         values = cache.view(torch.int8)[blocks].view(cache.dtype)  # not every device indexes fp8
         read = values.float() * kv_scales(cache)[blocks].unsqueeze(-1)
@@ -361,6 +362,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Return float32 [n, num_heads * value_dim]."""
     num_rows, num_heads, head_dim = q.shape
     grouped = q.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
     scores = torch.einsum("nkgd,skd->nkgs", grouped, keys) * scale
@@ -383,7 +385,7 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """Return a mask of the tokens that min_p, then top_k, then top_p keep. scaled: logits / temperature [n, vocab].
 
     min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending).
-    top_p keeps the shortest prefix whose float64 sum, in this order, reaches top_p.
+    top_p keeps the shortest prefix with a float64 sum, in this order, of at least top_p.
     """
     top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):

@@ -40,7 +40,7 @@ def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw a token id per row with probability in proportion to weights, or -1 if weights sum to 0 or to NaN.
 
-    The id is the first whose cumulative float64 sum exceeds total * `uniform`, a number in (0, 1).
+    The id is the first with a cumulative float64 sum above total * `uniform`, a number in (0, 1).
     """
     sums = weights.double().cumsum(dim=1)
     total = sums[:, -1:].contiguous()

@@ -175,7 +175,7 @@ class Attention:
         q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             rows = (q, k)
-            if config.qk_norm == "width":
+            if config.qk_norm == "width":  # not as views of heads, which lack a stride to record if there is one token
                 q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
                 parts = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=1)
                 rows = (parts[0].unsqueeze(1), parts[1].unsqueeze(1))

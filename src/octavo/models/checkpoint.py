@@ -98,7 +98,7 @@ class CheckpointFiles:
             path, file = self._file_of[name]
             stored = file.get_slice(self._stored_name[name])
             found = self._shape(name)
-            if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):
+            if found != list(shape) and not (math.prod(found) == math.prod(shape) == 1):  # a number may have any rank
                 raise ModelError(
                     f"{path}: {name} has shape {found}, but config.json requires {list(shape)}; the two belong to "
                     "different models"

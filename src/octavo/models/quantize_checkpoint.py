@@ -137,7 +137,7 @@ def _copy_the_rest(source: Path, directory: Path) -> None:
 def _module_folders(path: Path) -> set[str]:
     try:
         modules = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):  # serving the copy reports a broken list
         modules = []
     listed = [each.get("path") for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
     plain = {name for name in listed if isinstance(name, str) and Path(name).name == name and name not in ("", "..")}

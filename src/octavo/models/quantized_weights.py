@@ -134,7 +134,7 @@ def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
 def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> Tensor | None:
     name = {StoredLayout.PACKED: "weight_g_idx", StoredLayout.GPTQ: "g_idx"}.get(stored.layout)
     group_of = None if name is None else tensor(f"{module}.{name}")
-    if group_of is None or bool((group_of == -1).all()):
+    if group_of is None or bool((group_of == -1).all()):  # not reordered
         return None
     ordered, order = group_of.long().sort(stable=True)
     expected = torch.arange(len(group_of)) // (stored.group_size or len(group_of))

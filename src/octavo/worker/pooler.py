@@ -28,7 +28,7 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """float32 [n, hidden] from `position` on, being copied to the host. is_complete: True if they end the prompt."""
+    """float32 [n, hidden] from `position` on, being copied to the host. is_complete: True at the prompt's end."""
 
     request: RequestRow
     states: torch.Tensor
@@ -39,7 +39,7 @@ class PooledRows:
 class Pooler:
     """Takes a prompt's last hidden state, or the mean of all, after the final norm.
 
-    Positions are added one by one, so that bits do not depend on how the prompt is split. Sums survive preemptions that
+    Positions are added one by one, so bits do not depend on how the prompt is divided. Sums survive preemptions that
     keep KV. A recomputed prompt starts again.
     """
 

@@ -140,7 +140,7 @@ def _partial_bytes(num_rows: int, num_heads: int, num_partitions: int, head_dim:
 @triton.jit
 def _merge(total_max, total_weight, totals, part_max, part_weight, part):
     maximum = tl.maximum(total_max, part_max)
-    origin = tl.where(maximum == float("-inf"), 0.0, maximum)
+    origin = tl.where(maximum == float("-inf"), 0.0, maximum)  # -inf if a row saw no position
     keep, add = tl.exp2(total_max - origin), tl.exp2(part_max - origin)
     totals = tl.fma(part, tl.broadcast_to(add[:, None], part.shape), totals * keep[:, None])
     return maximum, tl.fma(part_weight, add, total_weight * keep), totals
@@ -166,7 +166,7 @@ def _attend_tile(
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    is_there = (of_tile >= first) & (of_tile < seq_len)
+    is_there = (of_tile >= first) & (of_tile < seq_len)  # blocks before `first` may be released
     is_dim = dim < HEAD_DIM
     block = tl.load(table_ptr + of_tile // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
     offset = of_tile % BLOCK_SIZE

@@ -46,7 +46,7 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round x, whose width is a multiple of 32, to int8 with one scale per 32 columns.
+    """Round x to int8 with one scale per 32 columns. The width of x is a multiple of 32.
 
     Returns (int8 values, float32 scales [groups, num_tokens], float32 sums of values [groups, num_tokens]).
     """
@@ -89,7 +89,7 @@ def _scale_and_inverse(magnitude):
 
 @triton.jit
 def _rounded(x, inverse):
-    return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)
+    return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)  # x may be NaN
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -136,6 +136,7 @@ def _write_keys(
 def _write_values(
     place, slot, scale_place, is_head, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SCALES: tl.constexpr
 ):
+    """Return which heads are finite."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     is_there = is_head & (dim < HEAD_DIM)
     x = tl.load(place + dim, mask=is_there, other=0.0)

@@ -192,8 +192,8 @@ def top_p_cut(
         logits_ptr, vocab, temperature, packed_ptr, all_layers, largest, cut_key, cut_id, LEAST_KEY, bound, bound, BLOCK
     )
     target = mass * top_p.to(tl.float64)
-    low = tl.maximum(cut_key, LEAST_KEY).to(tl.int64)  # a key whose mass reaches the target
-    high, above = largest_key.to(tl.int64) + 1, 0.0 * mass  # a key whose mass does not
+    low = tl.maximum(cut_key, LEAST_KEY).to(tl.int64)  # its mass reaches the target
+    high, above = largest_key.to(tl.int64) + 1, 0.0 * mass  # the mass of `high` is too small
     if packed_mass >= target:
         low = tl.maximum(low, bound.to(tl.int64))
     else:
