@@ -59,7 +59,7 @@ class LazyGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
+        self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse arguments that the locale cannot decode."""

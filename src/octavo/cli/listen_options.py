@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path  # noqa: TC003 - typer reads the types
+from pathlib import Path  # noqa: TC003
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +28,7 @@ PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_c
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Read the configuration file. The option is eager, because others must not read the variable of Kubernetes."""
+    """Read the configuration file. The option is eager, because Kubernetes' variable must be removed first."""
     if link := forget_service_link():
         typer.secho(
             f"{PORT_VARIABLE}={link} is ignored: Kubernetes set it for a Service, and it is not a port", err=True

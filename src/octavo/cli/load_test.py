@@ -75,7 +75,7 @@ def arrival_times(count: int, rate: float | None, gaps: Sequence[float], seed: i
 
     gaps: first gaps, for a rate of 1.
     """
-    rng = random.Random(seed)  # noqa: S311 - not secrets
+    rng = random.Random(seed)  # noqa: S311
     if rate is None:
         return [0.0] * count
     times, now = [], 0.0

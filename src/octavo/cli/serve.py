@@ -8,7 +8,7 @@ import secrets
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path  # noqa: TC003 - typer reads the types
+from pathlib import Path  # noqa: TC003
 from typing import TYPE_CHECKING, Annotated
 
 import typer

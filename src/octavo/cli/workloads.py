@@ -76,7 +76,7 @@ def _read_item(item: Any) -> Item:
 
 def make_workloads(vocab_size: int, max_model_len: int, seed: int = 0) -> Workloads:
     """Make small workloads for any context."""
-    rng = random.Random(seed)  # noqa: S311 - not secrets
+    rng = random.Random(seed)  # noqa: S311
 
     def item(num_prompt: int, num_output: int, prefix: Sequence[int] = ()) -> Item:
         scale = min(1.0, (max_model_len - 1) / (len(prefix) + num_prompt + num_output))
@@ -169,7 +169,6 @@ def _rows(title: str, timings: Sequence[Timing]) -> list[dict[str, Any]]:
 
 
 def _is_alone(title: str) -> bool:
-    """Return True if requests run alone, with separate times of prefill and decode."""
     return title[0] in "AC"
 
 

@@ -344,7 +344,7 @@ class Kernels(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return causal attention of each row over its sequence's KV: [num_tokens, num_heads * head_dim].
+        """Return each row's causal attention over its sequence's KV, [num_tokens, num_heads * head_dim].
 
         A row at position p sees positions max(0, p - window + 1) .. p. Query heads share KV heads in equal groups. The
         row stride of the result may exceed its width. softcap applies to scaled scores. sinks float32 [num_heads]:

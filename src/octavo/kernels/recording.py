@@ -94,7 +94,6 @@ class Recorder:
         self._calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a function that calls and records a kernel, or raise `NotRecordableError`."""
         call = getattr(self._set, name)
         add = getattr(self._program, name, None)
         if add is None:

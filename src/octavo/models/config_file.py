@@ -42,7 +42,7 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
 
 
 class ConfigFile:
-    """A JSON object that records which keys were read. Methods raise `ModelError` for unsuitable values."""
+    """A JSON object that records which keys were read. Methods raise `ModelError` for wrong values."""
 
     __slots__ = ("_read_keys", "path", "prefix", "values")
 

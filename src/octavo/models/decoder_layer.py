@@ -91,10 +91,7 @@ class MLPConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """The names of a layer's norms in the checkpoint.
-
-    Pre-norms are applied to a sublayer's input, post-norms to its output.
-    """
+    """The names of a layer's pre-norms and post-norms in the checkpoint."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None

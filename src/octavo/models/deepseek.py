@@ -58,7 +58,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _score_factor(config: ConfigFile) -> float:
-    """Return yarn's factor of attention scores, which grows with the extension of the context, or 1."""
+    """Return yarn's factor of attention scores, or 1."""
     section = config.section("rope_scaling") or config.section("rope_parameters")
     if section is None or section.text("rope_type" if section.has("rope_type") else "type", "default") != "yarn":
         return 1.0
@@ -70,7 +70,7 @@ def _score_factor(config: ConfigFile) -> float:
 
 
 def _read_router(config: ConfigFile, name: str) -> Router:
-    """Read V2's router, which does not normalize weights, or V3's, which adds a bias for the choice of experts."""
+    """Read V2's router, or V3's, which adds a bias for the choice of experts."""
     router = Router.read(config, normalizes=False)
     if name != _V2:
         _require(config, "scoring_func", "sigmoid")

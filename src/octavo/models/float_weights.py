@@ -54,7 +54,7 @@ class ExpandedFloats:
     def weight(self, name: str) -> StoredWeight:
         """Return a stored matrix as GGUF blocks (MXFP4), FP8, or floats.
 
-        FP8 with too few columns per scale for the kernels is expanded.
+        FP8 is expanded if its scales have too few columns for the kernels.
         """
         module = name.removesuffix(".weight")
         if (stored := self._stored(module)) is None:

@@ -166,7 +166,6 @@ def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
 def _map(path: Path) -> Tensor:
     try:
         with path.open("rb") as file:
-            # Torch requires a writable map.
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error})") from error
@@ -192,6 +191,6 @@ def _expand(stored: StoredArray, blocks: Tensor) -> Tensor:
 def _expand_blocks(kind: TensorType, blocks: Tensor) -> Tensor:
     if kind in _BLOCKS:
         return BlockWeight(_BLOCKS[kind], blocks, kind.block_values).dequantize()
-    from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415 - optional and slow
+    from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415 - optional
 
     return torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[kind.name]))

@@ -240,7 +240,7 @@ class _Packer:
         self.norm_offset = architecture.norm_offset
         self.norm_dtype = torch.float32 if self.norm_offset else norm_dtype
         self.device = device
-        self.whole: tuple[str, Tensor] | None = None  # the matrix of the last head
+        self.whole: tuple[str, Tensor] | None = None
         self.done_bytes = 0
         self.total_bytes = total_bytes
         self.progress = progress or (lambda _done, _total: None)

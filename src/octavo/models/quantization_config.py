@@ -223,7 +223,7 @@ def _names(section: ConfigFile, key: str) -> tuple[str, ...]:
 
 
 def _as_pattern(name: str) -> str:
-    """Convert a name with `*` to a pattern that also matches modules below it."""
+    """Make a pattern of a name with `*`, which also matches modules inside the named modules."""
     name = name.replace("language_model.", "")
     if name.startswith("re:") or "*" not in name:
         return name

@@ -79,7 +79,7 @@ def quantize_checkpoint(
     ignored = [*(_ROUTERS if any(map(is_router, names)) else ()), *(_ABSORBED if any(map(is_absorbed, names)) else ())]
     config["quantization_config"] = describe_stored(precision, group_size, ["lm_head", *ignored])
     try:
-        # Only complete files are renamed into the destination. config.json comes last.
+        # Only complete files are renamed. config.json comes last.
         folder = destination if destination.exists() else destination.parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=folder) as unfinished:

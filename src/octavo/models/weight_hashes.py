@@ -46,10 +46,7 @@ class FileState:
 
 
 class FileHashes:
-    """Hashes by resolved path, in a JSON file. Above `MAX_ENTRIES`, the oldest are dropped.
-
-    Of two simultaneous writers, the later one wins.
-    """
+    """Hashes by resolved path, in a JSON file. Above `MAX_ENTRIES`, the oldest are dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -46,7 +46,7 @@ class DraftModel:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """Blocks per request for the KV of drafts. Ordinary blocks hold KV of all known tokens but the newest."""
+        """Blocks per request for the KV of drafts."""
         return -(-self.num_speculative_tokens // self.block_size)
 
     @property

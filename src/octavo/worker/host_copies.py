@@ -77,7 +77,7 @@ class HostCopies(Protocol):
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         """Return the array on the device, for work enqueued later.
 
-        On a CPU, both may share memory. On other devices, the array may be changed after the call.
+        On a CPU, the tensor may share the array's memory. Otherwise the array may be changed after the call.
         """
         ...
 

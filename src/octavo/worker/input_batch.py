@@ -110,8 +110,8 @@ class InputBatch:
         self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # of prompts: [num_position_dims, num_tokens]
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # of known tokens
-        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # of awaited tokens
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=copies.device)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -296,7 +296,7 @@ class InputBatch:
         are on the device.
         """
         query_start = _starts(counts)
-        row_of_token, positions = rows, first  # for one token each
+        row_of_token, positions = rows, first
         if query_start[-1] > len(rows):
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
         seq_lens = first + counts
@@ -324,7 +324,7 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Replace awaited tokens. A failed choice becomes 0, whose results are discarded."""
+        """Replace awaited tokens. A failed choice becomes 0, because its results are discarded."""
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)

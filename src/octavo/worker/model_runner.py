@@ -120,7 +120,8 @@ class ModelRunner:
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """Return True if earlier steps must be collected before this one is launched.
 
-        Drafts, penalties and grammars need tokens on the host. Copies, transfers and preemptions are rare.
+        Drafts, penalties and grammars need tokens on the host. Copies, transfers and preemptions, which are rare, also
+        count.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens

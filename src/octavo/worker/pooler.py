@@ -40,7 +40,7 @@ class Pooler:
     """Takes a prompt's last hidden state, or the mean of all, after the final norm.
 
     Positions are added one by one, so bits do not depend on how the prompt is divided. Sums survive preemptions that
-    keep KV. A recomputed prompt starts again.
+    keep KV.
     """
 
     def __init__(self) -> None:

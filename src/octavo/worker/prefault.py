@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Prefault:
     """A thread with idle priority (on Linux) that touches each page of memory, without changes.
 
-    The system allocates a page at its first touch: 2 GB took up to 2.6 s in a virtual machine.
+    The system allocates a page at its first touch, which took up to 2.6 s for 2 GB in a virtual machine.
     """
 
     def __init__(self, data: Tensor) -> None:

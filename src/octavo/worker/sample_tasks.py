@@ -95,7 +95,6 @@ class SampleTasks:
         """Return the tasks for one pass of a draft model, by index into `requests`.
 
         num_known: number of known tokens and drafts. Grammars are not applied, because walks would delay the step.
-        Forbidden drafts are cut off later.
         """
         is_plain = self._batch.sampling.is_plain[rows]
         return {

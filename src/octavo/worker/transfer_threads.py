@@ -1,8 +1,8 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
-A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. While they
-write or read, they hold the transfer's lock, and first they check for a cancel. So a cancelled transfer touches no
-block, even with a slow store.
+A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Writes and
+reads hold the transfer's lock, and check for a cancel first. So a cancelled transfer touches no block, even with a slow
+store.
 """
 
 from __future__ import annotations
@@ -145,10 +145,9 @@ class KVTransferThreads:
                 self._report(EndedTransfer(order.transfer_id, moving.num_moved, moves, evicted))
 
     def _take(self, buffers: queue.SimpleQueue[PieceBuffer]) -> PieceBuffer:
-        """Return a free buffer, or a new one if hanging stores hold all buffers."""
         try:
             return buffers.get_nowait()
-        except queue.Empty:
+        except queue.Empty:  # hanging stores hold all buffers
             return self._blocks.make_buffer(self._piece_blocks)
 
     def _load(self, moving: _Moving, first: int, buffer: PieceBuffer) -> bool:

@@ -31,7 +31,7 @@ _BYTES_PER_LOGIT = 128  # p, q and their difference in float64; the filters' val
 
 @dataclass(frozen=True, slots=True)
 class DraftedRows:
-    """Requests, some with drafts to verify.
+    """Requests with or without drafts to verify.
 
     cu_num_logits: int32 [num_requests + 1], first row of each request, then the total. draft_ids: int64 [num_logits],
     input tokens; a request's drafts follow its first row. draft_probs: float32 [num_drafts or more, vocab] per request,

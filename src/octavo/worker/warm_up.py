@@ -28,10 +28,7 @@ _PENALIZED = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1)
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Run a prompt of `num_tokens` tokens, which the cache must hold. Launch all kernels that compile at first use.
-
-    The prompt uses blocks that belong to no request.
-    """
+    """Run a prompt of `num_tokens` tokens, which the cache must hold. Launch all kernels that compile at first use."""
     start = time.monotonic()
     runner.execute(_first_step(runner, num_tokens))
     if runner.draft_runner is not None:

@@ -383,7 +383,7 @@ class Worker:
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run from any thread. If kernels have their own threads, torch gets only one, because others would spin."""
+        """Run from any thread. If kernels have their own threads, torch gets only one, because more would spin."""
         if self.device.index is not None:
             use_device(self.device)
         if not self.kernels.has_own_threads:

@@ -336,7 +336,7 @@ def _attend(
 
 @triton.jit
 def _write(place, total_max, total_weight, totals, sink_place, mask, HAS_SINKS: tl.constexpr):
-    """Merge the sinks, and store totals / total_weight. Adding 0.0 makes -0.0 positive."""
+    """Merge the sinks, and store totals / total_weight. -0.0 becomes 0.0, because weights of zero may set the sign."""
     if HAS_SINKS:
         one, nothing = tl.full(total_weight.shape, 1.0, tl.float32), tl.zeros(totals.shape, tl.float32)
         sink = tl.load(sink_place) * _LOG2_E
