@@ -106,7 +106,7 @@ def make_app(**settings: Any) -> typer.Typer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """A function that typer runs. epilog: follows its help."""
+    """A function that typer runs. epilog: text after the help."""
 
     run: Callable[..., None]
     epilog: str

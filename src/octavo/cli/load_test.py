@@ -94,7 +94,7 @@ async def load(
     timeout_s: float = 600.0,
     on_end: Callable[[Seen], None] = lambda _seen: None,
 ) -> list[Seen]:
-    """Send each request, greedy, at its time and read its stream.
+    """Send each request, with greedy sampling, at its time and read its stream.
 
     times: seconds from the start. max_concurrency: limit of running requests; waiting is not measured.
     """

@@ -95,7 +95,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """The rows of a step that need hidden states: the last rows of each sequence.
+    """The rows of a step that need hidden states, which are the last rows of each sequence.
 
     rows       int64 indices, ascending
     attention  the batch with only these rows
@@ -199,7 +199,7 @@ class Kernels(Protocol):
         ...
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return parts for `restore_linear`, which alias the weight, or () if the weight cannot be stored."""
+        """Return parts that alias the weight, for `restore_linear`, or () if the weight cannot be stored."""
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:

@@ -44,7 +44,7 @@ class CheckpointFiles:
         self._file_of: dict[str, tuple[Path, Any]] = {}
         for path in find_weight_files(directory):
             file = _open(path)
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            for name in file.keys():  # noqa: SIM118
                 if name in self._file_of:
                     raise ModelError(
                         f"{path}: {name} is also in {self._file_of[name][0].name}; remove the superfluous file"

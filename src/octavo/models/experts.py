@@ -98,7 +98,7 @@ class ExpertsConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Values per token. The memory of three such rows holds the experts' inputs and outputs."""
+        """See `MLPConfig`. Three times this number also covers the experts' inputs and outputs."""
         return self.router.num_chosen * (self.expert_size + self.hidden_size) + (self.shared_size or 0)
 
     @property

@@ -158,7 +158,7 @@ def _forget(path: Path, rows: Tensor) -> None:
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
     """Return the index in llama.cpp's file of each row in Hugging Face's order.
 
-    llama.cpp stores rows that rotate together next to each other. Hugging Face stores them in a head's two halves.
+    llama.cpp stores rows that rotate together as neighbours. Hugging Face stores these rows in a head's two halves.
     """
     return torch.arange(num_rows).view(num_heads, -1, 2).swapaxes(1, 2).flatten()
 

@@ -46,7 +46,7 @@ class Weights(Protocol):
         ...
 
     def skip(self, declared: Linear) -> None:
-        """Count layers as loaded, although they come from another place."""
+        """Count layers that another source provides."""
         ...
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 20  # smaller models are packed fast enough
-FORMAT_VERSION = 3  # increase it with each change
+FORMAT_VERSION = 3  # increase it if the stored format changes
 _READERS, _WEIGHTS_AHEAD = 2, 4
 _TASK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20  # fits the processor's cache

@@ -62,7 +62,8 @@ class RopeConfig:
     def within(self, max_model_len: int) -> RopeConfig:
         """Return the parameters for sequences of at most `max_model_len` tokens.
 
-        As in vLLM, `max_model_len` chooses longrope's factors, because a later change of factors would change keys.
+        As in vLLM, longrope's factors depend on `max_model_len`. If they depended on a sequence's length, earlier keys
+        would become wrong.
         """
         if self.kind != "longrope":
             return self

@@ -159,10 +159,7 @@ class _PinnedSet:
 
 
 class PinnedMemory:
-    """The `HostCopies` of a device with separate memory.
-
-    `begin` does not wait if the step before the previous one was collected.
-    """
+    """The `HostCopies` of a device with separate memory."""
 
     def __init__(self, device: torch.device, queue: DeviceQueue, num_sets: int = NUM_SETS) -> None:
         self.device = device

@@ -109,7 +109,7 @@ class _Kept:
 
 def describe_installation() -> dict[str, str]:
     """Return the processor, libraries and code."""
-    from octavo import _kernels  # noqa: PLC0415 - only compiled kernels have fingerprints
+    from octavo import _kernels  # noqa: PLC0415
 
     root = Path(octavo.__file__).parent
     files = [Path(_kernels.__file__), *(path for room in _ROOMS for path in sorted((root / room).rglob("*.py")))]

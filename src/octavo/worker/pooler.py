@@ -28,7 +28,10 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """float32 [n, hidden] from `position` on, being copied to the host. is_complete: True at the prompt's end."""
+    """Hidden states from `position` on, being copied to the host.
+
+    states: float32 [n, hidden]. is_complete: True at the prompt's end.
+    """
 
     request: RequestRow
     states: torch.Tensor

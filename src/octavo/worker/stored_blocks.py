@@ -143,7 +143,7 @@ class StoredBlocks:
         if stream is None:
             return HostBuffer(self._parts, self.block_bytes, num_blocks)
         buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device)
-        stream.wait(self.mark())  # which may use this memory
+        stream.wait(self.mark())  # earlier steps may use this memory
         return buffer
 
     def mark(self) -> Mark:

@@ -20,8 +20,8 @@ def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
     """Exclude tokens by min_p, top_k, top_p and typical sampling: set them to -inf. Mutates `row`, float32 [vocab].
 
     Tokens are ordered by the distance of their surprise, -ln p, from its expected value. The nearest tokens are kept
-    until their probability reaches typical_p, and ties with the last kept token. Rows of greedy requests, rows with NaN
-    and rows of -inf do not change.
+    until their probability reaches typical_p. Ties with the last kept token are also kept. Rows of greedy requests,
+    rows with NaN and rows of -inf do not change.
     """
     if params.is_greedy:
         return

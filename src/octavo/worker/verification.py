@@ -68,7 +68,7 @@ class Verification(Protocol):
 
 
 class ExactVerification:
-    """Chooses and drafts with the sampling kernel and the same noise."""
+    """Chooses tokens and draws drafts with the sampling kernel and equal noise."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -97,7 +97,7 @@ def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return compile options. Longer rows use more threads and fewer stages.
+    """Return compile options.
 
     A second warp group would repeat the products of q and k, so it is used only for rows that need its registers.
     """

@@ -39,7 +39,7 @@ _PROGRESS_S = 5.0
 class DecodeGraphs:
     """A forward pass over one KV cache, with graphs for steps with few rows per sequence.
 
-    forward: the pass without graphs. sizes: captured numbers of sequences, by mean rows per sequence.
+    sizes: captured numbers of sequences, by mean rows per sequence.
     """
 
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
@@ -57,7 +57,7 @@ class DecodeGraphs:
         return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
 
     def _capture(self, plan: DecodePlan) -> None:
-        """Capture graphs until they exceed `plan.num_bytes`, largest first, because smaller ones reuse its memory."""
+        """Capture graphs until they exceed `plan.num_bytes`, largest first, because smaller graphs reuse memory."""
         start = logged_at = time.monotonic()
         planned = [(num_rows, num_seqs) for num_rows, sizes in plan.sizes.items() for num_seqs in sizes]
         planned.sort(key=lambda size: (size[0] * size[1], size[0]), reverse=True)

@@ -23,8 +23,7 @@ class GraphPool(Protocol):
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of `run`, which must have run before. Return a function that repeats the launches.
 
-        Capturing may execute the launches. Raises `RuntimeError`, on a GPU `CaptureError`, for example if the host
-        reads a value of the device.
+        Capturing may execute the launches. Raises `RuntimeError`, on a GPU `CaptureError`.
         """
         ...
 
