@@ -176,6 +176,7 @@ class _Reader:
         raise ModelError(f"{self.path}: {problem}")
 
     def read_metadata(self) -> tuple[dict[str, Value], int]:
+        """Return metadata and number of tensors."""
         if self.data[:4] != MAGIC:
             self.fail(f"this is not a GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
         version = self.number("I", "the version")
@@ -220,6 +221,7 @@ class _Reader:
         return tensors
 
     def describe(self, index: int) -> tuple[str, TensorType, tuple[int, ...], int]:
+        """Return name, type, shape, offset."""
         name = self.text(f"the name of tensor {index}", most=_MAX_NAME_CHARS)
         num_dimensions = self.number("I", name)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:

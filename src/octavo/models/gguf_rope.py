@@ -77,7 +77,6 @@ def _yarn_mscale(factor: float, multiplier: float) -> float:
 
 
 def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
-    """Compute Llama 3's parameters from the stored divisors of frequencies."""
     stored = fields.factors(ROPE_FREQUENCIES)
     low, high, original = _LLAMA3
     factor = max(stored)

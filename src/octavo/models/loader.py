@@ -277,7 +277,7 @@ class _Packer:
         return self._fused(stored)
 
     def _of_head(self, declared: HeadPart) -> WeightToPack:
-        """Return a head's rows. The matrix is kept, because the next head usually needs it."""
+        """Return a head's rows. The next head usually needs the same matrix."""
         name = f"{declared.whole.names[0]}.weight"
         if self.whole is None or self.whole[0] != name:
             self.whole = name, self.source.tensor(name)
@@ -348,6 +348,7 @@ class _Packer:
         self.report_progress()
 
     def report_progress(self) -> None:
+        """Report progress, even without new bytes."""
         self.progress(self.done_bytes, self.total_bytes)
 
 

@@ -220,6 +220,7 @@ class _TensorBeingRead(NamedTuple):
     tasks: list[Future[list[int]]]
 
     def result(self) -> Tensor:
+        """Return data. Raises `ValueError` if damaged."""
         if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
             raise ValueError(f"{self.name} is damaged")
         return self.data
@@ -230,6 +231,7 @@ class _Reader:
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
+        """Return None for an unusable file."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -263,6 +265,7 @@ class _Reader:
         self._num_begun = 0
 
     def take(self, name: str) -> list[KeptLinear]:
+        """Return a weight, and read ahead."""
         index = self._names.index(name)
         for ahead in self._names[self._num_begun : index + 1 + _WEIGHTS_AHEAD]:
             self._begun[ahead] = [self._begin_part(ahead, *each) for each in enumerate(self._linears[ahead])]

@@ -161,6 +161,7 @@ class _ShardWriter:
         self._num_bytes += size
 
     def finish(self) -> int:
+        """Write the rest. Return all bytes."""
         self._write()
         names = [f"model-{number + 1:05}-of-{self._num_shards:05}.safetensors" for number in range(self._num_shards)]
         if self._num_shards == 1:

@@ -118,7 +118,7 @@ class PieceBuffer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks of a KV group as rows of bytes, and their columns in a buffer."""
+    """A KV group's blocks, and their columns in a buffer."""
 
     blocks: Tensor
     columns: slice
@@ -258,6 +258,7 @@ class _Copied:
     rows: Tensor
 
     def runs(self, block_ids: list[int]) -> list[slice]:
+        """Return rows without `NO_BLOCK`."""
         runs, start = [], 0
         for is_there, run in groupby(block_ids, NO_BLOCK.__ne__):
             end = start + len(list(run))
