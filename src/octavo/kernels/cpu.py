@@ -120,7 +120,7 @@ class CpuKernels:
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure this instruction set's limits in about a second.
 
-        Each round measures every rate, so the loss of a core spoils only one sample of each rate.
+        Each round measures every rate, so the loss of a core spoils one sample of each.
         """
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)

@@ -36,7 +36,7 @@ def usable_cores() -> list[int]:
 
 
 def processor_name() -> str:
-    """Return its name."""
+    """Return the name."""
     return _describe_processor().get("model name", "") or platform.processor() or platform.machine()
 
 
@@ -113,7 +113,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Touch each page of memory in idle processor time, so that it is allocated. Keeps content.
+    """Allocate memory by touching each page in idle processor time. Keeps content, even if it changes meanwhile.
 
     stop: address of a byte that ends the call when it is not zero.
     """

@@ -107,7 +107,7 @@ class PanelWeight:
 
     @staticmethod
     def pad_bias(bias: Tensor | None, out_features: int) -> Tensor | None:
-        """Pad with zeros."""
+        """Pad to panels."""
         if bias is None:
             return None
         padded = torch.zeros(-(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS)
@@ -126,7 +126,7 @@ class PanelWeight:
 
     @property
     def order_address(self) -> int:
-        """The order's address."""
+        """Column order's address."""
         return self.data.data_ptr() + self.data.nbytes - 4 * self.in_features
 
 

@@ -117,7 +117,7 @@ def partial_sums(num_rows: int, num_heads: int, num_partitions: int, head_dim: i
 
 
 def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_len: int) -> int:
-    """Return partial sums' bytes."""
+    """See `Kernels.scratch_bytes`."""
     partitions = triton.cdiv(max_seq_len, PARTITION)
     most_seqs = max(1, _SPLIT_PROGRAMS // num_kv_heads)
     return min(_PARTIAL_BYTES, _partial_bytes(most_seqs * _SPLIT_TOKENS, num_heads, partitions, head_dim))

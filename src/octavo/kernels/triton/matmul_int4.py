@@ -141,7 +141,7 @@ def _matmul_int4(
         pair = tl.load(value_place + first // 2, mask=is_column[:, None], other=0)
         for half in tl.static_range(2):
             x = tl.load(x_place + first + half * HALF, mask=is_row[:, None], other=0)
-            group = tl.minimum((first + half * HALF) // group_size, num_groups - 1)
+            group = tl.minimum((first + half * HALF) // group_size, num_groups - 1)  # padding is zeros
             high_acc, low_acc = _add_products(
                 high_acc, low_acc, x, (pair >> (4 * half)) & 15,
                 multiples_ptr + group_place + group, offsets_ptr + group_place + group, is_column, HAS_OFFSETS,
