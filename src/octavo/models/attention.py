@@ -39,7 +39,7 @@ class AttentionConfig:
     scale     factor of scores; None for head_dim ** -0.5
     softcap   see `soft_cap`
     sinks     see `Kernels.paged_attention`
-    qk_norm   norm of q and k before rotation: of each head, with one weight [head_dim], or of all heads as one row
+    qk_norm   norm before rotation: "head" with one weight [head_dim] for each head, "width" with all heads as one row
     is_fused  True if the checkpoint stores q, k and v in one tensor
     """
 

@@ -40,7 +40,7 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Read it. Follows links."""
+        """Stat a file. Follows links."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 

@@ -40,9 +40,7 @@ def make_decode_plan(
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
     head_dims = {each.head_dim for each in architecture.attentions}
-    has_experts = any(
-        isinstance(each.mlp, ExpertsConfig) for each in architecture.layers
-    )  # experts in graphs are not supported
+    has_experts = any(isinstance(each.mlp, ExpertsConfig) for each in architecture.layers)  # not supported
     is_plain = architecture.num_position_dims == 1 and len(architecture.attentions) == len(architecture.layers)
     if not sizes or has_experts or not is_plain or not model.kernels.captures_graphs(head_dims, model.dtype):
         return None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SHARE = 0.25  # of the step's time so far
 _LEAST_S = 0.001
 _ALONE_S = 0.005  # if no request could get a token
-_PATIENCE = 10.0  # later walks precede a walk for this multiple of the walk's last duration
+_PATIENCE = 10.0  # a walk yields to later walks for this multiple of its last duration
 
 
 @dataclass(frozen=True, slots=True)
