@@ -23,7 +23,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of
 
 
 class GroupedCommand(TyperCommand):
-    """A command with headings in its help."""
+    """A command with help sections."""
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write all sections."""
@@ -40,7 +40,7 @@ class GroupedCommand(TyperCommand):
 
 
 class LazyCommand(NamedTuple):
-    """A command that is not imported yet: `name` in `module`."""
+    """A command that is not imported yet."""
 
     name: str
     module: str
@@ -53,19 +53,16 @@ class LazyCommand(NamedTuple):
 
 
 class LazyGroup(TyperGroup):
-    """A group that imports a command only to run it or to show its help.
-
-    Otherwise `octavo --help` would take twice as long.
-    """
+    """A group that imports a command only to run it or to show its help, which halves the time of `octavo --help`."""
 
     lazy_commands: ClassVar[tuple[LazyCommand, ...]]
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]  # typer only reads it
+        self.commands = _Loaded(self.lazy_commands)  # type: ignore[assignment]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse arguments that a locale other than UTF-8 cannot decode."""
+        """Refuse arguments that the locale cannot decode."""
         for argument in args if sys.getfilesystemencoding() != "utf-8" else ():
             if problem := explain_undecodable(argument):
                 raise typer.BadParameter(problem)
@@ -97,25 +94,25 @@ class _Loaded(Mapping[str, Any]):
 
 
 def show_examples(*examples: str) -> str:
-    """Format the examples of a help text."""
+    """Format a help text's examples."""
     return "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
 
 
 def make_app(**settings: Any) -> typer.Typer:
     """Make an app."""
-    # rich's help cuts option names on narrow terminals, and takes 0.2 s to import
+    # rich cuts option names on narrow terminals, and takes 0.2 s to import
     return typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False, **settings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Command:
-    """A function that typer runs. epilog: follows its help."""
+    """A function that typer runs. epilog: text after the help."""
 
     run: Callable[..., None]
     epilog: str
 
     def add_to(self, app: typer.Typer, name: str | None = None) -> typer.Typer:
-        """Add the command to `app`, by default under the function's name; return `app`."""
+        """Add the command to `app`, by default under the function's name. Return `app`."""
         app.command(name, cls=GroupedCommand, epilog=self.epilog)(self.run)
         return app
 
@@ -123,8 +120,8 @@ class Command:
 def command(*examples: str) -> Callable[[Callable[..., None]], Command]:
     """Return a decorator that makes a function a command.
 
-    A parameter of a dataclass type becomes one option for each field. An `OctavoError` ends the command with one red
-    line and exit status 1.
+    A dataclass parameter becomes one option per field. An `OctavoError` ends the command with one red line and exit
+    status 1.
     """
     epilog = show_examples(*examples)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SECRET = {"api_key"}
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
-_FILES = {"model", "tokenizer", "chat_template"}  # may also be ids or texts
+_FILES = {"model", "tokenizer", "chat_template"}
 _NO_SETTINGS = {"config", "help", "debug"}
 _SOURCES = {
     "COMMANDLINE": "command line",
@@ -54,7 +54,7 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def describe_settings(context: typer.Context) -> list[str]:
-    """Return a line for each given option; secrets are hidden."""
+    """Return a line for each given option, without secrets."""
     lines = []
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -67,7 +67,7 @@ def describe_settings(context: typer.Context) -> list[str]:
 
 
 def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
-    """Describe names, formats and cache."""
+    """Describe model and cache."""
     model, cache = engine.model, engine.cache
     if cache.num_gpu_blocks is not None:
         size = f"{cache.num_gpu_blocks * cache.block_size} tokens"
@@ -80,7 +80,7 @@ def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
 
 
 def configuration(server: ServerConfig, engine: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return all values of a server; secrets are hidden."""
+    """Return all values of a server, without secrets."""
     return {name: _shown_part(part) for name, part in _parts(server, engine).items()}
 
 
@@ -110,7 +110,7 @@ def _without_secrets(name: str, text: str) -> str:
 
 
 def describe_configuration(server: ServerConfig, engine: EngineConfig) -> list[str]:
-    """Return a line for each part of the configuration; secrets are hidden."""
+    """Return a line for each part of the configuration, without secrets."""
     return [f"{name}: " + ", ".join(_values(part)) for name, part in _parts(server, engine).items()]
 
 

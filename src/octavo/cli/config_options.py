@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_SIZES = {"SIZE", "TOKENS"}  # may be written as 4G
+_SIZES = {"SIZE", "TOKENS"}  # such as 4G
 
 
 def parse_size(text: str | int) -> int:
@@ -33,7 +33,7 @@ def parse_size(text: str | int) -> int:
 def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
     """Add the options of configurations to a group of options.
 
-    parts: configuration -> heading. The class declares, without a value, those options that its own code reads.
+    parts: headings by configuration. The class declares, without a value, the options that its code reads.
     """
 
     def decorate(group: type[T]) -> type[T]:
@@ -74,9 +74,9 @@ def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str)
 
 
 def read_part(options: Any, part: type[T], **resolved: Any) -> T:
-    """Make a configuration from a group of options.
+    """Make a configuration from a group of options. Raises `ConfigError`.
 
-    resolved: values of fields that are not options, or that replace options. Raises `ConfigError`.
+    resolved: values of fields, instead of or in addition to options.
     """
     given = {name: getattr(options, option.name or name) for name, option in options_of(part).items()}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

@@ -81,7 +81,7 @@ def doctor(
     stored_types = [each for each in found.weights.types if each in blocks] or [architecture.dtype]
     report = examine(
         architecture,
-        isa=isa,  # type: ignore[arg-type]  # checked above
+        isa=isa,  # type: ignore[arg-type]
         num_threads=num_threads,
         precisions=tuple(dict.fromkeys(precision or (*stored_types, "int8"))),
         progress=_show_progress,

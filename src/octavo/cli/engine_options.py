@@ -41,7 +41,7 @@ _PANELS = {
 
 
 def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig:
-    """Raise `typer.BadParameter` if invalid."""
+    """Parse JSON. Raises `typer.BadParameter`."""
     if isinstance(text, SpeculativeConfig):
         return text
     try:
@@ -51,7 +51,7 @@ def parse_speculative(text: str | SpeculativeConfig) -> SpeculativeConfig:
 
 
 def _unless_named_before(context: typer.Context, model: str | None) -> str | None:
-    """Let MODEL on the command line override --model from the environment or a file."""
+    """Ignore --model from the environment or a file if MODEL is on the command line."""
     source = context.get_parameter_source("model")
     is_weaker = source is not None and source.name != "COMMANDLINE"
     return None if is_weaker and context.params.get("model_argument") is not None else model
@@ -91,7 +91,7 @@ class EngineOptions:
             show_default=False,
         ),
     ] = None
-    # Options that this class and the commands read:
+    # Read by this class or commands:
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     async_scheduling: bool | None
@@ -124,7 +124,7 @@ class EngineOptions:
         return path.resolve().name if path.is_dir() else model
 
     def config(self, *, is_offline: bool = False) -> EngineConfig:
-        """Build the configuration. is_offline: as in `SchedulerConfig`. Raises `ConfigError`."""
+        """Build the configuration. is_offline: see `SchedulerConfig`. Raises `ConfigError`."""
         return read_part(
             self,
             EngineConfig,
@@ -137,7 +137,7 @@ class EngineOptions:
         )
 
     def with_limits(self, capacity: EngineCapacity) -> Self:
-        """Return the options with the limits of a started engine."""
+        """Set the limits of a started engine."""
         names = ("max_num_seqs", "max_num_batched_tokens", "async_scheduling")
         return replace(self, **{name: getattr(capacity, name) for name in names})
 
@@ -151,10 +151,7 @@ class EngineOptions:
         return self.speculative_config
 
     def launch(self, meanwhile: Callable[[], object] | None = None) -> Engine:
-        """Load the model in a separate process. Raises `ConfigError` and `ModelError`.
-
-        meanwhile: called while it loads.
-        """
+        """Load the model in a separate process, and call `meanwhile`. Raises `ConfigError` and `ModelError`."""
         from octavo.runtime.progress import LoadingProgress
         from octavo.startup.launch import launch_engine
 

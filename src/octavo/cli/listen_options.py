@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path  # noqa: TC003 - typer reads the types
+from pathlib import Path  # noqa: TC003
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +28,7 @@ PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_c
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Read the configuration file. The option is eager, to remove Kubernetes' link before other options are read."""
+    """Read the configuration file. The option is eager, because Kubernetes' variable must be removed first."""
     if link := forget_service_link():
         typer.secho(
             f"{PORT_VARIABLE}={link} is ignored: Kubernetes set it for a Service, and it is not a port", err=True
@@ -90,7 +90,7 @@ class ListenOptions:
     def allowed_hosts(self, requested: Sequence[str] | None) -> tuple[str, ...] | None:
         """Return the Host names to accept, or None for any. requested: names from the user.
 
-        Loopback names are added. On a loopback address, only these names and the address are accepted.
+        The result includes loopback names and, on a loopback address, this address.
         """
         from octavo.http.listening import LOOPBACK_NAMES, is_loopback
 
@@ -102,7 +102,7 @@ class ListenOptions:
         return hosts or None
 
     def begin_logging(self, level: str) -> Callable[[str], object]:
-        """Configure logging; return a function that shows a line to the user."""
+        """Configure logging. Return a function that shows a line."""
         logs.configure(level.upper(), self.log_format, audit_file=self.audit_log)
         return logger.info if self.log_format == "json" else partial(typer.secho, err=True)
 
@@ -114,7 +114,7 @@ class ListenOptions:
 
 
 def check_installed(command: str) -> None:
-    """Raise `ConfigError` if a package for servers is missing. Does not import the packages."""
+    """Raise `ConfigError` if a package for servers is missing. Imports no package."""
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{command} needs {name}: pip install 'octavo[server]'")

@@ -26,7 +26,7 @@ _END = b"[DONE]"
 
 @dataclass(slots=True)
 class Seen:
-    """One request, in seconds of one clock. token_times: arrivals of events with text."""
+    """One request, in seconds of one clock. token_times: when events with text arrived."""
 
     sent: float
     token_times: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Target:
 
     @property
     def headers(self) -> dict[str, str]:
-        """All requests' headers."""
+        """Request headers."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
@@ -63,7 +63,7 @@ async def find_model(url: str, api_key: str | None) -> str:
 
 
 def shuffled(items: Sequence[Item]) -> list[Item]:
-    """Shuffle tokens, so that no prefix cache has them."""
+    """Shuffle tokens, so prefix caches lack them."""
     rng = random.SystemRandom()
     return [
         replace(item, prompt_token_ids=rng.sample(item.prompt_token_ids, len(item.prompt_token_ids))) for item in items
@@ -71,11 +71,11 @@ def shuffled(items: Sequence[Item]) -> list[Item]:
 
 
 def arrival_times(count: int, rate: float | None, gaps: Sequence[float], seed: int) -> list[float]:
-    """Return send times of a Poisson process, `rate` requests per second; None sends all at the start.
+    """Return a Poisson process's send times. rate: requests per second, or None for all at the start.
 
     gaps: first gaps, for a rate of 1.
     """
-    rng = random.Random(seed)  # noqa: S311 - not secrets
+    rng = random.Random(seed)  # noqa: S311
     if rate is None:
         return [0.0] * count
     times, now = [], 0.0
@@ -94,9 +94,9 @@ async def load(
     timeout_s: float = 600.0,
     on_end: Callable[[Seen], None] = lambda _seen: None,
 ) -> list[Seen]:
-    """Send each greedy request at its time and read its stream.
+    """Send each request, with greedy sampling, at its time and read its stream.
 
-    times: seconds from the start. max_concurrency: further requests wait here, which is not measured.
+    times: seconds from the start. max_concurrency: limit of running requests; waiting is not measured.
     """
     slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()
@@ -161,7 +161,7 @@ async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
 def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
     """Return the figures of a run: medians and 99th percentiles in milliseconds, except the wall time.
 
-    ttft: to the first event. itl: between two events. tpot: per token after the first event. e2e: to the end.
+    ttft: time to the first event. itl: between events. tpot: per token after the first event. e2e: to the end.
     """
     good = [each for each in seen if each.error is None and each.token_times]
     row: dict[str, Any] = {"requests": len(seen), "failed": len(seen) - len(good)}

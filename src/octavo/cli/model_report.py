@@ -25,7 +25,7 @@ class ModelDetails:
     """Architecture, memory and text files of a checkpoint.
 
     active_parameters: used for each token. memory_bytes: bytes of weights, by precision. window: tokens that
-    sliding-window layers see; an older token keeps only `kv_bytes_before_window` bytes. text: purpose -> finding.
+    sliding-window layers see. An older token keeps only `kv_bytes_before_window` bytes. text: findings by purpose.
     """
 
     parameters: int
@@ -45,8 +45,8 @@ class ModelDetails:
 class ModelReport:
     """A report on a checkpoint.
 
-    problem: why the checkpoint is refused. left_out: parts that are not served. details: None if not requested or
-    refused.
+    problem: why the checkpoint is refused. left_out: parts that are not served. details: None if not requested, or if
+    the checkpoint is refused.
     """
 
     name: str
@@ -76,7 +76,7 @@ class _Described(Protocol):
 
 
 class _Folder:
-    """Reads config.json without importing code for tokenizers and templates."""
+    """Reads config.json without tokenizer code."""
 
     def __init__(self, path: Path) -> None:
         from octavo.models.weight_source import FolderWeights
@@ -96,7 +96,7 @@ class _Folder:
 
 
 def report_on(path: Path, name: str) -> ModelReport:
-    """Report on a checkpoint, without tokenizer and template."""
+    """Report without tokenizer and template."""
 
     def opened() -> _Described:
         return _open(path) if path.is_file() else _Folder(path)
@@ -107,7 +107,7 @@ def report_on(path: Path, name: str) -> ModelReport:
 def look_closer(model: str) -> ModelReport:
     """Report with details. model: path or hub id. Raises `ModelError`."""
     path, opened = Path(model).expanduser(), cache(partial(_open, model))
-    is_here = path.exists()  # the hub's weights are downloaded on load
+    is_here = path.exists()  # otherwise weights are not downloaded
     report = _report(path if is_here else opened().path, model, opened)
     if is_here and report.size_bytes and not report.problem:
         report = replace(report, problem=_problem_of_weights(opened()))
@@ -137,7 +137,7 @@ def _report(path: Path, name: str, opened: Callable[[], _Described]) -> ModelRep
     files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     try:
         described = opened()
-        if path.is_file():  # possibly the first of several files
+        if path.is_file():
             files = described.weights.weight_files()
         names = described.read_config().get("architectures")
         left_out = _left_out(described.read_architecture())

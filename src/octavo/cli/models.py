@@ -27,7 +27,7 @@ Models = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List the parts of each architecture.")]
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
-_MAX_DEPTH = 3  # folders below a given directory
+_MAX_DEPTH = 3
 
 
 @command("octavo models", "octavo models ./my-checkpoint", "octavo models ~/checkpoints --json")

@@ -22,7 +22,7 @@ MAX_PIECES = 40
 
 @contextmanager
 def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
-    """Load a checkpoint for one request at a time."""
+    """Load a checkpoint."""
     from octavo.llm import LLM
 
     llm = LLM(str(checkpoint), max_num_seqs=1, enable_prefix_caching=False, packed_cache_bytes=0, **options)
@@ -40,7 +40,7 @@ def python_reference() -> str:
 
 
 def text_pieces(llm: LLM, text: str, *, max_pieces: int = MAX_PIECES) -> list[list[int]]:
-    """Return the first pieces of a text, each PIECE_TOKENS long, or as long as a shorter context.
+    """Return the first pieces of a text, of PIECE_TOKENS tokens, or of the context's length if that is shorter.
 
     Each piece begins with BOS if the tokenizer adds it. Raises `RequestError` if the text is shorter than one piece.
     """

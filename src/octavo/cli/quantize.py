@@ -10,7 +10,7 @@ import typer
 from octavo.cli.command import command
 from octavo.errors import ConfigError, ModelError, OctavoError
 
-_MEASURED_S = 20.0  # for the source; the copy is measured on the same pieces
+_MEASURED_S = 20.0  # of the source; the copy is measured on the same pieces
 
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A directory in Hugging Face layout or a hub id.", show_default=False)

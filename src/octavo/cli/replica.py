@@ -21,7 +21,7 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # there are no keys to reload yet
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     from octavo.cli import main
 
     threading.Thread(target=_end_with_parent, name="octavo-parent-watch", daemon=True).start()

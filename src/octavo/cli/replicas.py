@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.cli.listen_options import ListenOptions
     from octavo.config import ServerConfig
 
-# Options of the router only, or with different values for each replica.
+# Options of the router, or with different values for each replica.
 _NOT_PASSED = {
     *("config", "host", "port", "replicas", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
     *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
@@ -58,7 +58,7 @@ def serve_replicas(
         "max_open_requests": None,
         "request_timeout_s": config.request_timeout_s + REQUEST_TIMEOUT_MARGIN_S,
     }
-    # clients' keys may not read the replicas' metrics
+    # Clients' keys cannot read replicas' metrics.
     operator_key = None if config.api_keys_file is None else secrets.token_urlsafe(32)
     router = RouterConfig(**access_fields, engines=tuple(commands), engine_api_key=operator_key or config.api_key)
     say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(commands)}")

@@ -72,7 +72,7 @@ def run_router(
 
     check_binding(listen.host, config, insecure=listen.insecure)
     check_files(config)
-    max_connections = allow_open_files(files_each=3)  # one to the client, and one to each engine of a pair
+    max_connections = allow_open_files(files_each=3)  # for the client, and for each engine of a pair
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         from octavo.router.app import make_router
         from octavo.router.launcher import Launcher

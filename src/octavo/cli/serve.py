@@ -8,7 +8,7 @@ import secrets
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path  # noqa: TC003 - typer reads the types
+from pathlib import Path  # noqa: TC003
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PANEL = "Server"
-# With Python's default, a thread that reads a large request would delay a waiting request by several times 5 ms.
+# With Python's default of 5 ms, reading a large request in a thread would delay other requests.
 SWITCH_INTERVAL_S = 0.0005
 _SEED_BITS = 53  # JavaScript can read them
 
@@ -86,10 +86,10 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     check_installed("octavo serve")
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
-    if is_drawn:  # a different seed for each server; the log has it, for a replay
+    if is_drawn:  # the log has the seed, for a replay
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
-    # Without max_num_seqs, the engine's device decides the limit of open requests.
+    # Without max_num_seqs, the device decides the limit of open requests.
     max_open_requests = None if engine.max_num_seqs is None else engine.max_num_seqs + waiting
     config = server.server_config(listen, max_open_requests, tokens)
     # The server refuses excess requests itself.
@@ -98,7 +98,6 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
         engine = replace(engine, scheduling_policy=SchedulingPolicy.FAIR)
     if not config.served_model_names:
         config = replace(config, served_model_names=(engine.served_name,))
-    # Find errors before the model is loaded.
     say = listen.begin_logging(config.log_level)
     for line in (describe_model(engine.config(), config.served_model_names), *describe_settings(context)):
         say(line)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt and its exact number of output tokens."""
+    """A prompt and its number of output tokens."""
 
     prompt_token_ids: list[int]
     num_output_tokens: int
@@ -44,7 +44,7 @@ class Workloads:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Measurements of one run; times are from its start."""
+    """One run. Times are from its start."""
 
     wall_s: float
     first_token_s: float
@@ -75,8 +75,8 @@ def _read_item(item: Any) -> Item:
 
 
 def make_workloads(vocab_size: int, max_model_len: int, seed: int = 0) -> Workloads:
-    """Make small workloads that also fit a short context."""
-    rng = random.Random(seed)  # noqa: S311 - not secrets
+    """Make small workloads for any context."""
+    rng = random.Random(seed)  # noqa: S311
 
     def item(num_prompt: int, num_output: int, prefix: Sequence[int] = ()) -> Item:
         scale = min(1.0, (max_model_len - 1) / (len(prefix) + num_prompt + num_output))
@@ -94,9 +94,9 @@ def make_workloads(vocab_size: int, max_model_len: int, seed: int = 0) -> Worklo
 
 
 def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -> Timing:
-    """Time requests that run together, from an empty prefix cache.
+    """Time requests that run together, with an empty prefix cache.
 
-    share_prefixes: False gives each request its own cache salt.
+    share_prefixes: False gives each request a separate cache salt.
     """
     engine.core.scheduler.reset_prefix_cache()
     start = time.perf_counter()
@@ -123,7 +123,7 @@ def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -
         if num_output_tokens and first_token_s is None:
             first_token_s = time.perf_counter() - start
     wall_s = time.perf_counter() - start
-    engine.step()  # reports finished requests to the worker
+    engine.step()
     num_prompt_tokens = sum(len(item.prompt_token_ids) for item in items)
     return Timing(wall_s, first_token_s or wall_s, num_prompt_tokens, num_output_tokens, num_steps)
 
@@ -169,7 +169,6 @@ def _rows(title: str, timings: Sequence[Timing]) -> list[dict[str, Any]]:
 
 
 def _is_alone(title: str) -> bool:
-    """Return True if requests run alone, so that prefill and decode can be timed separately."""
     return title[0] in "AC"
 
 

@@ -42,7 +42,7 @@ _ATTENTION_SLOWNESS = {
 
 
 def attention_slowness(isa: str | None, bits: int) -> float:
-    """Return the time of an attention operation divided by the time of a matrix product's operation.
+    """Return the time of an operation in attention, divided by that of an operation in matrix products.
 
     isa: None means AVX-512 VNNI. bits: 16, 8 or 4 per weight.
     """
@@ -53,15 +53,15 @@ def instruction_sets() -> tuple[str, ...]:
     """Return the instruction sets of this processor that have compiled kernels, the best first."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ()
-    from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
+    from octavo import _kernels  # noqa: PLC0415
 
     return tuple(_kernels.instruction_sets())
 
 
 def default_instruction_set() -> str | None:
-    """Return OCTAVO_ISA if set, or this processor's best instruction set, or None without compiled kernels.
+    """Return OCTAVO_ISA if set, otherwise the processor's best instruction set, or None without compiled kernels.
 
-    Raises ConfigError if this processor does not support OCTAVO_ISA.
+    Raises ConfigError if the processor does not support OCTAVO_ISA.
     """
     available = instruction_sets()
     forced = isa_from_environment()
@@ -73,7 +73,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return True if a row has the same bits in any batch. False on a GPU, because it was not measured there."""
+    """Return True if a row is known to have the same bits in any batch. No measurement has shown this on a GPU."""
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 
@@ -81,9 +81,9 @@ def are_exact(device: torch.device, backend: str) -> bool:
 def create_kernels(
     device: torch.device, backend: str = "auto", num_threads: int | None = None, isa: str = "auto"
 ) -> Kernels:
-    """Return the kernels for a device.
+    """Return a device's kernels. backend, isa: as in `DeviceConfig`.
 
-    backend, isa: as in `DeviceConfig`. Raises ConfigError if one of them is unknown or not supported here.
+    Raises ConfigError if the backend or instruction set is unknown or not supported.
     """
     if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
         choices = ", ".join(("auto", "reference", "cpu", *_IN_TRITON[:-1]))
@@ -108,7 +108,7 @@ def create_kernels(
         return _triton_kernels(device, backend)
     if wants_compiled:
         if compiled:
-            from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415  needs the compiled module
+            from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415
 
             if isa == "auto" and (refusal := _refused_tiles()):
                 logger.warning(
@@ -132,7 +132,7 @@ def create_kernels(
 def _refused_tiles() -> str:
     if importlib.util.find_spec("octavo._kernels") is None:
         return ""
-    from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
+    from octavo import _kernels  # noqa: PLC0415
 
     error = _kernels.tiles_refused()
     if not error:
@@ -148,7 +148,7 @@ def _triton_kernels(device: torch.device, backend: str) -> Kernels:
     if importlib.util.find_spec("triton") is None:
         what = f"kernel backend {backend!r} needs Triton, which is not installed"
         raise ConfigError(f"{what}; run pip install 'octavo[gpu]', or choose auto")
-    from octavo.kernels.triton.backend import TritonKernels, is_interpreted  # noqa: PLC0415  needs triton
+    from octavo.kernels.triton.backend import TritonKernels, is_interpreted  # noqa: PLC0415
 
     if device.type != "cuda" and not is_interpreted():
         raise ConfigError(
@@ -156,7 +156,7 @@ def _triton_kernels(device: torch.device, backend: str) -> Kernels:
             "Triton then interprets kernels on the CPU, thousands of times slower); choose auto or reference"
         )
     if backend == "fast-inexact":
-        from octavo.kernels.triton.inexact import InexactKernels  # noqa: PLC0415  needs triton
+        from octavo.kernels.triton.inexact import InexactKernels  # noqa: PLC0415
 
         return InexactKernels()
     return TritonKernels()

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from octavo.kernels.cpu import CpuKernels
 
-_BYTES_AT_ONCE = 32 << 20  # of rows
+_BYTES_AT_ONCE = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPanels:
-    """The parts of a weight along out_features. Each part has one kind."""
+    """A weight's parts along out_features, each of one kind of blocks."""
 
     panels: tuple[PanelWeight, ...]
 
@@ -45,12 +45,12 @@ class BlockPanels:
             first += part.out_features
 
     def vocabulary(self) -> PanelWeight:
-        """Return the only part."""
+        """Return the single part."""
         (part,) = self.panels
         return part
 
     def as_linear(self) -> PackedLinear:
-        """Wrap for callers."""
+        """See `PackedLinear`."""
         linears = [part.as_linear() for part in self.panels]
         out_features = sum(linear.out_features for linear in linears)
         num_bytes = sum(linear.num_bytes for linear in linears)
@@ -59,7 +59,7 @@ class BlockPanels:
 
 def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> PanelWeight:
     kind, in_features = weights[0].kind, weights[0].in_features
-    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # otherwise each weight fills its panels
+    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # parts would share a panel
         weights = [BlockWeight(kind, torch.cat([weight.rows for weight in weights]), in_features)]
     out_features = sum(weight.shape[0] for weight in weights)
     panel_bytes = kind.packed_bytes(PANEL_COLUMNS, in_features)

@@ -50,7 +50,7 @@ class BlockKind(Enum):
         return out_features * in_features // self.block_values * self.value[3]
 
     def row_bytes(self, in_features: int) -> int:
-        """Return the bytes of a row. Raises `ValueError` if in_features is not a multiple of a block."""
+        """Return a row's bytes. Raises `ValueError` if in_features is not a multiple of `block_values`."""
         if in_features % self.block_values != 0:
             raise ValueError(
                 f"{self.name} has blocks of {self.block_values} values, which do not divide rows of {in_features}"
@@ -69,7 +69,7 @@ class BlockValues(NamedTuple):
     minima: Tensor | None
 
     def dequantize(self) -> Tensor:
-        """Return float32 rows, each operation rounded once."""
+        """Return float32 rows. Each operation is rounded once."""
         scaled = self.values * self.scales.unsqueeze(2)
         return (scaled if self.minima is None else scaled + self.minima.unsqueeze(2)).flatten(1)
 
@@ -77,8 +77,8 @@ class BlockValues(NamedTuple):
 class StoredScales(NamedTuple):
     """Scales and minima [rows, groups] as blocks store them. A group has 32 input features, in Q6_K 16.
 
-    scales: float16, uint8 with 6 bits, int8, or exponents of MXFP4. minima: float16, or uint8 to subtract. Integers,
-    except exponents, are multiplied by the float16 of their block, in the last two fields.
+    scales: float16, uint8 with 6 bits, int8, or exponents of MXFP4. minima: float16, or uint8 to subtract. The last two
+    fields are the blocks' float16 factors of integer scales and minima.
     """
 
     scales: Tensor
@@ -93,7 +93,7 @@ class StoredScales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks of one kind. uint8 rows may map a file; forget(rows) then drops the pages from memory."""
+    """A weight in blocks of one kind. The uint8 rows may map a file; forget(rows) then drops their pages."""
 
     kind: BlockKind
     rows: Tensor
@@ -146,7 +146,7 @@ class BlockWeight:
         return found.map(lambda part: part.reshape(self.rows.shape[0], -1))
 
     def dequantize(self) -> Tensor:
-        """Return exactly llama.cpp's numbers."""
+        """Return llama.cpp's exact numbers."""
         return self.numbers().dequantize()
 
     def has_broken_scale(self) -> bool:
@@ -183,20 +183,20 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
 
 
 def exponent_scales(exponents: Tensor) -> Tensor:
-    """Return float32 2^(exponent - 127) / 2, because the table of MXFP4's values is doubled."""
+    """Return float32 2^(exponent - 127) / 2, for MXFP4's table of doubled values."""
     whole = exponents.int()
-    tiny = torch.full_like(whole, 0x00200000) << whole.clamp(max=1)  # the bits of 2^-128 and 2^-127
+    tiny = torch.full_like(whole, 0x00200000) << whole.clamp(max=1)  # bits of 2^-128 and 2^-127
     return torch.where(whole < 2, tiny, (whole - 1) << 23).view(torch.float32)
 
 
 def mxfp4_codes(weight: BlockWeight) -> Tensor:
-    """Return the four-bit codes of MXFP4: uint8 [out_features, in_features]."""
+    """Return MXFP4's four-bit codes: uint8 [out_features, in_features]."""
     blocks = weight.rows.reshape(-1, weight.kind.block_bytes)
     return _nibbles(blocks[:, 1:].contiguous()).view(weight.shape)
 
 
 def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
-    """Group neighbouring weights of one kind, to fuse them along out_features."""
+    """Group neighbouring weights of one kind, which can be fused along out_features."""
     groups: list[list[BlockWeight]] = []
     for weight in weights:
         if groups and groups[-1][0].kind is weight.kind:
@@ -218,13 +218,13 @@ def _float16(data: Tensor) -> Tensor:
 
 
 def _nibbles(data: Tensor, together: int = 16) -> Tensor:
-    """Return the low halves of `together` bytes, then the high halves of these bytes, and so on."""
+    """Return the low halves of each `together` bytes, then their high halves."""
     parts = data.view(len(data), data.shape[1] // together, 1, together)
     return torch.cat([parts & 15, parts >> 4], dim=2).flatten(1)
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """Return 16 or 0 for each value: bit i of the four bytes is the fifth bit of value i."""
+    """Return 16 or 0 for each value. Bit i of the four bytes is the fifth bit of value i."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return (((data.unsqueeze(2) >> shifts) & 1) << 4).flatten(1)
 

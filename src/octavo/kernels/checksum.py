@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_PIECE_BYTES = 4 << 20  # of one task
+_PIECE_BYTES = 4 << 20
 
 
 def xxh64(data: Tensor, seed: int = 0) -> int:
@@ -19,14 +19,14 @@ def xxh64(data: Tensor, seed: int = 0) -> int:
 
     Raises `ImportError` without compiled kernels.
     """
-    from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
+    from octavo import _kernels  # noqa: PLC0415
 
     assert data.is_contiguous()
     return int(_kernels.xxh64(data.data_ptr(), data.nbytes, seed))
 
 
 def digest(tensors: Iterable[Tensor], num_threads: int = 1) -> str:
-    """Return 16 hexadecimal digits for the bytes of contiguous CPU tensors. num_threads does not change them."""
+    """Return 16 hexadecimal digits for the bytes of contiguous CPU tensors, with any number of threads."""
     pieces = [piece for tensor in tensors for piece in _cut(tensor)]
     whole = hashlib.blake2b(digest_size=8)
     if num_threads == 1 or len(pieces) == 1:

@@ -46,15 +46,15 @@ _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
 _NO_SOURCES = (0, _TENSOR_DTYPES[torch.int64], (0,), (1,))
 _LINE_BYTES = 64
 _SAME_SETS_BYTES = 2048  # lines at multiples of this distance use only two of a cache's 64 sets
-_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # most rows of a task, and if rows are few; csrc/attention_tile.h
+_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # maximum of a task, and the maximum if rows are few
 _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # with fewer chunks per thread, chunks are cut into partitions
 
 
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    If there is a thread for each usable core, all threads except the caller's are pinned. Otherwise none is pinned,
-    because other processes may use the cores.
+    All threads except the caller's are pinned if each usable core has a thread. Otherwise other processes may use the
+    cores, and no thread is pinned.
     """
 
     name = "cpu"
@@ -64,7 +64,7 @@ class CpuKernels:
     warm_up_rows: tuple[int, ...] = ()
 
     def __init__(self, isa: Isa = "auto", num_threads: int | None = None) -> None:
-        from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
+        from octavo import _kernels  # noqa: PLC0415
 
         self._module = _kernels
         self.isa = cast("Isa", default_instruction_set()) if isa == "auto" else isa
@@ -112,7 +112,7 @@ class CpuKernels:
         """The version of the packed layout, and the family of kernels that read it.
 
         Raise the version if csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` change a packed weight.
-        The family is included so that a weight packed elsewhere does not decide which kernel computes here.
+        The family is included because a packed weight determines the kernel that reads it.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 4{who.get(self.isa, '')}"
@@ -120,7 +120,7 @@ class CpuKernels:
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
         """Measure this instruction set's limits in about a second.
 
-        Each round measures every rate, so losing a core spoils one sample of each.
+        Each round measures every rate, so the loss of a core spoils one sample of each.
         """
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
@@ -141,7 +141,7 @@ class CpuKernels:
         return Limits(**best)
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Change the number of threads. Results do not change."""
+        """Change the number of threads, but no results."""
         self.kernel_set.set_num_threads(num_threads)
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
@@ -279,9 +279,9 @@ class CpuKernels:
         return out
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for rows that a matrix product will read in place.
+        """Allocate rows for a matrix product.
 
-        The row stride is one cache line longer if otherwise all rows of a column would share two cache sets.
+        The stride is one cache line longer if otherwise all rows of a column would share two cache sets.
         """
         if columns * dtype.itemsize % _SAME_SETS_BYTES != 0:
             return self._empty(rows, columns, dtype=dtype)

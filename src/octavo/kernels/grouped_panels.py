@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class GroupedPanels:
     """The weights of all groups, in parts along out_features.
 
-    parts: the columns of each part, and int64 [num_groups, 6]: addresses of weight, bias and column order, dtype, group
-    size, has_zeros. weights: keeps the memory alive.
+    parts: columns of each part, and int64 [num_groups, 6] with the addresses of weight, bias and column order, dtype,
+    group size, has_zeros. weights: keeps the memory alive.
     """
 
     parts: tuple[tuple[slice, Tensor], ...]
@@ -32,7 +32,7 @@ class GroupedPanels:
 
     @classmethod
     def pack(cls, weights: Sequence[PackedLinear]) -> PackedGroups | None:
-        """Group packed weights, or return None if their parts have different columns."""
+        """Group packed weights. Return None if their parts have different columns."""
         of_groups = [
             list(each.storage.parts())
             if isinstance(each.storage, BlockPanels)

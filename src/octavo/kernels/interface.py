@@ -31,7 +31,7 @@ GATE_LIMIT, GATE_SLOPE = 7.0, 1.702
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight in a backend's own layout."""
+    """A weight in a backend's layout."""
 
     out_features: int
     in_features: int
@@ -53,7 +53,7 @@ class PackedGroups:
 
 @dataclass(frozen=True, slots=True)
 class KeptLinear:
-    """A part of a packed weight to store on disk. data is uint8, bias is float32, and numbers are JSON values."""
+    """A part of a packed weight for storage on disk. data is uint8, bias is float32, and numbers are JSON values."""
 
     data: Tensor
     bias: Tensor | None
@@ -65,7 +65,7 @@ class AttentionBatch:
     """Inputs of attention for a ragged batch. Tokens of one sequence are adjacent, in order of position.
 
     query_start  int32 [num_seqs + 1]   first row of each sequence, then the number of rows
-    seq_lens     int32 [num_seqs]       KV lengths, this step's tokens included
+    seq_lens     int32 [num_seqs]       KV lengths, including this step's tokens
     block_tables int32 [num_seqs, max_blocks]   of KV group 0; entries that attention does not read are undefined
     positions    int64 [num_tokens]
     slot_mapping int64 [num_tokens]     block_id * block_size + offset
@@ -73,8 +73,8 @@ class AttentionBatch:
     more_groups  the same rows in KV groups 1, 2, ...
     rotary_positions int64 [num_dims, num_tokens]   positions of M-RoPE
 
-    Padding sequences come last; they have length 0 and at most one row. If `has_padding_rows`, rows without a sequence
-    follow. Padding rows have slot -1: they read and write nothing, and attention returns zeros for them.
+    Padding sequences come last, with length 0 and at most one row. If `has_padding_rows`, rows without a sequence
+    follow. Padding rows have slot -1, so they read and write nothing. Attention returns zeros for padding rows.
     """
 
     query_start: Tensor
@@ -95,7 +95,7 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """The rows of a step that need hidden states: the last rows of each sequence.
+    """The rows of a step that need hidden states, which are the last rows of each sequence.
 
     rows       int64 indices, ascending
     attention  the batch with only these rows
@@ -109,7 +109,7 @@ class OutputRows:
 class DecodePlan:
     """Steps to capture as graphs.
 
-    sizes: maps the maximum mean number of rows per sequence to numbers of sequences; keys and values ascend.
+    sizes: numbers of sequences, ascending, by the highest mean number of rows per sequence, also ascending.
     table_width: width of block tables. num_bytes: memory limit for all graphs.
     """
 
@@ -148,12 +148,11 @@ class Kernels(Protocol):
     """Every operation of the hot path. Activations are float32 or bfloat16; sums are float32.
 
     identity: names everything that affects the last bits of a result. KV of another identity is not used.
-    has_own_threads: True if kernels run in their own thread pool. torch's threads must then sleep, because OpenMP
+    has_own_threads: True if kernels run in their own thread pool. Torch's threads must then sleep, because OpenMP
     workers would spin on the same cores.
     kv_cache_dtypes: supported quantized values of `CacheConfig.kv_cache_dtype`.
     multiplies_fp8: True if fp8 weights of a checkpoint stay fp8 instead of being expanded.
-    warm_up_rows: numbers of rows of warm-up steps that launch every kernel; empty if no kernel is compiled at its first
-    launch.
+    warm_up_rows: sizes of warm-up steps that together launch every kernel; empty if no kernel is compiled at launch.
     """
 
     name: str
@@ -169,13 +168,13 @@ class Kernels(Protocol):
         ...
 
     def take_compilations(self) -> list[str]:
-        """Return the kernels that launches compiled since the last call."""
+        """Return the kernels compiled since the last call."""
         ...
 
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes that attention and sampling allocate in a step."""
+        """Return an upper bound of the bytes that attention and sampling allocate in a step."""
         ...
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
@@ -189,24 +188,24 @@ class Kernels(Protocol):
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack `weight` [out_features, in_features], or the sequence of its parts, with a bias.
 
-        Activations may have another dtype than the weight. Products with quantized weights, except fp8, quantize the
-        activations. Parts that are `BlockWeight`s may have different kinds.
+        Activations may have another dtype. They are quantized in products with quantized weights, except fp8. Parts
+        that are `BlockWeight`s may have different kinds.
         """
         ...
 
     @property
     def layout(self) -> str | None:
-        """Name and version of the packed layout; None if packed weights must not be stored on disk."""
+        """Name and version of the packed layout, or None if packed weights must not be stored on disk."""
         ...
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return parts for `restore_linear` that alias the weight, or () if the weight cannot be stored."""
+        """Return parts that alias the weight, for `restore_linear`, or () if the weight cannot be stored."""
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Rebuild a packed weight from its parts. Their data must be in memory from `allocate`.
+        """Rebuild a packed weight from parts with data in memory from `allocate`.
 
-        Raises `ValueError` or `KeyError` for invalid parts. Corrupt bytes never cause an access out of bounds.
+        Raises `ValueError` or `KeyError` for invalid parts. Corrupt bytes cause no access out of bounds.
         """
         ...
 
@@ -226,20 +225,20 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return x @ weight.T + bias [num_tokens, out_features], in x's dtype or float32.
 
-        out: contiguous memory for the result. Float sums, including the bias, are float32 and rounded once. Integer
-        sums are exact.
+        out: contiguous memory for the result. Float sums with the bias are float32, rounded once. Integer sums are
+        exact.
         """
         ...
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
         """Return activation(gate) * up. The halves of x @ weight.T + bias are gate and up.
 
-        The bits are those of `gate` after `linear`. The row stride of the result may exceed its width.
+        The result has the bits of `gate` after `linear`. Its row stride may exceed its width.
         """
         ...
 
     def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
-        """Group weights of equal shape from `pack_linear`."""
+        """Group weights of equal shape."""
         ...
 
     def grouped_linear(
@@ -253,17 +252,17 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Multiply each row by the weight of its group (an expert or an adapter), with the bits of `linear`.
 
-        sources int64 [num_rows]: the row of x at each index of the result; None if x has these rows in this order. The
-        result is sorted by group. group_start int32 [num_groups + 1]: first row of each group, then num_rows. Weights
+        The result is sorted by group. sources int64 [num_rows]: row of x for each row of the result, or None if the
+        rows of x are in this order. group_start int32 [num_groups + 1]: first row of each group, then num_rows. Weights
         of empty groups are not read.
         """
         ...
 
     def head_linear(self, x: Tensor, packed: PackedGroups, out: Tensor | None = None) -> Tensor:
-        """Multiply each head by a weight of its own, with the bits of `linear`.
+        """Multiply x [num_tokens, num_heads, in_features] by one weight per head, with the bits of `linear`.
 
-        x [num_tokens, num_heads, in_features], with any strides of tokens and heads. Returns [num_tokens, num_heads,
-        out_features] in x's dtype, written to `out` if given, which may have any strides of tokens and heads.
+        Returns [num_tokens, num_heads, out_features] in x's dtype, written to `out` if given. x and `out` may have any
+        strides of tokens and heads.
         """
         ...
 
@@ -276,7 +275,7 @@ class Kernels(Protocol):
         ...
 
     def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return True if `record_forward` captures graphs. If not, log the reason."""
+        """Return True if `record_forward` captures graphs. Otherwise log the reason."""
         ...
 
     def record_forward(
@@ -287,10 +286,10 @@ class Kernels(Protocol):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass. Return its result, and a faster pass for up to `max_tokens` tokens or None.
+        """Run a forward pass. Return its result, and None or a faster pass for up to `max_tokens` tokens.
 
-        The pass must select output rows with `take_rows`; this method may make all rows outputs. The faster pass
-        returns the same bits, and its next call overwrites them.
+        `forward` must select output rows with `take_rows`, and may be called with all rows as outputs. The faster pass
+        returns the same bits, in memory that its next call overwrites.
         """
         ...
 
@@ -325,11 +324,12 @@ class Kernels(Protocol):
 
         q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
         cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. Dimension i of a head is paired with i +
-        rotary_dim / 2 (GPT-NeoX); if interleaved, 2 i with 2 i + 1 (GPT-J). query_scale float32 [max_positions]:
+        rotary_dim / 2 (GPT-NeoX) or, if interleaved, 2 i with 2 i + 1 (GPT-J). query_scale float32 [max_positions]:
         multiplies rotated and rounded queries. k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], with
         the last two dimensions contiguous, have q's dtype, int8 or float8_e4m3fn. For int8 and float8_e4m3fn, rows are
-        rounded to q's dtype, then by `round_kv_rows`. If the v of a head and token is not finite, zeros are written for
-        v and NaN for k. So attention is NaN for rows that see the position, and other rows can give it weight zero.
+        rounded to q's dtype, then by `round_kv_rows`.
+        If the v of a head and token is not finite, zeros are written for v, and NaN for k. Then attention is NaN for
+        rows that see this position, and other rows can multiply its v by zero.
         """
         ...
 
@@ -344,24 +344,24 @@ class Kernels(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return causal attention of each row over its sequence's KV: [num_tokens, num_heads * head_dim].
+        """Return each row's causal attention over its sequence's KV, [num_tokens, num_heads * head_dim].
 
-        The row stride of the result may exceed its width. A row at position p sees positions max(0, p - window + 1) ..
-        p. Query heads share KV heads in equal groups. softcap applies to scaled scores.
-        sinks float32 [num_heads]: score of an extra position without a value that every row sees (Xiao et al. 2024).
+        A row at position p sees positions max(0, p - window + 1) .. p. Query heads share KV heads in equal groups. The
+        row stride of the result may exceed its width. softcap applies to scaled scores. sinks float32 [num_heads]:
+        score of an extra position that every row sees and that has no value (Xiao et al. 2024).
         """
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up; each contiguous row holds gate, then up."""
+        """Return activation(gate) * up. Each contiguous row of `gate_up` holds gate, then up."""
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Return one token id, int64, per row of float32 logits.
 
-        A greedy row takes the largest logit, of equal logits the lowest id. Other rows take argmax(logits / temperature
-        + noise) over the ids that min_p, then top_k, then top_p keep; see `octavo.kernels.noise`. A row that has a NaN,
-        or only -inf, yields -1.
+        A greedy row takes the largest logit, and the lowest id of equal logits. Other rows take argmax(logits /
+        temperature + noise) over the ids that min_p, then top_k, then top_p keep; see `octavo.kernels.noise`. A row
+        with a NaN, or of -inf only, yields -1.
         """
         ...
 
@@ -370,9 +370,9 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return each request's accepted tokens: leading drafts that equal the target's choices, and one more choice.
 
-        target_sampled int64: the target's choice for each row. draft_ids int64: each row's input token. A request's
-        first row holds its newest token, and a draft is one row after the choice that it guesses. cu_num_logits int32:
-        first row of each request, then the number of rows.
+        target_sampled int64: the target's choice for each row. draft_ids int64: input token of each row, which is the
+        newest token in a request's first row, and then a draft of the previous row's choice. cu_num_logits int32: first
+        row of each request, then the number of rows.
 
         Returns int64 [num_requests, num_speculative_steps + 1], padded with -1, and int32 counts. Raises `IndexError`
         if a request has no row or too many.
@@ -380,5 +380,5 @@ class Kernels(Protocol):
         ...
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest of float32 [n, vocab] and their int64 ids; the lowest id wins a tie."""
+        """Return the k largest of float32 [n, vocab], and their int64 ids. The lowest of tied ids comes first."""
         ...

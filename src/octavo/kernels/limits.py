@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 class Limits:
     """Rates per second of one instruction set.
 
-    bfloat16_flops: higher than `flops` only with a bfloat16 instruction. byte_ops: int8 products.
+    bfloat16_flops: higher than `flops` only with bfloat16 instructions. byte_ops: int8 operations.
     """
 
     flops: float
@@ -18,9 +18,9 @@ class Limits:
     bytes_read: float
 
     def best(self, other: Limits) -> Limits:
-        """Return the higher rates, because a lower rate was disturbed."""
+        """Return the higher rates."""
         return Limits(*map(max, astuple(self), astuple(other)))
 
     def is_far_from(self, other: Limits) -> bool:
-        """Return True if any rate differs by more than a quarter: the load of a shared machine changed."""
+        """Return True if any rate differs by more than a quarter."""
         return any(max(a, b) > 1.25 * min(a, b) for a, b in zip(astuple(self), astuple(other), strict=True))

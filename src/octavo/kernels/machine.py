@@ -21,18 +21,12 @@ _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
-    """Return OMP_NUM_THREADS if set. Otherwise return the number of usable cores, at most the cgroups' quota.
-
-    More threads would be throttled together.
-    """
+    """Return OMP_NUM_THREADS if set, otherwise the number of usable cores, at most the cgroups' quota."""
     return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
 
 def usable_cores() -> list[int]:
-    """Return the first logical CPU of each physical core that this process may run on.
-
-    Two threads on a core would share its arithmetic units.
-    """
+    """Return one logical CPU of each physical core that this process may run on."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores: dict[str, int] = {}
     for cpu in sorted(allowed):
@@ -42,7 +36,7 @@ def usable_cores() -> list[int]:
 
 
 def processor_name() -> str:
-    """Return the processor's name."""
+    """Return the name."""
     return _describe_processor().get("model name", "") or platform.processor() or platform.machine()
 
 
@@ -64,15 +58,15 @@ def _describe_processor() -> dict[str, str]:
 
 
 def cold_bytes() -> int:
-    """Return how many bytes keep caches cold in a benchmark.
+    """Return how many bytes a benchmark must read so that caches are cold.
 
-    Twice the third-level cache, but 192 to 512 MiB, because other processes share a larger cache.
+    Twice the third-level cache, but 192 to 512 MiB, because other processes share larger caches.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 
 
 def third_level_cache_bytes() -> int:
-    """Return the bytes of all third-level caches, or 0 if unknown."""
+    """Return the total bytes of third-level caches, or 0 if unknown."""
     sizes: dict[str, int] = {}
     for cpu in usable_cores():
         cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"
@@ -119,12 +113,12 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Allocate the pages of memory in advance, in idle processor time. Keeps content, even if it changes meanwhile.
+    """Allocate memory by touching each page in idle processor time. Keeps content, even if it changes meanwhile.
 
-    stop: address of a byte; the call ends when the byte is not zero.
+    stop: address of a byte that ends the call when it is not zero.
     """
     try:
-        from octavo import _kernels  # noqa: PLC0415  it may not have been compiled
+        from octavo import _kernels  # noqa: PLC0415
     except ImportError:
         return
     _kernels.touch_pages(address, num_bytes, stop)

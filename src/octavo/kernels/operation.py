@@ -16,8 +16,8 @@ Arguments = TypeVarTuple("Arguments")
 class Operation(Generic[*Arguments]):
     """A kernel as a function: `soft_cap(kernels, logits, 30.0)`. Decorates the reference in torch.
 
-    It changes tensors in place; a row's result depends only on that row. A backend's kernel has the same name: a line
-    of the list in `csrc/kernels.h`, or a function and module in `octavo.kernels.triton`.
+    The kernel changes tensors in place, and a row's result depends only on that row. Backends' kernels have the same
+    name, in the list of `csrc/kernels.h`, or as a function and module of `octavo.kernels.triton`.
     """
 
     def __init__(self, reference: Callable[[*Arguments], None]) -> None:

@@ -27,7 +27,7 @@ PANEL_COLUMNS = 32
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight in panels of 32 columns. The weight and the float32 bias are padded with zeros.
+    """A weight in panels of 32 columns. Zeros pad the weight and the float32 bias.
 
     dtype_number: from `DTYPE_NUMBERS` or `KIND_NUMBERS`. data: panels, then the int32 column order, if any.
     """
@@ -49,7 +49,7 @@ class PanelWeight:
             raise ValueError(
                 f"{weight.shape[1]} input features of integers: sums could overflow; the maximum is {MAX_IN_FEATURES}"
             )
-        if isinstance(weight, Sequence):  # parts that do not fill their panels are concatenated
+        if isinstance(weight, Sequence):
             is_whole = all(part.shape[0] % PANEL_COLUMNS == 0 for part in weight[:-1])
             parts = weight if is_whole else [torch.cat(list(weight))]
         else:
@@ -93,7 +93,7 @@ class PanelWeight:
 
     @classmethod
     def restore(cls, kept: KeptLinear) -> PanelWeight:
-        """Rebuild a weight from `keep`. Raises `ValueError` if kernels could read outside its memory."""
+        """Rebuild a weight from `keep`. Raises `ValueError` if kernels could read outside of `kept.data`."""
         shape, number, int4 = _check_numbers(kept.numbers)
         if kept.data.nbytes != packed_bytes(number, *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are not a packed weight of {shape[0]} x {shape[1]}")
@@ -107,7 +107,7 @@ class PanelWeight:
 
     @staticmethod
     def pad_bias(bias: Tensor | None, out_features: int) -> Tensor | None:
-        """Pad to whole panels."""
+        """Pad to panels."""
         if bias is None:
             return None
         padded = torch.zeros(-(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS)
@@ -115,7 +115,7 @@ class PanelWeight:
         return padded
 
     def as_linear(self) -> PackedLinear:
-        """Wrap for callers."""
+        """See `PackedLinear`."""
         num_bytes = self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
         return PackedLinear(self.out_features, self.in_features, self, self.bias, num_bytes)
 
@@ -126,12 +126,12 @@ class PanelWeight:
 
     @property
     def order_address(self) -> int:
-        """The column order's address."""
+        """Column order's address."""
         return self.data.data_ptr() + self.data.nbytes - 4 * self.in_features
 
 
 class Int4Format(NamedTuple):
-    """The format of an int4 weight (csrc/arguments.h).
+    """An int4 weight's format (csrc/arguments.h).
 
     group_size: 0 if not int4. has_order: True if columns are not in the features' order.
     """

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from octavo.kernels.block_weight import BlockWeight
 
-ROUNDING_VERSION = 3  # raise it if rounded values change, to invalidate weights on disk
+ROUNDING_VERSION = 3  # an increase invalidates packed weights on disk
 MAX_IN_FEATURES = 1 << 16  # the sum of more products of two bytes could overflow 32 bits
-GROUP_MULTIPLE = 32  # divides the group size, unless a group is a whole row
+GROUP_MULTIPLE = 32  # divides the group size if a group is not a whole row
 KV_SCALE_BYTES = 4
 INT4_ZERO = 8
 E4M3_MAX = 448.0
@@ -39,13 +39,13 @@ _MOST_WORD = 32639  # 127 * 256 + 127, the maximum of two signed bytes
 _LANES = 16
 _VALUES_AT_ONCE = 1 << 20
 _LEAST_MAGNITUDE = 1e-30
-_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)  # factors for a group's extremes
+_CLIPPINGS = (1.0, 0.92, 0.84, 0.76)
 _SAMPLED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """A rotated int8 weight: weight[i] is rotate(values[i]) * scales[i], with float32 scales."""
+    """A rotated int8 weight: weight[i] is rotate(values[i]) * scales[i]. scales are float32."""
 
     values: Tensor
     scales: Tensor
@@ -102,7 +102,7 @@ class Int4Weight:
         return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return the float32 weight, from unrounded scales, with columns in the input features' order."""
+        """Return the float32 weight, from unrounded scales, in the order of input features."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
@@ -111,8 +111,8 @@ class Int4Weight:
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return the scales for products: int16 multiples [out_features, groups] of float32 units [out_features].
 
-        A row's largest multiple is 4,079, or 2,039 with zero points, so that weights are 16-bit integers. An infinite
-        or NaN scale makes its row NaN. Raises `ValueError` for a zero point above 16.
+        A row's largest multiple is 4,079, or 2,039 with zero points, because weights must be 16-bit integers. An
+        infinite or NaN scale makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -182,7 +182,7 @@ class Fp8Weight:
         return Fp8Weight(values, self.scales[index], self.group_size)
 
     def to(self, device: torch.device) -> Fp8Weight:
-        """Copy to `device`."""
+        """Copy to a device."""
         return Fp8Weight(self.values.to(device, copy=True), self.scales.to(device, copy=True), self.group_size)
 
 
@@ -195,7 +195,7 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 
 
 def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
-    """Return int8 values and float32 scales. rotated: rotate the weight first."""
+    """Round to int8 values with float32 scales. rotated: rotate the weight first."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     share = 1.0 / rotation_block(weight.shape[1])  # two rotations multiply a row by the block size
@@ -246,7 +246,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
     """Return True if minima more than halve the squared error of `round_rows(rows, minima)` on sampled rows.
 
-    In groups of 32, minima cost half a bit per weight. Half a bit more per value would at best halve the error.
+    In groups of 32, minima cost half a bit per weight. Values with half a bit more would at best halve the error.
     """
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
@@ -292,7 +292,7 @@ def _sum_in_lanes(values: Tensor) -> Tensor:
 
 
 def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenate weights of one type and column order along out_features."""
+    """Concatenate weights of one type and column order."""
     if len(weights) == 1:
         return weights[0]
     first = weights[0]
@@ -315,7 +315,7 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
-    """Return True if all int4 weights have the same column order, which `fuse_quantized` needs."""
+    """Return True if all int4 weights have the same column order."""
     orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
     first = orders[0] if orders else None
     return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
@@ -324,7 +324,7 @@ def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return whole numbers -127 .. 127 as float32, and float32 scales [rows].
 
-    A row that has a NaN or an infinity becomes zeros with the scale NaN.
+    A row with a NaN or infinity becomes zeros with the scale NaN.
     """
     scaled, scales = _scale_rows(x, _INT8_MAX)
     return scaled.round(), scales
@@ -336,7 +336,7 @@ def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
     is_finite, largest = (
         magnitude.isfinite(),
         torch.full_like(magnitude, most),
-    )  # not a number: torch may multiply by its inverse
+    )  # a tensor, because torch may multiply by a number's inverse
     scales = torch.where(is_finite, magnitude / largest, torch.nan)
     inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), largest / magnitude, 0.0)
     inverse = inverse.unsqueeze(1)
@@ -349,7 +349,7 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 
 def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return int8 or float8_e4m3fn values, and float32 scales, with NaN handled as in `quantize_rows`."""
+    """Return int8 or float8_e4m3fn values, and float32 scales. NaN is handled as in `quantize_rows`."""
     if dtype == torch.int8:
         values, scales = quantize_rows(rows)
         return values.to(torch.int8), scales
@@ -358,7 +358,7 @@ def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def kv_scales(cache: Tensor) -> Tensor:
-    """Return a view of the scales after each head's rows: float32 [num_blocks, num_kv_heads, block_size]."""
+    """Return a view of the scales that follow each head's rows: float32 [num_blocks, num_kv_heads, block_size]."""
     num_blocks, num_heads, block_size, head_dim = cache.shape
     end = cache.storage_offset() + block_size * head_dim
     size = (num_blocks, num_heads, block_size * KV_SCALE_BYTES)
@@ -366,10 +366,7 @@ def kv_scales(cache: Tensor) -> Tensor:
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias, with x rotated and quantized.
-
-    A result is float(integer sum) * (row's scale * column's scale) + bias.
-    """
+    """Rotate and quantize x. Return float(integer sum) * (row's scale * column's scale) + bias."""
     values, scales = quantize_rows(rotate(x))
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
@@ -382,7 +379,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Like `linear_int8`, but without rotation and with the column's unit as its scale."""
+    """Like `linear_int8`, but without rotation. The column's scale is its unit."""
     values, row_scales = quantize_rows(x if weight.order is None else x[:, weight.order])
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
@@ -394,7 +391,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Return x @ weight.T + bias; the weight is rounded to x's dtype, sums are float32."""
+    """Return x @ weight.T + bias. The weight is rounded to x's dtype. Sums are float32."""
     wide = x.float()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
@@ -407,7 +404,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
     """Return float32 x @ weight.T, with x rounded to int8 in groups of 32.
 
     A result is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) * minimum) *
-    (scale of x's group), each operation rounded once. Two scales for 32 values make two terms.
+    (scale of x's group). Each operation is rounded once. Two scales for 32 values make two terms.
     """
     rounded, scales = quantize_rows(x.reshape(-1, GROUP_VALUES))
     row_scales = scales.view(x.shape[0], -1, 1)
@@ -426,7 +423,6 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
 
 
 def _parts(shape: torch.Size) -> Iterator[slice]:
-    """Yield slices of rows, to bound the memory of wide copies."""
     rows = max(1, _VALUES_AT_ONCE // max(shape[1], 1))
     for first in range(0, shape[0], rows):
         yield slice(first, first + rows)

@@ -1,4 +1,4 @@
-"""Recordings of forward passes (csrc/program.h). They avoid Python calls, which take longer than small kernels."""
+"""Recorded forward passes (csrc/program.h), without Python calls, which take longer than small kernels."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel
 
 
 class NotRecordableError(Exception):
-    """The forward pass computes with torch, or a kernel cannot be recorded."""
+    """The pass computes with torch, or calls a kernel that cannot be recorded."""
 
 
 class Rehearsal:
-    """Measures the lifetimes of a pass's results, so that results with disjoint lifetimes share memory."""
+    """Measures the lifetimes of a pass's results. Results with disjoint lifetimes can share memory."""
 
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
         self._sizes: list[int] = []
-        self._ends: dict[int, int] = {}  # first result that is allocated after this one is freed
+        self._ends: dict[int, int] = {}  # index of the first result that is allocated later
         self.views_only = _ViewsOnly()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a result; watch its lifetime."""
+        """Allocate a result."""
         index, size = len(self._sizes), math.prod(shape) * dtype.itemsize
         self._sizes.append(-(-size // self._num_tokens) * self._max_tokens)
         # The array lives as long as any view of it.
@@ -50,7 +50,7 @@ class Rehearsal:
         self._ends[index] = len(self._sizes)
 
     def plan(self) -> tuple[list[int], int]:
-        """Return each result's offset, and the total bytes."""
+        """Return offsets and total bytes."""
         never = len(self._sizes)
         offsets: dict[int, int] = {}
         for index in sorted(range(never), key=lambda i: (-self._sizes[i], i)):
@@ -71,7 +71,7 @@ class Rehearsal:
 
 
 class Recorder:
-    """Replaces the `KernelSet` during a pass: calls its kernels, and records the calls.
+    """Replaces the `KernelSet` during a pass. Calls kernels and records the calls.
 
     offsets: offset in `memory` of each result of the pass.
     """
@@ -94,7 +94,6 @@ class Recorder:
         self._calls: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Return a function that calls and records a kernel, or raise `NotRecordableError`."""
         call = getattr(self._set, name)
         add = getattr(self._program, name, None)
         if add is None:
@@ -108,7 +107,7 @@ class Recorder:
         return call_and_add
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return memory at the next planned offset."""
+        """Return planned memory."""
         offset = next(self._offsets)
         return self._memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
@@ -130,7 +129,7 @@ class RecordedForward:
         self.calls = calls
         self._set = kernel_set
         self._program = program
-        self._result = result  # this view keeps the program's memory alive
+        self._result = result  # keeps the program's memory alive
         self._all_rows = torch.arange(result.shape[0])
         self._takes_rows = "take_rows" in calls
         self._nanoseconds: Tensor | None = None
@@ -141,7 +140,7 @@ class RecordedForward:
         return self._result.shape[0]
 
     def measure_calls(self) -> Tensor:
-        """Return int64 [calls]; later steps add the nanoseconds of each call."""
+        """Return int64 [calls], to which later steps add nanoseconds."""
         self._nanoseconds = torch.zeros(len(self.calls), dtype=torch.int64)
         return self._nanoseconds
 
@@ -159,7 +158,7 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with all rows as outputs. Arrays of outputs are copies."""
+    """Return the batch with all rows as outputs, in separate arrays."""
     rows = torch.arange(batch.positions.shape[0])
     return replace(batch, outputs=OutputRows(rows, _copy(batch)))
 
@@ -171,7 +170,7 @@ def _copy(batch: AttentionBatch) -> AttentionBatch:
 
 
 def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tuple[Any, ...]:
-    """Return csrc/arguments.h's StepArgs."""
+    """See csrc/arguments.h's StepArgs."""
     return (
         token_ids.data_ptr(),
         token_ids.shape[0],
@@ -187,7 +186,7 @@ def _arrays_of_groups(batch: AttentionBatch) -> list[tuple[int, ...]]:
 
 
 def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
-    """Return csrc/arguments.h's BatchArgs."""
+    """See csrc/arguments.h's BatchArgs."""
     return (
         batch.positions.data_ptr(),
         batch.slot_mapping.data_ptr(),
@@ -199,7 +198,7 @@ def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Allows torch only views, because a recording would miss torch's computations."""
+    """Raises `NotRecordableError` if torch computes something, which a recording would miss."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

@@ -1,4 +1,4 @@
-"""Every operation in plain torch: the reference in tests, and the fallback.
+"""Every operation in plain torch, as the reference in tests and as the fallback.
 
 A row's last bits may depend on other rows, because torch chooses the order of sums by shape.
 """
@@ -103,11 +103,11 @@ class ReferenceKernels:
         raise NotImplementedError
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return plain memory."""
+        """See `Kernels`."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """Return undefined memory."""
+        """See `Kernels`."""
         return like.new_empty(shape)
 
     def linear(
@@ -313,14 +313,14 @@ def _sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / root mean square * weight, computed in float32 and rounded once."""
+    """See `Kernels`. Computed in float32, rounded once."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * scale * weight.float()).to(x.dtype)
 
 
 def rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate the first dimensions of x by turns [..., rotary_dim]: cosines, then sines."""
+    """Rotate the first rotary_dim dimensions of x. turns [..., rotary_dim]: cosines, then sines."""
     turning, rest = x.split_with_sizes([turns.shape[-1], x.shape[-1] - turns.shape[-1]], dim=-1)
     half = turns.shape[-1] // 2
     pairs = turning.float().reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
@@ -331,7 +331,7 @@ def rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def write_rows(cache: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
-    """Write rows [num_tokens, num_heads, width] to a cache, rounded if it is int8 or fp8."""
+    """Write rows [num_tokens, num_heads, width] to a cache. Rows of int8 or fp8 are rounded."""
     block_size = cache.shape[2]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     if cache.dtype in ROUNDED_KV_DTYPES:
@@ -345,7 +345,7 @@ def write_rows(cache: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
 def _read_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
     """Return float32 [positions, num_kv_heads, head_dim]."""
     if cache.dtype in ROUNDED_KV_DTYPES:
-        values = cache.view(torch.int8)[blocks].view(cache.dtype)  # torch does not index fp8 on every device
+        values = cache.view(torch.int8)[blocks].view(cache.dtype)  # not every device indexes fp8
         read = values.float() * kv_scales(cache)[blocks].unsqueeze(-1)
     else:
         read = cache[blocks].float()
@@ -362,7 +362,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return float32 attention of one sequence's rows over its KV: [n, num_heads * value_dim]."""
+    """Return float32 [n, num_heads * value_dim]."""
     num_rows, num_heads, head_dim = q.shape
     grouped = q.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
     scores = torch.einsum("nkgd,skd->nkgs", grouped, keys) * scale
@@ -385,7 +385,7 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """Return a mask of the tokens that min_p, then top_k, then top_p keep. scaled: logits / temperature [n, vocab].
 
     min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending).
-    For top_p, it is the shortest prefix that reaches top_p in a float64 sum in that order.
+    top_p keeps the shortest prefix with a float64 sum, in this order, of at least top_p.
     """
     top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):
@@ -404,7 +404,7 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def pack_groups(weights: Sequence[PackedLinear]) -> PackedGroups:
-    """Group weights without copying them."""
+    """Group without copies."""
     first = weights[0]
     num_bytes = sum(each.num_bytes for each in weights)
     return PackedGroups(len(weights), first.out_features, first.in_features, list(weights), num_bytes)
@@ -419,7 +419,7 @@ def grouped_linear(
     sources: Tensor | None,
     float32_out: bool,
 ) -> Tensor:
-    """Compute one product per group; group_start is read on the host."""
+    """See `Kernels`. Reads group_start on the host."""
     x = x if sources is None else x[sources]
     bounds = pairwise(group_start.tolist())
     parts = [
@@ -432,7 +432,7 @@ def grouped_linear(
 
 
 def head_linear(kernels: Kernels, x: Tensor, packed: PackedGroups, out: Tensor | None) -> Tensor:
-    """Compute one product per head."""
+    """See `Kernels.head_linear`."""
     if out is None:
         out = x.new_empty(*x.shape[:2], packed.out_features)
     for head, weight in enumerate(packed.storage):

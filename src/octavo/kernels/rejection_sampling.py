@@ -40,7 +40,7 @@ def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw a token id per row with probability in proportion to weights, or -1 if weights sum to 0 or to NaN.
 
-    It is the first id with a cumulative float64 sum above `uniform`, in (0, 1), times the total.
+    The id is the first with a cumulative float64 sum above total * `uniform`, a number in (0, 1).
     """
     sums = weights.double().cumsum(dim=1)
     total = sums[:, -1:].contiguous()
@@ -61,11 +61,11 @@ def rejection_sampling_batched(
 ) -> tuple[Tensor, Tensor]:
     """Return the accepted tokens of each request: the accepted drafts, then one more token.
 
-    Other arguments, the result and `IndexError` are as in `Kernels.rejection_sample`. But of target_sampled, only the
-    last row of a request is used, and only if all drafts are accepted.
+    Other arguments, the result and `IndexError` are as in `Kernels.rejection_sample`. target_sampled is used only in
+    the last row of a request with all drafts accepted.
     target_probs [num_logits, vocab]: p, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the next row's
     draft, or None if drafts were looked up, which means q = 1.
-    If a row's p sums to 0 or to NaN, its token is -1 and is the request's last.
+    If a row's p sums to 0 or to NaN, its token is -1, and no token follows.
     """
     first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff().long()
     if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):
@@ -78,7 +78,7 @@ def rejection_sampling_batched(
     is_accepted = uniform_noise(seed, position, sample_index, RandomStream.ACCEPTANCE) * q < p
 
     steps = torch.arange(num_speculative_steps + 1, device=device)
-    row_of = (first.unsqueeze(1) + steps).clamp(max=len(drafts) - 1)  # [num_requests, num_speculative_steps + 1]
+    row_of = (first.unsqueeze(1) + steps).clamp(max=len(drafts) - 1)
     is_accepted_so_far = (is_accepted[row_of] & (steps < num_rows.unsqueeze(1) - 1)).int().cumprod(dim=1).bool()
     num_accepted = is_accepted_so_far.sum(dim=1)
     end = first + num_accepted

@@ -1,7 +1,7 @@
 """Rotation of activations and weights before both are rounded to int8 (docs/why.md).
 
-x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized Walsh-Hadamard transform H. H spreads huge input features over
-their block. See QuaRot (arXiv 2404.00456).
+x @ W.T = H(x) @ (H(W) / block).T, with the unnormalized Walsh-Hadamard transform H, which spreads huge input features
+over their block. See QuaRot (arXiv 2404.00456).
 """
 
 from __future__ import annotations

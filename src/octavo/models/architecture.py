@@ -26,7 +26,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
 
 
 class ModelTensors(NamedTuple):
-    """Tensors in the order of packing."""
+    """All tensors, in the order of packing."""
 
     embedding: Linear
     layers: tuple[LayerTensors, ...]
@@ -38,13 +38,13 @@ class ModelTensors(NamedTuple):
 class Architecture:
     """One decoder-only transformer.
 
-    eos_token_ids      other files may add more
-    block_bytes        bytes in memory of matrices in GGUF blocks, by tensor name
-    has_head           False for an embedding model without lm_head; its weights count as tied
-    embedding_scale    rounded to the activations' dtype
-    norm_offset        added to each stored norm; the sum is kept in float32
+    eos_token_ids      ids of config.json; other files may add more
+    block_bytes        bytes in memory of each matrix in GGUF blocks, by tensor name
+    has_head           False if an embedding model has no lm_head; `tie_word_embeddings` is then True
+    embedding_scale    factor of embeddings, rounded to the activations' dtype
+    norm_offset        number added to each stored norm weight; the sum is kept in float32
     logit_softcap      see `soft_cap`
-    text_part_of       class of the whole model, if this is its text part
+    text_part_of       class of the whole model, if only its text part is served
     logits_scaling     divisor of the logits
     num_position_dims  see `AttentionBatch.rotary_positions`
     """
@@ -89,13 +89,13 @@ class Architecture:
 
     @property
     def attentions(self) -> list[AttentionConfig | LatentAttentionConfig]:
-        """The attention layers, without other token mixers."""
+        """The layers' attention, without other token mixers."""
         kinds = (AttentionConfig, LatentAttentionConfig)
         return [layer.attention for layer in self.layers if isinstance(layer.attention, kinds)]
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights. Tied embeddings count once."""
+        """Number of weights, with tied embeddings counted once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     @property
@@ -116,15 +116,15 @@ class Architecture:
 
     @property
     def kv_layout(self) -> KVLayout:
-        """The layout of the KV cache."""
+        """The KV cache's layout."""
         return KVLayout(tuple(layer.attention.cache_spec for layer in self.layers))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return shapes in the order of packing."""
+        """Return the shape of each tensor, in the order of packing."""
         return {name: shape for each in in_order(self.tensors()) for name, shape in each.shapes.items()}
 
     def scale_names(self) -> list[str]:
-        """Return the names of scales."""
+        """Return scales' tensor names."""
         return [name for name in self.stored_tensors() if name.rpartition(".")[2] in SCALE_NAMES]
 
     def stored_tensors(self) -> dict[str, StoredTensor]:

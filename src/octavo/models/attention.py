@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from octavo.models.layers import ModelContext
     from octavo.models.rope_config import RopeConfig
 
-_MAX_HEAD_DIM = 256  # limit of the compiled kernels' buffers
+_MAX_HEAD_DIM = 256  # of the compiled kernels
 
 
 class AttentionTensors(NamedTuple):
-    """The tensors of attention."""
+    """Attention's tensors."""
 
     qkv: Linear
     o: Linear
@@ -39,8 +39,8 @@ class AttentionConfig:
     scale     factor of scores; None for head_dim ** -0.5
     softcap   see `soft_cap`
     sinks     see `Kernels.paged_attention`
-    qk_norm   norm before rotation: "head" has one weight [head_dim] for all heads, "width" takes all heads as one row
-    is_fused  the checkpoint stores q, k and v in one tensor
+    qk_norm   norm before rotation: "head" with one weight [head_dim] for each head, "width" with all heads as one row
+    is_fused  True if the checkpoint stores q, k and v in one tensor
     """
 
     num_heads: int
@@ -143,7 +143,7 @@ class AttentionConfig:
 
 
 class Attention:
-    """The attention of one layer."""
+    """One layer's attention."""
 
     __slots__ = (
         "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",
@@ -175,7 +175,7 @@ class Attention:
         q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             rows = (q, k)
-            if config.qk_norm == "width":  # views of one token's heads have no stride to record
+            if config.qk_norm == "width":  # not as views of heads, which lack a stride to record if there is one token
                 q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
                 parts = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=1)
                 rows = (parts[0].unsqueeze(1), parts[1].unsqueeze(1))

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
 
 logger = logging.getLogger(__name__)
-_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
+_RESIDENT_BYTES = 32 << 20  # of tensors that stay in memory, in addition to the last one
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_PREDICTION = "eh_proj.weight"  # only layers that predict further tokens have it
-# octavo computes these.
+_PREDICTION = "eh_proj.weight"  # only layers of multi-token prediction have this tensor
+# Tensors that octavo computes itself.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
 
 class CheckpointFiles:
-    """The `StoredTensors` of safetensors files, named by `decoder_names`.
+    """The `StoredTensors` of safetensors files, with the names of `decoder_names`.
 
-    Only the pages of the tensors returned last stay in memory.
+    Only pages of recently returned tensors stay in memory.
     """
 
     __slots__ = ("_file_of", "_handed_out", "_part", "_stored_name", "directory")
@@ -44,7 +44,7 @@ class CheckpointFiles:
         self._file_of: dict[str, tuple[Path, Any]] = {}
         for path in find_weight_files(directory):
             file = _open(path)
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            for name in file.keys():  # noqa: SIM118
                 if name in self._file_of:
                     raise ModelError(
                         f"{path}: {name} is also in {self._file_of[name][0].name}; remove the superfluous file"
@@ -56,7 +56,7 @@ class CheckpointFiles:
         self._part = self._divided()
 
     def _divided(self) -> dict[str, ExpertPart]:
-        """Replace tensors of all experts by one per expert."""
+        """Replace each tensor that holds all experts by one entry per expert."""
         parts: dict[str, ExpertPart] = {}
         whole = dict(self._file_of)
         for name, part in find_expert_parts(self.directory, whole, self._shape):
@@ -78,7 +78,7 @@ class CheckpointFiles:
         return shape if (part := self._part.get(name)) is None else part.shape(shape)
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """See `StoredTensors`. If embeddings are tied, an equal lm_head.weight is allowed."""
+        """See `StoredTensors`. If embeddings are tied, lm_head.weight may exist if it equals them."""
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._file_of]
         if missing:
             raise ModelError(
@@ -116,7 +116,7 @@ class CheckpointFiles:
             )
 
     def _without_prediction_layers(self, extra: list[str]) -> list[str]:
-        """Leave out layers that predict further tokens (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2)."""
+        """Remove layers of multi-token prediction (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2)."""
         layers = tuple(name.removesuffix(_PREDICTION) for name in extra if name.endswith(_PREDICTION))
         if layers:
             names = ", ".join(layer.removesuffix(".") for layer in layers)

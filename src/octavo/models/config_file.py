@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MISSING = object()
 
-# Keys that change the tokens, with harmless values. Unless a family reads such a key, other values are refused.
+# Keys that change the tokens, with harmless values. If a family does not read a key, other values are refused.
 _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
@@ -42,7 +42,7 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
 
 
 class ConfigFile:
-    """A JSON object, and which keys were read. Raises `ModelError` for unsuitable values."""
+    """A JSON object that records which keys were read. Methods raise `ModelError` for wrong values."""
 
     __slots__ = ("_read_keys", "path", "prefix", "values")
 
@@ -54,7 +54,7 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> ConfigFile:
-        """Read a JSON file that holds one object."""
+        """Read a JSON object."""
         try:
             values = json.loads(path.read_bytes())
         except OSError as error:
@@ -72,12 +72,12 @@ class ConfigFile:
         return other
 
     def error(self, key: str, problem: str) -> ModelError:
-        """Return an error about a key."""
+        """Make an error about `key`."""
         shown = repr(self.values.get(key))
         return ModelError(f"{self.path}: {self.prefix}{key} = {shown[:200]}: {problem}")
 
     def has(self, key: str) -> bool:
-        """Return True unless the key is missing or null."""
+        """Return False for a missing or null key."""
         return self.values.get(key) is not None
 
     def count(self, key: str, default: Any = _MISSING) -> int:
@@ -97,7 +97,7 @@ class ConfigFile:
         return float(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """Return a list of finite numbers above 0."""
+        """Return finite numbers above 0."""
         values = self._get(key, _MISSING)
         are_numbers = isinstance(values, list) and all(
             isinstance(each, int | float) and not isinstance(each, bool) and math.isfinite(each) and each > 0
@@ -108,7 +108,7 @@ class ConfigFile:
         return tuple(map(float, values))
 
     def whole_numbers(self, key: str, default: list[int]) -> list[int]:
-        """Return a list of whole numbers."""
+        """Return whole numbers."""
         values = self._get(key, default)
         if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, int) for v in values):
             raise self.error(key, "must be a list of integers")
@@ -156,7 +156,7 @@ class ConfigFile:
                 raise self.error(key, f"octavo does not support this for {family}; it would generate wrong tokens")
 
     def mark(self, key: str) -> None:
-        """Record a key as read."""
+        """Record a read key."""
         self._read_keys.add(key)
 
     def unread(self) -> list[str]:

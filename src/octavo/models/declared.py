@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Linear layers with one input, computed as one. parts: (name without ".weight", out_features) of each."""
+    """Linear layers of one input, computed as one product. parts: (name without ".weight", out_features) of each."""
 
     parts: tuple[tuple[str, int], ...]
     in_features: int
@@ -20,17 +20,17 @@ class Linear:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the layers."""
+        """Layer names."""
         return tuple(name for name, _ in self.parts)
 
     @property
     def out_features(self) -> int:
-        """Total number of rows."""
+        """Total rows."""
         return sum(rows for _, rows in self.parts)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor."""
+        """Shapes by name."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, rows in self.parts:
             shapes[f"{name}.weight"] = (rows, self.in_features)
@@ -48,7 +48,7 @@ class Linear:
 class HeadPart(Linear):
     """One head's rows of a stored matrix, multiplied as floats.
 
-    whole: the stored matrix. rows: the first row and the one after the last. is_transposed: they are columns here.
+    whole: the stored matrix. rows: first and end row. is_transposed: True if the rows become columns.
     """
 
     whole: Linear = field(kw_only=True)
@@ -57,7 +57,7 @@ class HeadPart(Linear):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the stored matrix, which all heads share."""
+        """Shape of the whole stored matrix."""
         return self.whole.shapes
 
     @property
@@ -75,7 +75,7 @@ class Norm:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the tensor."""
+        """See `Linear`."""
         return {f"{self.name}.weight": (self.size,)}
 
 
@@ -88,12 +88,12 @@ class Vector:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the tensor."""
+        """See `Linear`."""
         return {self.name: (self.size,)}
 
 
 def in_order(declared: object) -> Iterator[Linear | Norm | Vector]:
-    """Yield the declarations inside nested tuples."""
+    """Yield declarations from nested tuples."""
     if isinstance(declared, Linear | Norm | Vector):
         yield declared
     elif isinstance(declared, tuple):

@@ -19,20 +19,19 @@ class TokenMixer(Protocol):
     """The first sublayer: computes a token's output from the token and earlier tokens of its sequence.
 
     `cache` comes from `CacheSpec.views`. Its rows are written at `AttentionBatch.slot_mapping` and read through
-    `AttentionBatch.block_tables`, both of the layer's KV group. A row's result must not depend on other sequences, nor
-    on how its sequence is divided among steps. Mixers other than `Attention` get no padding, because they are not
-    captured as graphs.
+    `AttentionBatch.block_tables` of the layer's KV group. A row's result must not depend on other sequences, or on how
+    its sequence is divided among steps. Only `Attention` is captured as graphs, so other mixers get no padding.
     """
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """Write tokens [num_tokens, hidden] into the cache. Return the input [num_tokens, ...] of `attend`.
 
-        In the last layer, rows that produce no output are then removed from that input.
+        In the last layer, `attend` gets only the rows that need an output.
         """
         ...
 
     def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Return [num_rows, hidden] for all or some rows of `write_kv`."""
+        """Return the output [num_rows, hidden] of all or some rows of `write_kv`."""
         ...
 
 
@@ -68,7 +67,7 @@ class MLP(Protocol):
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
         """Map [num_tokens, hidden] to the same shape.
 
-        batch: for MLPs that treat requests differently, such as adapters.
+        batch: used by MLPs that treat requests differently, such as adapters.
         """
         ...
 
@@ -78,11 +77,11 @@ class MLPConfig(Protocol):
 
     @property
     def intermediate_size(self) -> int:
-        """Largest number of values computed for a token."""
+        """See `TokenMixerConfig.width`."""
         ...
 
     def tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare the tensors of layer `name`."""
+        """See `TokenMixerConfig`."""
         ...
 
     def build(self, context: ModelContext, tensors: Any) -> MLP:
@@ -92,10 +91,7 @@ class MLPConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """The names of a layer's norms in the checkpoint.
-
-    Pre-norms are applied to a sublayer's input, post-norms to its output.
-    """
+    """The names of a layer's pre-norms and post-norms in the checkpoint."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -104,7 +100,7 @@ class LayerNorms:
 
 
 class LayerTensors(NamedTuple):
-    """The tensors of one layer."""
+    """One layer's tensors."""
 
     before_attention: Norm | None
     attention: tuple[Any, ...]
@@ -116,7 +112,7 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer of a model, without weights."""
+    """One layer without weights."""
 
     attention: TokenMixerConfig
     mlp: MLPConfig
@@ -128,7 +124,7 @@ class LayerConfig:
         return replace(self, attention=self.attention.within(max_model_len))
 
     def tensors(self, name: str, hidden_size: int) -> LayerTensors:
-        """Declare the layer's tensors."""
+        """Declare all tensors."""
 
         def norm(norm_name: str | None) -> Norm | None:
             return None if norm_name is None else Norm(f"{name}.{norm_name}", hidden_size)
@@ -144,7 +140,7 @@ class LayerConfig:
 
 
 class DecoderLayer:
-    """One layer's sublayers and the norms after them."""
+    """One layer's sublayers, and the norm after each."""
 
     __slots__ = ("after_attention", "after_mlp", "attention", "kv_group", "mlp")
 
@@ -161,7 +157,7 @@ class DecoderLayer:
 class ResidualNorm:
     """Adds a sublayer's output to the residual stream and normalizes the sum.
 
-    added: norm of the sublayer's output. stream: norm of the next sublayer's input.
+    added: norm of the sublayer's output. stream: norm of the sum, which is the next sublayer's input.
     """
 
     __slots__ = ("add", "added", "eps", "kernels", "scale", "stream")
@@ -177,7 +173,7 @@ class ResidualNorm:
         self.stream = context.optional_norm(stream)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Update `residual` in place. Return the next sublayer's input [num_tokens, hidden], perhaps `residual`."""
+        """Update `residual` in place. Return the next sublayer's input [num_tokens, hidden], or `residual` itself."""
         if self.added is not None:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
         if self.stream is not None:

@@ -41,7 +41,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _score_factor(config: ConfigFile) -> float:
-    """Return the factor of scores of a context that yarn has extended."""
+    """Return yarn's factor of attention scores, or 1."""
     section = config.section("rope_scaling") or config.section("rope_parameters")
     if section is None or section.text("rope_type" if section.has("rope_type") else "type", "default") != "yarn":
         return 1.0
@@ -53,7 +53,7 @@ def _score_factor(config: ConfigFile) -> float:
 
 
 def _read_v2_router(config: ConfigFile) -> Router:
-    """V2 scores a group by its best expert, and does not normalize."""
+    """Read V2's router, which scores a group by its best expert and does not normalize."""
     require(config, "scoring_func", "softmax")
     router, method = Router.read(config, normalizes=False), config.text("topk_method", "greedy")
     if method == "greedy":

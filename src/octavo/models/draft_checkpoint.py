@@ -1,4 +1,4 @@
-"""A draft model's checkpoint."""
+"""Draft models' checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCheckpoint:
-    """A checkpoint for drafting. shares_kv: it is the quantized target, and reads the target's KV."""
+    """A checkpoint for drafting. shares_kv: True if the draft model is the quantized target and reads its KV."""
 
     name: str
     weights: WeightSource

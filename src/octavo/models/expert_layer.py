@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Experts:
-    """The experts of one layer."""
+    """One layer's experts."""
 
     __slots__ = (
         "choice_bias", "config", "down", "gate_up", "kernels", "router", "shared_down", "shared_gate", "shared_gate_up",

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from octavo.models.expert_layer import Experts
     from octavo.models.layers import ModelContext
 
-SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2  # as in `choose_experts`, which imports torch
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of the number of experts
+SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2  # see `choose_experts`, which imports torch
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _MOST_CHOSEN = 64  # csrc/experts.h
 
 
@@ -24,8 +24,8 @@ class Router:
     """Chooses and weights experts; see `choose_experts`.
 
     least_sum        negative if weights are not normalized
-    has_bias         the scores have a bias
-    has_choice_bias  another bias is added for the choice alone
+    has_bias         True if the router's linear layer has a bias
+    has_choice_bias  True if a bias is added to scores for the choice, but not for the weights
     """
 
     num_experts: int
@@ -41,10 +41,7 @@ class Router:
 
     @classmethod
     def read(cls, config: ConfigFile, *, normalizes: bool) -> Router:
-        """Read a router with a softmax over all experts.
-
-        normalizes: True if the chosen experts' weights sum to 1.
-        """
+        """Read a router with a softmax over all experts. normalizes: True if the chosen experts' weights sum to 1."""
         key = next((each for each in _COUNTS if config.has(each)), "num_experts")
         num_experts, num_chosen = config.count(key), config.count("num_experts_per_tok")
         if num_chosen > min(num_experts, _MOST_CHOSEN):
@@ -52,9 +49,9 @@ class Router:
         return cls(num_experts=num_experts, num_chosen=num_chosen, least_sum=0.0 if normalizes else -1.0)
 
     def in_groups(self, config: ConfigFile) -> Router:
-        """Read DeepSeek's keys: experts are chosen from the best groups, and their weights are scaled.
+        """Read DeepSeek's keys for the choice of groups of experts and for the scale of weights.
 
-        Raises `ModelError` if the groups have too few experts.
+        Raises `ModelError` if the chosen groups have too few experts.
         """
         groups, chosen = config.count("n_group", 1), config.count("topk_group", 1)
         if self.num_experts % groups:
@@ -81,11 +78,11 @@ class ExpertsTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """The weighted sum of the chosen experts' outputs, plus a shared expert that computes every token.
+    """The weighted sum of the chosen experts' outputs, plus the output of a shared expert for every token.
 
-    has_shared_gate: a sigmoid of the token multiplies the shared expert's output. has_bias, has_shared_bias: the
-    experts, or the shared expert, have biases.
-    router_name, shared_name: names in the checkpoint, after "mlp.".
+    has_shared_gate: True if a sigmoid of a linear layer multiplies the shared expert's output. has_bias,
+    has_shared_bias: True if the experts, or the shared expert, have biases. router_name, shared_name: names in the
+    checkpoint, after "mlp.".
     """
 
     router: Router
@@ -101,12 +98,12 @@ class ExpertsConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Values per token. The experts' inputs and outputs take as much memory as three such rows."""
+        """See `MLPConfig`. Three times this number also covers the experts' inputs and outputs."""
         return self.router.num_chosen * (self.expert_size + self.hidden_size) + (self.shared_size or 0)
 
     @property
     def num_idle_parameters(self) -> int:
-        """Number of weights not used for a token."""
+        """Weights not used for a token."""
         idle = self.router.num_experts - self.router.num_chosen
         return idle * 3 * self.hidden_size * self.expert_size
 

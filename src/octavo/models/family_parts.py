@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.models.decoder_layer import LayerConfig, MLPConfig
     from octavo.models.rope_config import RopeConfig
 
-# Patterns of layers repeat within 12 layers.
+# 12 layers, in which every family's pattern of layers repeats.
 _SAMPLE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -63,28 +63,26 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
     {"tie_word_embeddings": True},
 )
-_OF_FILES = frozenset(
-    {"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split"}
-)  # describe only the files
-_OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})  # described separately
+_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split"})
+_OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A difference from the plain decoder. num_layers: number of layers with it, or None for the whole model."""
+    """A difference from the plain decoder. num_layers: how many layers differ, or None for the whole model."""
 
     name: str
     value: str = ""
     num_layers: int | None = None
 
     def describe(self, num_layers: int) -> str:
-        """Return the part in words."""
+        """Describe the part."""
         said = f"{self.name} {self.value}".strip()
         return said if self.num_layers in (None, num_layers) else f"{said} in {self.num_layers} of {num_layers} layers"
 
 
 def parts_of(architecture: Architecture) -> list[Part]:
-    """Return the differences from the plain decoder: full attention of equal heads, two norms, SiLU, no biases."""
+    """Return the differences from a decoder with full attention of equal heads, two norms and SiLU, without biases."""
     counts: dict[Part, int] = {}
     for layer in architecture.layers:
         for part in dict.fromkeys(_layer_parts(layer)):
@@ -96,7 +94,7 @@ def parts_of(architecture: Architecture) -> list[Part]:
 
 
 def family_parts(name: str) -> tuple[list[str], list[str]]:
-    """Return the parts that all models of a family have, and optional parts."""
+    """Return the parts of all models of a family, and optional parts."""
     sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
     sample |= _DEEPSEEK if name in _OF_DEEPSEEK else {}
     try:

@@ -27,7 +27,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 
 def open_tensors(weights: WeightSource, architecture: Architecture, dtype: torch.dtype) -> StoredTensors:
-    """Open the files and check their tensors."""
+    """Open and check files."""
     files = weights.open()
     files.check(architecture.stored_tensors())
     stored = architecture.stored_floats
@@ -35,7 +35,7 @@ def open_tensors(weights: WeightSource, architecture: Architecture, dtype: torch
 
 
 class ExpandedFloats:
-    """The `StoredTensors` of a checkpoint with FP8 or MXFP4 weights."""
+    """The `StoredTensors` of FP8 or MXFP4 checkpoints."""
 
     def __init__(self, files: StoredTensors, stored: StoredFloats, dtype: torch.dtype) -> None:
         self.files = files
@@ -52,9 +52,9 @@ class ExpandedFloats:
         return self.files.find(name) if expanded is None else expanded
 
     def weight(self, name: str) -> StoredWeight:
-        """Return a stored matrix: MXFP4 as GGUF blocks, FP8, or floats.
+        """Return a stored matrix as GGUF blocks (MXFP4), FP8, or floats.
 
-        FP8 is expanded if the kernels do not support so few columns per scale.
+        FP8 is expanded if its scales have too few columns for the kernels.
         """
         module = name.removesuffix(".weight")
         if (stored := self._stored(module)) is None:
@@ -68,7 +68,7 @@ class ExpandedFloats:
         return Fp8Weight(values, _scales_of_rows(self.stored, values.shape, scales), columns)
 
     def tensor(self, name: str) -> Tensor:
-        """See `StoredTensors`. An expanded weight does not alias a file."""
+        """See `StoredTensors`. Expanded weights alias no file."""
         expanded = self._expanded(name)
         return self.files.tensor(name) if expanded is None else expanded
 
@@ -116,7 +116,7 @@ def _scales_of_rows(stored: StoredFloats, shape: Sequence[int], scales: Tensor) 
 
 
 def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
-    """Return MXFP4 in GGUF's order: each group starts with its exponent, and its second half is in the upper bits.
+    """Return MXFP4 as GGUF blocks: a group's exponent, then bytes with its second half in the upper bits.
 
     values: uint8 [out_features, in_features / 2] with two neighbours per byte. exponents: uint8 [out_features, groups].
     """
@@ -128,7 +128,7 @@ def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
 
 
 def _decoded(values: Tensor) -> Tensor:
-    """Return FP8, or two E2M1 values per byte (lower bits first), as float32."""
+    """Convert FP8, or bytes of two E2M1 values (lower bits first), to float32."""
     if values.dtype == torch.float8_e4m3fn:
         return values.float()
     pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])

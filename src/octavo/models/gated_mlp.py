@@ -18,7 +18,7 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_py
 
 
 class GatedMLPTensors(NamedTuple):
-    """A gated MLP's tensors."""
+    """Gated MLP tensors."""
 
     gate_up: Linear
     down: Linear
@@ -43,7 +43,7 @@ class GatedMLPConfig:
         default_activation: str = "silu",
         is_fused: bool = False,
     ) -> GatedMLPConfig:
-        """Read the sizes and the activation."""
+        """Read sizes and activation."""
         activation = _ACTIVATIONS.get(config.text(activation_key, default_activation))
         if activation is None:
             raise config.error(activation_key, f"octavo computes {', '.join(_ACTIVATIONS)} only")
@@ -67,7 +67,7 @@ class GatedMLPConfig:
 
 
 class GatedMLP:
-    """The MLP of one layer."""
+    """One layer's MLP."""
 
     __slots__ = ("activation", "down", "gate_up", "kernels")
 

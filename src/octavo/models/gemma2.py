@@ -25,7 +25,7 @@ _DEFAULTS = {
     "sliding_window": 4096,
     "max_position_embeddings": 8192,
 }
-_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # defaults; null means no cap
+_SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # null means no cap
 _NORMS = LayerNorms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",

@@ -33,13 +33,13 @@ BLOCK_KINDS = {
     TensorType.Q6_K: 0,
     TensorType.MXFP4: 0,
 }
-# Read from elsewhere, or ignored by llama.cpp.
+# Keys that octavo reads from other places, or that llama.cpp ignores.
 _NOT_READ = (
     *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type"),
     *(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),
 )
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
-_GEMMA_LOCAL_THETA = 10_000.0  # default
+_GEMMA_LOCAL_THETA = 10_000.0
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
@@ -53,8 +53,8 @@ class GGUFFamily:
 
     name              class in `architectures` of config.json
     names             Hugging Face's names, if they differ from Llama's
-    rotates_pairs     neighbouring rows of q and k rotate together
-    norms_around_one  norms are stored as factors; Hugging Face stores them minus 1
+    rotates_pairs     True if neighbouring rows of q and k rotate together
+    norms_around_one  True if norms are stored as factors; Hugging Face stores them minus 1
     """
 
     name: str
@@ -66,7 +66,7 @@ class GGUFFamily:
 
 
 class GGUFFields:
-    """The metadata of one architecture."""
+    """One architecture's metadata."""
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self.file, self.architecture = file, architecture
@@ -77,15 +77,15 @@ class GGUFFields:
         }
         for key, value in values.items():
             if isinstance(value, list) and value and all(each == value[0] for each in value):
-                values[key] = value[0]  # equal in all layers
+                values[key] = value[0]
         self.values = ConfigFile(file.path, values, prefix)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number."""
+        """See `ConfigFile.count`."""
         return self.values.count(key) if default is None else self.values.count(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number in its shortest spelling: 1e-05 for 9.999999747378752e-06."""
+        """Return the shortest decimal number with the same float32, such as 1e-05 for 9.999999747378752e-06."""
         found = self.values.number(key) if default is None else self.values.number(key, default)
         if found > _MAX_FLOAT32:
             raise self.values.error(key, f"must be at most {_MAX_FLOAT32:g}")
@@ -96,18 +96,18 @@ class GGUFFields:
         return self.number(key) if self.values.values.get(key) else None
 
     def warn(self, message: str) -> None:
-        """Log once that a value is not used."""
+        """Log each message once."""
         if message not in self._logged:
             self._logged.add(message)
             logger.warning("%s: %s.%s", self.file.path, self.architecture, message)
 
     def has(self, tensor: str) -> bool:
-        """Return True if the tensor exists."""
+        """Return whether a tensor exists."""
         return tensor in self.file.tensors
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, without those that predict further tokens. Raises `ModelError` if the tensors disagree."""
+        """Number of layers without multi-token prediction. Raises `ModelError` if the tensors disagree."""
         left_out = prediction_layers(self.file)
         count = self.count("block_count") - max(len(left_out), int(self.optional("nextn_predict_layers") or 0))
         there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
@@ -135,7 +135,7 @@ class GGUFFields:
         return self.count("attention.sliding_window") if self.optional("attention.sliding_window") else None
 
     def layer_types(self, window: int | None, period: int) -> list[str]:
-        """Return each layer's type. Without a stored pattern, every `period`-th layer has full attention."""
+        """Return each layer's type. If no pattern is stored, every `period`-th layer has full attention."""
         key, num_layers = "attention.sliding_window_pattern", self.num_layers
         self.values.mark(key)
         pattern = self.values.values.get(key, period)
@@ -148,7 +148,7 @@ class GGUFFields:
         return ["sliding_attention" if window and is_near else "full_attention" for is_near in pattern]
 
     def factors(self, tensor: str) -> list[float]:
-        """Read a rotary embedding's factors."""
+        """Read RoPE's factors."""
         stored = self.file.tensors[tensor]
         if stored.type is not TensorType.F32 or len(stored.shape) != 1 or stored.shape[0] > self.head_dim:
             raise ModelError(
@@ -162,12 +162,12 @@ class GGUFFields:
 
 
 def prediction_layers(file: GGUFFile) -> set[str]:
-    """Return the prefixes of layers that predict further tokens; octavo leaves these out."""
+    """Return the prefixes of layers of multi-token prediction, which octavo does not load."""
     return {name.partition(".nextn.")[0] + "." for name in file.tensors if ".nextn." in name}
 
 
 def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
-    """Return the architecture's name and family."""
+    """Return architecture and family."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
@@ -179,7 +179,7 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
 
 
 def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> dict[str, Any]:
-    """Return the metadata as keys of config.json."""
+    """Return config.json's keys."""
     if EMBEDDING not in file.tensors:
         raise ModelError(
             f"{file.path}: there is no tensor {EMBEDDING}; the file has only a vocabulary, or only a part of the model"
@@ -229,7 +229,7 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 def _read_dtype(file: GGUFFile) -> str:
     """Return the least precise dtype that holds all matrices outside `BLOCK_KINDS` exactly.
 
-    Other blocks become float32. Routers do not count: llama.cpp writes them in float32, whatever they were.
+    Other blocks become float32. Routers are ignored, because llama.cpp always writes them in float32.
     """
     kinds = {each.type for name, each in file.tensors.items() if len(each.shape) == 2 and ".ffn_gate_inp" not in name}
     others = kinds - BLOCK_KINDS.keys()
@@ -311,7 +311,7 @@ def _read_olmo(fields: GGUFFields) -> dict[str, Any]:
 
 def _read_mistral3(fields: GGUFFields) -> dict[str, Any]:
     beta = fields.optional("attention.temperature_scale")
-    fields.values.mark("rope.scaling.yarn_log_multiplier")  # a factor of 1 has no effect
+    fields.values.mark("rope.scaling.yarn_log_multiplier")  # not read with a factor of 1
     if beta is None:
         return {"sliding_window": None}
     return {
@@ -349,19 +349,16 @@ def _read_experts(fields: GGUFFields, **more: Any) -> dict[str, Any]:
 
 
 def _read_qwen2_moe(fields: GGUFFields) -> dict[str, Any]:
-    """llama.cpp never normalizes these experts' weights."""
     shared = fields.count("expert_shared_feed_forward_length")
-    return _read_experts(fields, norm_topk_prob=False, shared_expert_intermediate_size=shared)
+    return _read_experts(fields, norm_topk_prob=False, shared_expert_intermediate_size=shared)  # as in llama.cpp
 
 
 def _read_qwen3_moe(fields: GGUFFields) -> dict[str, Any]:
-    """llama.cpp always normalizes these experts' weights."""
-    return _read_experts(fields, norm_topk_prob=True)
+    return _read_experts(fields, norm_topk_prob=True)  # as in llama.cpp
 
 
 def _read_olmoe(fields: GGUFFields) -> dict[str, Any]:
-    """llama.cpp never normalizes these experts' weights."""
-    return _read_experts(fields, norm_topk_prob=False)
+    return _read_experts(fields, norm_topk_prob=False)  # as in llama.cpp
 
 
 def _read_gpt_oss(fields: GGUFFields) -> dict[str, Any]:
@@ -393,7 +390,7 @@ def _read_deepseek2(fields: GGUFFields) -> dict[str, Any]:
     is_sigmoid, rotated = _scores_by_sigmoid(fields), fields.count("rope.dimension_count")
     rope = read_gguf_rope(fields)
     if (multiplier := fields.optional("rope.scaling.yarn_log_multiplier")) is not None:
-        # The converter writes a tenth of mscale_all_dim, and llama.cpp takes mscale for the same.
+        # The converter writes mscale_all_dim / 10. llama.cpp uses an equal mscale, so both cancel in cosines and sines.
         rope |= {"mscale_all_dim": round(10 * multiplier, 6), "attention_factor": 1.0}
     if fields.values.flag("expert_weights_norm", default=False) and not is_sigmoid:
         raise fields.values.error("expert_weights_norm", "octavo normalizes weights of experts of a sigmoid only")
@@ -445,7 +442,7 @@ def _read_granite_moe(fields: GGUFFields) -> dict[str, Any]:
 
 def _scores_by_sigmoid(fields: GGUFFields) -> bool:
     key = "expert_gating_func"
-    if not fields.optional(key):  # only routers of a sigmoid have a bias for the choice
+    if not fields.optional(key):  # only routers with a sigmoid have this bias
         return any(name.endswith(".exp_probs_b.bias") for name in fields.file.tensors)
     number = fields.count(key)
     if number not in {_SOFTMAX, _SIGMOID}:

@@ -1,6 +1,6 @@
 """Reads and checks GGUF, versions 2 and 3 in little-endian order (ggml's docs/gguf.md). Does not import torch.
 
-The package `gguf` is not used, because it checks no counts, offsets or nesting, and is slow.
+The package `gguf` is slow, and checks no counts, offsets or nesting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STRING, _ARRAY, _BOOL = 8, 9, 7
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")
 _MAX_KEYS, _MAX_TENSORS, _MAX_NAME_CHARS, _MAX_DIMENSIONS = 1 << 16, 1 << 20, 1 << 16, 4
-_MAX_ITEMS = 1 << 22  # limit of an array; a vocabulary has 300,000 items
+_MAX_ITEMS = 1 << 22  # of an array; vocabularies have up to 300,000 items
 _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = 32, 1 << 20
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SPLITS = 1 << 12
@@ -98,7 +98,7 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A model in one or several GGUF files. metadata: from the first file."""
+    """A model in one or several GGUF files. metadata: that of the first file."""
 
     path: Path
     paths: tuple[Path, ...]
@@ -107,7 +107,7 @@ class GGUFFile:
 
     @classmethod
     def read(cls, path: Path) -> GGUFFile:
-        """Read the metadata and tensor descriptions of all files."""
+        """Read metadata and tensor descriptions."""
         metadata, tensors = _read(path)
         paths = [path, *_other_splits(path, metadata)]
         for other in paths[1:]:
@@ -121,7 +121,7 @@ class GGUFFile:
 
 
 def _divided(tensors: dict[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
-    """Yield tensors of all experts, or of all heads, one by one."""
+    """Divide each tensor that holds all experts or heads into one per expert or head."""
     for name, stored in tensors.items():
         if _ALL_HEADS.fullmatch(name) is not None and len(stored.shape) == 3:
             yield from _heads(name.removesuffix(".weight"), stored)
@@ -176,7 +176,7 @@ class _Reader:
         raise ModelError(f"{self.path}: {problem}")
 
     def read_metadata(self) -> tuple[dict[str, Value], int]:
-        """Return the values by key, and the number of tensors."""
+        """Return metadata and number of tensors."""
         if self.data[:4] != MAGIC:
             self.fail(f"this is not a GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
         version = self.number("I", "the version")
@@ -221,7 +221,7 @@ class _Reader:
         return tensors
 
     def describe(self, index: int) -> tuple[str, TensorType, tuple[int, ...], int]:
-        """Return a tensor's name, type, shape and offset."""
+        """Return name, type, shape, offset."""
         name = self.text(f"the name of tensor {index}", most=_MAX_NAME_CHARS)
         num_dimensions = self.number("I", name)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -251,7 +251,7 @@ class _Reader:
         return self.texts(key, count)
 
     def numbers(self, code: int, count: int, key: str) -> list[int] | list[float] | list[bool]:
-        """Read `count` values. Fails first if the file is too short."""
+        """Read `count` values. Raises `ModelError` before the allocation if the file is too short."""
         if code not in _FORMATS:
             self.fail(f"{key} is {'an array in an array' if code == _ARRAY else f'of the unknown type {code}'}")
         kind = _FORMATS[code]
@@ -282,7 +282,7 @@ class _Reader:
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
-        """Return strings. In keys that only describe the file, replace invalid UTF-8."""
+        """Return strings. Invalid UTF-8 is replaced in keys that only describe the file."""
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
         data, size, unpack = self.data, self.size, _LENGTH.unpack_from
@@ -303,9 +303,9 @@ class _Reader:
 
 
 def check_piece(path: Path) -> None:
-    """Raise `ModelError` if `path` is a piece of a GGUF file cut by bytes, and say how to join the pieces.
+    """Raise `ModelError` if `path` is a piece of a GGUF file cut by bytes. The message says how to join the pieces.
 
-    It may also be a folder of pieces, or a missing file that exists in pieces.
+    `path` may also be a folder of pieces, or a missing file that exists in pieces.
     """
     found = _PIECE_NAME.fullmatch(path.name)
     if path.is_dir():

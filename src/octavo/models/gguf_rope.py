@@ -1,4 +1,4 @@
-"""Translates a GGUF file's rotary embedding to config.json, with llama.cpp's numbers."""
+"""Translates a GGUF file's rotary embedding to config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
 # Llama 3.1's low_freq_factor, high_freq_factor, original_max_position_embeddings.
 _LLAMA3 = (1.0, 4.0, 8192)
 _YARN = "rope.scaling.yarn_"
-# llama.cpp's defaults, and the only architecture that reads betas from the file.
+# llama.cpp's defaults, and the only architecture for which llama.cpp reads betas from the file.
 _BETA_FAST, _BETA_SLOW, _READS_BETAS = 32.0, 1.0, "mistral3"
 
 
@@ -52,10 +52,7 @@ def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
-    """Return the numbers that llama.cpp computes with (`llama_context`).
-
-    llama.cpp ignores `yarn_attn_factor` and `yarn_ext_factor`. Different values in the file are logged.
-    """
+    """Return yarn's numbers that llama.cpp uses (`llama_context`). Log values of the file that are not used."""
     is_read = fields.architecture == _READS_BETAS
     multiplier = fields.optional(f"{_YARN}log_multiplier") if is_read else None
     attention_factor = _yarn_mscale(factor, 1.0) / (1.0 if multiplier is None else _yarn_mscale(factor, multiplier))
@@ -80,7 +77,6 @@ def _yarn_mscale(factor: float, multiplier: float) -> float:
 
 
 def _read_llama3(fields: GGUFFields, theta: float) -> dict[str, Any]:
-    """Recover Llama 3's parameters from each frequency's divisor."""
     stored = fields.factors(ROPE_FREQUENCIES)
     low, high, original = _LLAMA3
     factor = max(stored)

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RESIDENT_BYTES = 32 << 20  # in addition to the last tensor
+_RESIDENT_BYTES = 32 << 20  # of tensors that stay in memory, in addition to the last one
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 _BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
 _EXPANDED_AT_ONCE = 1 << 22
 
 
 class GGUFTensors:
-    """The `StoredTensors` of GGUF files, under Hugging Face's names."""
+    """The `StoredTensors` of GGUF files, by Hugging Face's names."""
 
     __slots__ = ("_handed_out", "_mapped", "_names", "_weights")
 
@@ -114,9 +114,9 @@ class GGUFTensors:
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
 
     def tensor(self, name: str) -> Tensor:
-        """Return float32 if the tensor is stored in blocks, otherwise its stored type.
+        """Return the tensor, as float32 if it is stored in blocks.
 
-        Refuses infinite or NaN values, but does not check matrices of floats.
+        Raises `ModelError` for infinite or NaN values, but does not check matrices of floats.
         """
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]
@@ -156,9 +156,9 @@ def _forget(path: Path, rows: Tensor) -> None:
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
-    """Return, for each row in Hugging Face's order, its index in llama.cpp's file.
+    """Return the index in llama.cpp's file of each row in Hugging Face's order.
 
-    llama.cpp stores rows that rotate together as neighbours, Hugging Face in a head's halves.
+    llama.cpp stores rows that rotate together as neighbours. Hugging Face stores these rows in a head's two halves.
     """
     return torch.arange(num_rows).view(num_heads, -1, 2).swapaxes(1, 2).flatten()
 
@@ -166,7 +166,6 @@ def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
 def _map(path: Path) -> Tensor:
     try:
         with path.open("rb") as file:
-            # Torch requires a writable map, but octavo never writes to it.
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error})") from error
@@ -192,6 +191,6 @@ def _expand(stored: StoredArray, blocks: Tensor) -> Tensor:
 def _expand_blocks(kind: TensorType, blocks: Tensor) -> Tensor:
     if kind in _BLOCKS:
         return BlockWeight(_BLOCKS[kind], blocks, kind.block_values).dequantize()
-    from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415 - optional and slow
+    from gguf import GGMLQuantizationType, dequantize  # noqa: PLC0415 - optional
 
     return torch.from_numpy(dequantize(blocks.numpy(), GGMLQuantizationType[kind.name]))

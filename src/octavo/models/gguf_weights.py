@@ -54,7 +54,7 @@ _LAYER_NAMES = {
 }
 _HEAD_NAMES = {"attn_k_b": "k_b_proj", "attn_v_b": "v_b_proj"}
 _EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-# Names of llama.cpp's mixes of types, by general.file_type.
+# llama.cpp's names by general.file_type.
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
@@ -66,7 +66,7 @@ _OF_CONFIG = {ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS}
 
 
 class GGUFWeights:
-    """The weights in one model's GGUF files."""
+    """Weights in GGUF files."""
 
     __slots__ = ("_pairs", "architecture", "family", "file", "path")
 
@@ -99,7 +99,7 @@ class GGUFWeights:
 
     @property
     def quantization_level(self) -> str:
-        """See `WeightSource`. If unknown, the most frequent type."""
+        """See `WeightSource`. By default, the most frequent type."""
         return self.types[0] if self.file_type is None else _FILE_TYPES[self.file_type]
 
     def weight_files(self) -> list[Path]:
@@ -117,13 +117,13 @@ class GGUFWeights:
         return GGUFTensors(self)
 
     def names(self) -> dict[str, str]:
-        """Map Hugging Face's names to the file's names."""
+        """Map Hugging Face's names to GGUF's."""
         parts, left_out = _LAYER_NAMES | self.family.names, tuple(prediction_layers(self.file))
         read = [name for name in self.file.tensors if name not in _OF_CONFIG and not name.startswith(left_out)]
         return {_hugging_face_name(name, parts): name for name in read}
 
     def block_bytes(self) -> dict[str, int]:
-        """Return the bytes in memory of matrices in blocks."""
+        """Return the bytes in memory of each matrix in blocks."""
         sizes: dict[str, int] = {}
         for name, stored_name in self.names().items():
             stored = self.file.tensors[stored_name]
@@ -133,7 +133,7 @@ class GGUFWeights:
         return sizes
 
     def heads_of_pairs(self, name: str) -> int | None:
-        """Return the number of heads if rows are rotated pairs, otherwise None."""
+        """Return the number of heads, or None if neighbouring rows do not rotate together."""
         part = name.split(".")[-2] if name.count(".") else ""
         return self._pairs.get(part)
 

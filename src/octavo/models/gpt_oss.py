@@ -29,7 +29,7 @@ _YARN = {
     "truncate": False,
 }
 _PERIOD = 2
-LIMIT, SLOPE = 7.0, 1.702  # of the clamped gate in `octavo.kernels.interface`, which imports torch
+LIMIT, SLOPE = 7.0, 1.702  # as in `octavo.kernels.interface`, which imports torch
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
@@ -58,7 +58,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _with_defaults(config: ConfigFile) -> ConfigFile:
-    """Return the configuration with the defaults of the published checkpoints, which name no dtype."""
+    """Add the defaults of the published checkpoints, which name no dtype."""
     defaults: dict[str, Any] = dict(_DEFAULTS)
     if not config.has("torch_dtype"):
         defaults["dtype"] = "bfloat16"
@@ -70,7 +70,7 @@ def _with_defaults(config: ConfigFile) -> ConfigFile:
 
 
 def _without_mxfp4(architecture: Architecture) -> Architecture:
-    """Return the architecture with floats outside of experts, whatever `modules_to_not_convert` lists."""
+    """Mark weights outside of experts as floats, which `modules_to_not_convert` may not list."""
     floats = architecture.stored_floats
     if floats is None or floats.layout is not FloatLayout.MXFP4_BLOCKS:
         return architecture

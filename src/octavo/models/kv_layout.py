@@ -188,11 +188,11 @@ class KVLayout:
         )
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Return a token's bytes inside all windows."""
+        """Return the bytes of a token inside all windows."""
         return sum(self.block_bytes(1, dtype))
 
     def bytes_before_window(self, dtype: str) -> int:
-        """Return a token's bytes before all windows."""
+        """Return the bytes of a token before all windows."""
         return self.block_bytes(1, dtype)[0]
 
 

@@ -35,17 +35,17 @@ class LatentAttentionTensors(NamedTuple):
 class LatentAttentionConfig:
     """Attention whose heads share one latent and one rotated key per token.
 
-    Every row is computed with absorbed weights: a query is multiplied by the transposed key weight of its head, attends
-    to latents, and the result is multiplied by the head's value weight. So a row's bits do not depend on its chunk.
+    Weights are absorbed: a query is multiplied by the transposed key weight of its head and attends to latents, and the
+    result is multiplied by the head's value weight. This is done for every row, so its bits do not depend on its chunk.
 
     q_rank      size of the queries' latent; None if queries are computed from the hidden state
     kv_rank     size of the latent in the cache
-    nope_dim    dimensions of a head that are not rotated
-    rope_dim    dimensions that are rotated
+    nope_dim    dimensions of a head without rotation
+    rope_dim    dimensions with rotation
     value_dim   dimensions of a head's values
     scale       factor of scores
-    bias        q_a, kv_a and o have biases
-    is_split    the checkpoint stores the weights of keys and of values apart, head by head
+    bias        True if q_a, kv_a and o have biases
+    is_split    True if the checkpoint stores the weights of keys and values separately, head by head
     """
 
     num_heads: int
@@ -91,12 +91,12 @@ class LatentAttentionConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """All heads read the same row of the cache."""
+        """Always 1, because all heads read one row."""
         return 1
 
     @property
     def head_dim(self) -> int:
-        """Values of a row of the cache, and of a query that is compared with it."""
+        """Values per row of the cache, and per query."""
         return self.kv_rank + self.rope_dim
 
     @property
@@ -106,7 +106,7 @@ class LatentAttentionConfig:
 
     @property
     def window(self) -> None:
-        """A position attends to all earlier ones."""
+        """No window."""
         return
 
     @property

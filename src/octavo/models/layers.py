@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class KVCache(Protocol):
-    """The layers' KV cache."""
+    """The KV cache."""
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return a layer's `CacheSpec.views`."""
+        """See `CacheSpec.views`."""
         ...
 
 
@@ -42,21 +42,21 @@ class Weights(Protocol):
         ...
 
     def vector(self, declared: Vector) -> Tensor:
-        """Return the numbers in float32."""
+        """Return a float32 vector."""
         ...
 
     def skip(self, declared: Linear) -> None:
-        """Count layers as loaded from elsewhere."""
+        """Count layers that another source provides."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """What layers need while they are built. Methods record the returned weights.
+    """Kernels, weights and tables from which layers are built. Methods record the weights that they return.
 
     cos_sin         (rope, head_dim) -> float32 [max_model_len, rotary_dim], cached
     query_scale     rope -> float32 [max_model_len] or None, cached
-    linears, norms  all returned weights
+    linears, norms  the recorded weights
     """
 
     architecture: Architecture
@@ -69,7 +69,7 @@ class ModelContext:
     norms: list[Tensor] = field(default_factory=list)
 
     def linear(self, declared: Linear) -> PackedLinear:
-        """Return fused linear layers."""
+        """See `Weights`."""
         self.linears.append(self.weights.linear(declared))
         return self.linears[-1]
 
@@ -77,27 +77,27 @@ class ModelContext:
         """Return equal linear layers as groups of rows, such as experts."""
         packed = [self.weights.linear(each) for each in declared]
         groups = self.kernels.pack_groups(packed)
-        if isinstance(groups.storage, torch.Tensor):  # a copy of all, so the single ones are freed
+        if isinstance(groups.storage, torch.Tensor):  # a copy, so the parts can be freed
             packed = [replace(each, storage=own) for each, own in zip(packed, groups.storage, strict=True)]
         self.linears.extend(packed)
         return groups
 
     def optional_norm(self, declared: Norm | None) -> Tensor | None:
-        """Return a norm's weight, or None."""
+        """See `Weights.norm`."""
         return None if declared is None else self.norm(declared)
 
     def norm(self, declared: Norm) -> Tensor:
-        """Return a norm's weight."""
+        """See `Weights`."""
         self.norms.append(self.weights.norm(declared))
         return self.norms[-1]
 
     def vector(self, declared: Vector) -> Tensor:
-        """Return numbers in float32."""
+        """See `Weights`."""
         self.norms.append(self.weights.vector(declared))
         return self.norms[-1]
 
     def rounded(self, value: float) -> float:
-        """Return a number rounded to `dtype`."""
+        """Round to `dtype`."""
         return torch.tensor(value, dtype=self.dtype).item()
 
 
@@ -128,9 +128,9 @@ class CausalLM:
         self.lm_head = self.embed_tokens if tensors.head is None else context.linear(tensors.head)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
-        """Write KV for int64 token ids [num_tokens]. Return the final hidden states [num_outputs, hidden].
+        """Write KV for int64 token ids [num_tokens]. Return final hidden states [num_outputs, hidden].
 
-        After the last layer has written KV, only the rows of `AttentionBatch.outputs` are computed further.
+        Once the last layer has written KV, only the rows of `AttentionBatch.outputs` are computed.
         """
         kernels = self.kernels
         residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype, self.embedding_scale)

@@ -74,7 +74,7 @@ def load_model(
 
     load_format: "dummy" makes random weights from `seed`. quantization, group_size: for weights that are not stored as
     integers. progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels do not support fp8. Peak
-    memory is the packed weights, the pages read last and the largest weight being converted.
+    memory is the packed weights, the largest weight and the pages read last.
     """
     if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(
@@ -240,7 +240,7 @@ class _Packer:
         self.norm_offset = architecture.norm_offset
         self.norm_dtype = torch.float32 if self.norm_offset else norm_dtype
         self.device = device
-        self.whole: tuple[str, Tensor] | None = None  # the matrix of the last head
+        self.whole: tuple[str, Tensor] | None = None
         self.done_bytes = 0
         self.total_bytes = total_bytes
         self.progress = progress or (lambda _done, _total: None)
@@ -277,7 +277,7 @@ class _Packer:
         return self._fused(stored)
 
     def _of_head(self, declared: HeadPart) -> WeightToPack:
-        """Parts of the same matrix follow each other, so the matrix is read once."""
+        """Return a head's rows. The next head usually needs the same matrix."""
         name = f"{declared.whole.names[0]}.weight"
         if self.whole is None or self.whole[0] != name:
             self.whole = name, self.source.tensor(name)
@@ -297,13 +297,12 @@ class _Packer:
         return fuse_quantized(parts)
 
     def _of_floats(self, name: str, parts: Iterable[Tensor]) -> WeightToPack:
-        """Parts may alias the source, so they are packed before it changes."""
         bits = rounded_bits(name, self.quantization)
         placed = (part.to(self.device, self.dtype) for part in parts)
         if bits is None:
             return list(placed)
         rounded = fuse_quantized([self._round_quantized(part, bits) for part in placed])
-        self.source.release()  # first, because the vocabulary's weight is the largest
+        self.source.release()  # before packing, because the vocabulary's weight is the largest
         return rounded
 
     def _round_quantized(self, weight: Tensor, bits: int) -> QuantizedWeight:
@@ -349,7 +348,7 @@ class _Packer:
         self.report_progress()
 
     def report_progress(self) -> None:
-        """Report progress. A call without new bytes shows that loading continues."""
+        """Report progress, even without new bytes."""
         self.progress(self.done_bytes, self.total_bytes)
 
 

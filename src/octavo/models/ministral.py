@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MODELS = {"MinistralForCausalLM": "Ministral 8B", "Ministral3ForCausalLM": "Ministral 3"}
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 _DEFAULTS_3 = {"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
-_DEFAULT_WINDOW = 4096  # default; null means no window
+_DEFAULT_WINDOW = 4096  # null means no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:

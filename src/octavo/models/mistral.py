@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"MistralForCausalLM": "Mistral 7B, Mistral NeMo, Mistral Small"}
-_DEFAULT_WINDOW = 4096  # default; null means no window
+_DEFAULT_WINDOW = 4096  # null means no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:

@@ -28,7 +28,7 @@ def resolve_model_path(model: str | Path, revision: str | None = None, *, weight
             f"{path} does not exist; give a directory in Hugging Face layout, a GGUF file or a hub id (owner/name)"
         )
     try:
-        from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional and slow
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ModelError(
             f"there is no directory {model!r}; to download it from the Hugging Face hub install huggingface_hub: pip "

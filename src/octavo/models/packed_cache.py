@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 20  # smaller models are packed fast enough
-FORMAT_VERSION = 3  # increase it when the stored format changes
+FORMAT_VERSION = 3  # increase it if the stored format changes
 _READERS, _WEIGHTS_AHEAD = 2, 4
 _TASK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20  # fits the processor's cache
@@ -48,7 +48,7 @@ _IN_USE_S = 86400.0
 
 
 class Identity:
-    """Identifies a checkpoint's files and the formats of its packed weights."""
+    """Identifies a checkpoint's files and the format of its packed weights."""
 
     def __init__(
         self, files: Iterable[Path], formats: Iterable[object], hashes: FileHashes, on_progress: Callable[[], None]
@@ -59,7 +59,7 @@ class Identity:
         self._on_progress = on_progress
 
     def digest(self) -> str:
-        """Hash the files, unless their hashes are stored. Raises `OSError`."""
+        """Hash formats and files. Stored hashes are reused. Raises `OSError`."""
         files = [
             (path.name, self._hashes.sha256(path, state, self._on_progress)) for path, state in self._states.items()
         ]
@@ -70,7 +70,7 @@ class Identity:
         return all(FileState.of(path) == state for path, state in self._states.items())
 
     def keep(self) -> None:
-        """Store the files' hashes."""
+        """Store file hashes."""
         self._hashes.keep()
 
 
@@ -86,15 +86,15 @@ class PackedCache:
         return FileHashes(self.directory / HASHES_FILE)
 
     def path(self, checkpoint: Path, *formats: object) -> Path:
-        """Return the path for a checkpoint's weights."""
+        """Return a checkpoint's path."""
         name = json.dumps([str(checkpoint.resolve()), *(str(each) for each in formats)])
         readable = "".join(c if c.isalnum() or c in "-._" else "-" for c in checkpoint.resolve().name)[:60]
         return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
 
     def make_room(self, num_bytes: int, for_path: Path) -> bool:
-        """Remove old files until `num_bytes` fit. If that is impossible, remove nothing and return False.
+        """Remove old files until `num_bytes` fit, or return False and remove nothing.
 
-        Files of the last day are kept, because models used in turn would evict each other.
+        Files used within a day are kept. Otherwise models used in turn would evict each other.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
@@ -103,7 +103,7 @@ class PackedCache:
             with suppress(FileNotFoundError):
                 ages[path] = (now - path.stat().st_mtime, path.stat().st_size)
         for path, (age, _) in ages.items():
-            if path.suffix == ".tmp" and age > _ABANDONED_S:  # from a process that was killed
+            if path.suffix == ".tmp" and age > _ABANDONED_S:  # of a killed process
                 path.unlink(missing_ok=True)
         kept = {path: each for path, each in ages.items() if path.name.endswith(_SUFFIX) and path != for_path}
         too_much = num_bytes + sum(size for _, size in kept.values()) - self.max_bytes
@@ -122,7 +122,7 @@ class PackedCache:
 
 
 class KeptWeights:
-    """`Weights` from a cached file, or from the checkpoint if none exists. on_progress: called after each write."""
+    """`Weights` from a cached file or, if none exists, from the checkpoint. on_progress: called after each write."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class KeptWeights:
         self._reader = _Reader.open(path, identity.digest(), kernels) if os.access(path, os.R_OK) else None
 
     def linear(self, declared: Linear) -> PackedLinear:
-        """Return packed weights."""
+        """See `Weights`."""
         name = "+".join(declared.names)
         if self._reader is not None:
             try:
@@ -183,7 +183,7 @@ class KeptWeights:
         self._source.skip(declared)
 
     def finish(self) -> None:
-        """Write the file if all weights were packed now. Failures are only logged."""
+        """Write the file if all weights come from the checkpoint. Failures are only logged."""
         if self._reader is not None:
             with suppress(OSError):
                 os.utime(self._path)
@@ -207,7 +207,7 @@ class KeptWeights:
             logger.warning("packed weights cannot be stored in %s: %s", self._path, error)
 
     def close(self) -> None:
-        """Close the file. May be repeated."""
+        """Close the file."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -220,18 +220,18 @@ class _TensorBeingRead(NamedTuple):
     tasks: list[Future[list[int]]]
 
     def result(self) -> Tensor:
-        """Raise `ValueError` if the data are damaged."""
+        """Return data. Raises `ValueError` if damaged."""
         if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
             raise ValueError(f"{self.name} is damaged")
         return self.data
 
 
 class _Reader:
-    """Reads weights ahead and checks them. All share one allocation, so that most pages are huge."""
+    """Reads weights ahead and checks them. One allocation holds all weights, so most pages are huge."""
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
-        """Return None if the file is unreadable or has another identity."""
+        """Return None for an unusable file."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -265,7 +265,7 @@ class _Reader:
         self._num_begun = 0
 
     def take(self, name: str) -> list[KeptLinear]:
-        """Return a weight and start reading the next ones."""
+        """Return a weight, and read ahead."""
         index = self._names.index(name)
         for ahead in self._names[self._num_begun : index + 1 + _WEIGHTS_AHEAD]:
             self._begun[ahead] = [self._begin_part(ahead, *each) for each in enumerate(self._linears[ahead])]

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 mini: files store fused projections, and long contexts use longrope."""
+"""Phi-3, Phi-3.5 and Phi-4 mini, with fused projections in files, and longrope for long contexts."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def _names(section: ConfigFile, key: str) -> tuple[str, ...]:
 
 
 def _as_pattern(name: str) -> str:
-    """Return a pattern for a name with `*` that also matches modules below it."""
+    """Make a pattern of a name with `*`, which also matches modules inside the named modules."""
     name = name.replace("language_model.", "")
     if name.startswith("re:") or "*" not in name:
         return name
@@ -241,7 +241,7 @@ def _refuse(section: ConfigFile, key: str, problem: str) -> None:
 
 
 def _read_fp8(section: ConfigFile) -> StoredFloats:
-    """Read a scale per block (`weight_scale_inv`, which multiplies values) or per tensor."""
+    """Read FP8 with a scale per block (`weight_scale_inv`, although it multiplies values) or per tensor."""
     _allow(section, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     _allow(section, "activation_scheme", ("dynamic", "static"), default="dynamic")
     _allow(section, "scale_fmt", ("float", "ue8m0"), default="float")

@@ -54,7 +54,7 @@ def quantize_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> int:
-    """Write a quantized copy of a checkpoint into a new or empty directory; return its weights' bytes.
+    """Write a quantized copy of a checkpoint into a new or empty directory. Return the bytes of its weights.
 
     precision: "int8" (a scale per output feature) or "int4" (one per `group_size` input features). progress(done,
     total): in bytes of the source's weights. Raises `ModelError` if the source is quantized or the destination is not
@@ -79,7 +79,7 @@ def quantize_checkpoint(
     ignored = [*(_ROUTERS if any(map(is_router, names)) else ()), *(_ABSORBED if any(map(is_absorbed, names)) else ())]
     config["quantization_config"] = describe_stored(precision, group_size, ["lm_head", *ignored])
     try:
-        # Finished files need only be renamed. config.json comes last.
+        # Only complete files are renamed. config.json comes last.
         folder = destination if destination.exists() else destination.parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=folder) as unfinished:
@@ -113,7 +113,7 @@ def _write_weights(
             tensors = stored_tensors(name.removesuffix(".weight"), tensor, precision, group_size)
         else:
             tensors = {name: tensor.clone()}
-        if not architecture.has_head:  # readers recognize such a model by names without "model."
+        if not architecture.has_head:  # names without "model." mark such a model
             tensors = {each.removeprefix("model."): stored for each, stored in tensors.items()}
         writer.add(tensors)
         done += tensor.nbytes
@@ -135,10 +135,9 @@ def _copy_the_rest(source: Path, directory: Path) -> None:
 
 
 def _module_folders(path: Path) -> set[str]:
-    """Ignore a broken list, because serving the copy reports it."""
     try:
         modules = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):  # serving the copy reports a broken list
         modules = []
     listed = [each.get("path") for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
     plain = {name for name in listed if isinstance(name, str) and Path(name).name == name and name not in ("", "..")}
@@ -162,7 +161,7 @@ class _ShardWriter:
         self._num_bytes += size
 
     def finish(self) -> int:
-        """Write the remaining tensors and the index; return all bytes."""
+        """Write the rest. Return all bytes."""
         self._write()
         names = [f"model-{number + 1:05}-of-{self._num_shards:05}.safetensors" for number in range(self._num_shards)]
         if self._num_shards == 1:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredQuantization, StoredTensor
     from octavo.models.weight_source import StoredTensors, StoredWeight
 
-# Increase it when weights are read differently, to invalidate packed weights on disk.
+# An increase invalidates packed weights on disk.
 READING_VERSION = 2
 _VALUES_A_WORD = 8
 _VALUES_AT_ONCE = 1 << 22
@@ -35,7 +35,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredIntegers:
-    """The `StoredTensors` of a checkpoint of integers. read(name): returns a quantized weight."""
+    """The `StoredTensors` of integer checkpoints. read(name): returns a quantized weight."""
 
     def __init__(
         self, files: StoredTensors, stored: StoredQuantization, read: Callable[[str], QuantizedWeight]
@@ -74,8 +74,8 @@ def read_quantized(
 ) -> QuantizedWeight:
     """Return the weight [out_features, in_features] of a linear layer.
 
-    tensor(name): returns one of `stored.tensors(module, ...)`, or None. round_weight: `Kernels.round_weight`, used for
-    int8 because octavo rotates int8 weights and rounds them again.
+    tensor(name): returns one of `stored.tensors(module, ...)`, or None. round_weight: `Kernels.round_weight`, which
+    rotates int8 weights and rounds them again.
     """
 
     def required(name: str) -> Tensor:
@@ -119,7 +119,7 @@ def read_quantized(
 
 
 def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
-    """Raise `ModelError` if a scale is not finite, because all logits would be NaN."""
+    """Raise `ModelError` if a scale is not finite."""
     for name in names:
         scales = files.find(name)
         if scales is None:
@@ -134,7 +134,7 @@ def refuse_broken_scales(files: StoredTensors, names: Iterable[str]) -> None:
 def _read_order(stored: StoredQuantization, module: str, tensor: Callable[[str], Tensor | None]) -> Tensor | None:
     name = {StoredLayout.PACKED: "weight_g_idx", StoredLayout.GPTQ: "g_idx"}.get(stored.layout)
     group_of = None if name is None else tensor(f"{module}.{name}")
-    if group_of is None or bool((group_of == -1).all()):  # the features are not reordered
+    if group_of is None or bool((group_of == -1).all()):  # not reordered
         return None
     ordered, order = group_of.long().sort(stable=True)
     expected = torch.arange(len(group_of)) // (stored.group_size or len(group_of))
@@ -152,7 +152,7 @@ def _in_order(values: Tensor) -> Tensor:
 
 
 def unpack_nibbles(words: Tensor, dim: int) -> Tensor:
-    """Return the eight values 0 .. 15 of each int32 as uint8 along `dim`, lowest bits first."""
+    """Return the eight values 0 .. 15 of each int32 along `dim`, lowest bits first, as uint8."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     if dim == 1:
         return ((words.unsqueeze(2) >> shifts) & _NIBBLE).to(torch.uint8).flatten(1)

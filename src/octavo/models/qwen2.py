@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen2ForCausalLM": "Qwen2, Qwen2.5, QwQ"}
-_DEFAULT_WINDOW = 4096  # default; null means no window
+_DEFAULT_WINDOW = 4096  # null means no window
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
@@ -39,7 +39,7 @@ def layers_with_windows(
     attention: AttentionConfig,
     has_window: Callable[[int, int], bool] = lambda index, bound: index >= bound,
 ) -> tuple[LayerConfig, ...]:
-    """Return all layers. has_window(index, max_window_layers): decides if `layer_types` is missing."""
+    """Return all layers. has_window(index, max_window_layers): decides which have a window without `layer_types`."""
     mlp, windows = GatedMLPConfig.read(config), _read_windows(config, has_window)
     return tuple(LayerConfig(attention=replace(attention, window=each), mlp=mlp) for each in windows)
 

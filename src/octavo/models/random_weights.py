@@ -24,7 +24,7 @@ DEFAULT_STD = 0.02
 
 
 class RandomWeights:
-    """`StoredTensors` without files: random normal values with mean 0, or `norm_mean` for norms.
+    """`StoredTensors` of normally distributed values, with mean 0 or, for norms, `norm_mean`.
 
     A tensor depends only on the seed and its name.
     """
@@ -170,7 +170,7 @@ _STORED_NAMES = {
 
 
 def tiny_config(name: str, **changes: Any) -> dict[str, Any]:
-    """Return a small config.json for tests."""
+    """Return a small config.json."""
     config: dict[str, Any] = {
         "architectures": [name],
         "model_type": name.removesuffix("ForCausalLM").lower(),
@@ -203,7 +203,7 @@ def write_checkpoint(
     std: float = DEFAULT_STD,
     max_shard_bytes: int | None = None,
 ) -> Path:
-    """Write config.json and random safetensors; return the directory."""
+    """Write config.json and random safetensors. Return `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     architecture = read_architecture(directory)

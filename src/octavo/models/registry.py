@@ -1,4 +1,4 @@
-"""Maps architectures to families. A new family is one module and one line here."""
+"""Maps architectures to the modules of their families."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAMILIES = {
 }
 
 
-_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more would exhaust memory before missing tensors are noticed
+_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more could exhaust memory before missing tensors are noticed
 
 
 class Family(Protocol):
@@ -54,17 +54,17 @@ class Family(Protocol):
     MODELS: dict[str, str]
 
     def read_architecture(self, config: ConfigFile, name: str) -> Architecture:
-        """Read the family's keys."""
+        """Read config.json."""
         ...
 
 
 def find_family(name: str) -> Family:
-    """Import the module of an architecture's family."""
+    """Import a family's module."""
     return cast("Family", import_module(FAMILIES[name]))
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """Read a checkpoint's `config.json`."""
+    """Read a checkpoint's architecture."""
     architecture = architecture_of(ConfigFile.read(directory / "config.json"))
     if not architecture.tie_word_embeddings and was_saved_without_head(directory):
         architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
@@ -72,7 +72,7 @@ def read_architecture(directory: Path) -> Architecture:
 
 
 def architecture_of(config: ConfigFile) -> Architecture:
-    """Read a configuration with its family's module."""
+    """Read a configuration."""
     if config.has(_LAYERS) and config.count(_LAYERS) > _MOST_LAYERS:
         raise config.error(_LAYERS, f"octavo supports at most {_MOST_LAYERS}")
     names = config.values.get("architectures")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from octavo.models.rope_config import RopeConfig
 
-_SLICE_POSITIONS = 1024  # fit a core's cache, which is faster than two threads
+_SLICE_POSITIONS = 1024  # which fit a core's cache
 
 
 def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
@@ -33,7 +33,7 @@ def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> 
 
 
 def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int | None:
-    """Compute a table again. Return the first row that differs in any bit, or None."""
+    """Compute a table again. Return the first row with a different bit, or None."""
     if rope is None:
         return None
     for start, rows in _slices(rope, head_dim, len(table)):
@@ -49,7 +49,7 @@ def first_rows(rope: RopeConfig | None, head_dim: int, num_positions: int, num_r
 
 
 def _slices(rope: RopeConfig, head_dim: int, num_positions: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first position, rows). The next slice overwrites the rows."""
+    """Yield (first position, rows). Each slice overwrites the rows."""
     rope, rotary_dim = rope.within(num_positions), rope.rotary_dim(head_dim)
     slices = torch.empty(min(num_positions, _SLICE_POSITIONS), rotary_dim, dtype=torch.float32)
     with one_thread():
@@ -102,10 +102,10 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
-    """Keep fast pairs, interpolate slow ones, blend between (Peng et al. 2023, section 3.2, "NTK-by-parts")."""
+    """Keep high frequencies, divide low ones and blend between them (Peng et al. 2023, section 3.2)."""
 
     def pair_with(rotations: float) -> float:
-        """Return the pair that makes so many rotations in the original context."""
+        """Return the fractional index of the pair that makes so many rotations in the original context."""
         original = rope.original_max_position_embeddings
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
@@ -114,7 +114,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
-        last += 0.001  # avoids division by zero
+        last += 0.001
     ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

@@ -21,8 +21,8 @@ class RopeConfig:
     """Parameters of one rotary embedding.
 
     partial_rotary_factor             share of a head's dimensions that rotates, starting with the first
-    interleaved                       neighbouring dimensions rotate together, not the halves of a head
-    query_scale_beta                  queries at position p are scaled by 1 + beta * ln(1 + floor(p / original))
+    interleaved                       True if neighbouring dimensions rotate together, False for a head's halves
+    query_scale_beta                  factor of queries at position p is 1 + beta * ln(1 + floor(p / original))
     low_freq_factor, high_freq_factor llama3: bounds of interpolation
     original_max_position_embeddings  llama3, yarn, longrope: context before stretching
     attention_factor                  yarn, longrope: multiplies cosines and sines
@@ -48,11 +48,11 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return the number of rotated dimensions."""
+        """Return the rotated dimensions."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, config: ConfigFile, head_dim: int) -> None:
-        """Raise `ModelError` if such heads cannot be rotated."""
+        """Raise `ModelError` if heads cannot be rotated."""
         rotary_dim, factors = self.rotary_dim(head_dim), len(self.short_factors)
         if rotary_dim % 2 or not rotary_dim:
             raise config.error(_PARTIAL, f"rotates {rotary_dim} of {head_dim} dimensions of a head; it must be even")
@@ -62,7 +62,8 @@ class RopeConfig:
     def within(self, max_model_len: int) -> RopeConfig:
         """Return the parameters for sequences of at most `max_model_len` tokens.
 
-        As in vLLM, `max_model_len` chooses longrope's factors. A choice by sequence length would change earlier keys.
+        As in vLLM, longrope's factors depend on `max_model_len`. If they depended on a sequence's length, earlier keys
+        would become wrong.
         """
         if self.kind != "longrope":
             return self
@@ -88,7 +89,8 @@ def read_rope(
 ) -> RopeConfig:
     """Read `rope_scaling`, or `rope_parameters` if it is missing. A nested `rope_theta` wins, as in transformers.
 
-    section: replaces both. is_partial: allow partially rotated heads. scales_queries: allow queries scaled by position.
+    section: replaces these sections. is_partial: allow partially rotated heads. scales_queries: allow queries scaled by
+    position.
     """
     section = section or config.section("rope_scaling") or config.section("rope_parameters")
     sections = [config] if section is None else [config, section]
@@ -162,7 +164,7 @@ def _read_yarn(section: ConfigFile, theta: float, original: int, max_position_em
     attention_factor = section.optional_number("attention_factor")
     if attention_factor is None:
         mscale, mscale_all_dim = section.values.get("mscale"), section.values.get("mscale_all_dim")
-        if mscale and mscale_all_dim:  # zero counts as missing, as in transformers
+        if mscale and mscale_all_dim:  # as in transformers, zero counts as missing
             over, under = section.number("mscale"), section.number("mscale_all_dim")
             attention_factor = _yarn_mscale(factor, over) / _yarn_mscale(factor, under)
         else:

@@ -39,7 +39,7 @@ def read_routed_mlps(
 
 
 def read_sigmoid_router(config: ConfigFile) -> Router:
-    """Read DeepSeek V3's router, which adds a bias for the choice."""
+    """Read V3's router, which adds a bias for the choice of experts."""
     require(config, "scoring_func", "sigmoid")
     require(config, "topk_method", "noaux_tc")
     normalizes = config.flag("norm_topk_prob", default=True)

@@ -25,7 +25,7 @@ _PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """One expert's rows of a stored tensor. is_transposed: the rows are stored as columns."""
+    """One expert's rows of a stored tensor. is_transposed: True if rows are stored as columns."""
 
     stored: str
     expert: int
@@ -33,7 +33,7 @@ class ExpertPart:
     is_transposed: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a view of the tensor."""
+        """Return a view."""
         own = tensor[self.expert]
         return (own.T if self.is_transposed else own)[self.rows]
 
@@ -48,7 +48,7 @@ def find_expert_parts(
 ) -> Iterator[tuple[str, ExpertPart]]:
     """Yield each expert's tensor name, and its part of a stored tensor.
 
-    directory: for messages. Raises `ModelError` if a shape cannot be divided.
+    Raises `ModelError` if a shape cannot be divided.
     """
     names = set(names)
     for name in sorted(names):

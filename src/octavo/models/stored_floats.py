@@ -1,7 +1,7 @@
 """Describes how a checkpoint stores floats of 8 or 4 bits with scales.
 
-MXFP4 is multiplied without expansion. FP8 is expanded at load, or by Triton kernels in every product. Quantization
-rounds both.
+MXFP4 is multiplied without expansion. FP8 is expanded at load, or by Triton kernels in every product. The option
+`quantization` rounds either format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MXFP4_GROUP = 32
 
 
 class FloatLayout(StrEnum):
-    """The tensors that store a layer."""
+    """A layer's stored tensors."""
 
     FP8 = "FP8"  # weight, with weight_scale or weight_scale_inv
     MXFP4_PACKED = "MXFP4"  # compressed-tensors: weight_packed, weight_scale
@@ -41,7 +41,7 @@ _VALUES = {
 class StoredFloats:
     """The small floats of a checkpoint (FP8: E4M3; MXFP4: OCP Microscaling Formats 1.0, section 5.4).
 
-    block        (out_features, in_features) that share a scale; None for all in that direction
+    block        (out_features, in_features) that share a scale; None means all
     scale_names  possible names of the scales; the first name in the file is used
     """
 
@@ -52,7 +52,7 @@ class StoredFloats:
 
     @property
     def values_name(self) -> str:
-        """Last part of the values' tensor name."""
+        """The values' tensor name."""
         return _VALUES[self.layout]
 
     @property
@@ -62,7 +62,7 @@ class StoredFloats:
 
     @property
     def summary(self) -> str:
-        """Short description for messages."""
+        """Description for messages."""
         rows, columns = self.block
         if rows is None:
             return f"{self.layout.partition(' ')[0]} with a scale per tensor"
@@ -74,7 +74,7 @@ class StoredFloats:
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
-        """Return the shape of the scales."""
+        """Return the scales' shape."""
         sizes = zip((out_features, in_features), self.block, strict=True)
         rows, columns = (1 if block is None else -(-size // block) for size, block in sizes)
         return rows, columns

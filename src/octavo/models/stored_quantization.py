@@ -18,7 +18,7 @@ _VALUES_A_WORD = 8
 
 
 class StoredLayout(StrEnum):
-    """The tensors that store a layer."""
+    """A layer's stored tensors."""
 
     INT8 = "int-quantized"  # compressed-tensors: weight, weight_scale
     PACKED = "pack-quantized"  # compressed-tensors: weight_packed, weight_scale, weight_zero_point, weight_shape
@@ -40,7 +40,7 @@ class StoredQuantization:
 
     group_size   input features that share a scale, or None for all
     zero_offset  added to stored zero points (GPTQ stores them minus 1)
-    may_reorder  groups may have any input features (act-order, g_idx)
+    may_reorder  True if groups may have any input features (act-order, g_idx)
     ignored      layers stored as floats: names, last parts of names, or "re:" and a regular expression
     """
 
@@ -54,7 +54,7 @@ class StoredQuantization:
 
     @property
     def summary(self) -> str:
-        """Short description for messages."""
+        """Description for messages."""
         of = "row" if self.group_size is None else f"{self.group_size} values of a row"
         return f"int{self.bits} ({self.layout}) with a scale per {of}{', act-order' if self.may_reorder else ''}"
 
@@ -63,7 +63,7 @@ class StoredQuantization:
         return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
 
     def num_groups(self, in_features: int) -> int:
-        """Return the scales per row."""
+        """Return scales per row."""
         return 1 if self.group_size is None else -(-in_features // self.group_size)
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:

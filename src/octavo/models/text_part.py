@@ -55,6 +55,6 @@ def _part_of(config: ConfigFile, whole: str) -> ConfigFile:
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace mrope by plain rotation: all position dimensions of text are equal."""
+    """Replace mrope by plain rotation, because all position dimensions of text are equal."""
     kept = {key: value for key, value in rope.items() if key not in {"mrope_section", "mrope_interleaved"}}
     return kept | {key: "default" for key in ("rope_type", "type") if rope.get(key) == "mrope"}

@@ -1,4 +1,4 @@
-"""Computes weights' memory."""
+"""Computes the memory of weights."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights with scales. FP8 in a checkpoint counts as expanded to `dtype`.
 
-    norm_dtype: of activations; norms with an offset are float32. quantization: for matrices not stored as integers.
-    int8 and fp8 need four bytes per row. int4 needs two per scale and zero point, four per row, and four per input
+    norm_dtype: dtype of activations and of norms without an offset. quantization: for matrices not stored as integers.
+    int8 and fp8 add four bytes per row. int4 adds two bytes per scale and zero point, four per row, and four per input
     feature if features may be reordered.
     """
     norm_dtype = "float32" if architecture.norm_offset else norm_dtype or dtype
@@ -57,7 +57,7 @@ def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
 
 
 def is_never_rounded(matrix_name: str) -> bool:
-    """Return True for routers, and for the weights that latent attention absorbs."""
+    """Return True for routers and for latent attention's absorbed weights."""
     return is_router(matrix_name) or is_absorbed(matrix_name)
 
 
@@ -79,7 +79,7 @@ def _kept_blocks(architecture: Architecture) -> dict[str, int]:
 def _rounding(
     architecture: Architecture, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
 ) -> tuple[int | None, int, bool]:
-    """Return (bits, scales per row, True if there are zero points)."""
+    """Return (bits, scales per row, whether zero points exist)."""
     if len(shape) != 2:
         return None, 0, False
     stored = architecture.stored

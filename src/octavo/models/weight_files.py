@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 BARE_EMBEDDING = "embed_tokens.weight"  # exists if names lack "model."
-# The text part of models with images. transformers writes its prefixes in either order.
+# Prefixes of the text part of models with images, which transformers writes in either order.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(experts\.\d+\.)?(gate|w1|w2|w3)(?=\.)")
@@ -67,7 +67,7 @@ def _indexed_files(index_path: Path) -> list[Path]:
 def was_saved_without_head(directory: Path) -> bool:
     """Return True for an embedding model without lm_head.
 
-    Such models have names without `model.`, or a modules.json. False for broken files, because loading reports them.
+    Such models have names without `model.`, or a modules.json. Returns False for broken files, which fail to load.
     """
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
@@ -83,7 +83,7 @@ def was_saved_without_head(directory: Path) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """Return three names, and how many more there are."""
+    """Return three names, and the number of further names."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 

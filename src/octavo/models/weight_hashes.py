@@ -1,6 +1,6 @@
 """Stores SHA-256 hashes of files, with each file's size, times and inode.
 
-If these are unchanged, so is the file, because users cannot reset its ctime.
+A file with the same size, times and inode is unchanged, because users cannot reset a ctime.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ENTRIES = 1024  # a checkpoint has a few hundred files
+MAX_ENTRIES = 1024
 _PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
 _READERS = 4
-# A change within a clock tick does not alter times, so younger files' hashes are not stored.
+# Hashes of younger files are not stored, because a second change within a clock tick does not alter times.
 _SETTLED_NS = 2 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file's size, times and inode."""
+    """Size, times, inode."""
 
     size: int
     mtime_ns: int
@@ -40,16 +40,13 @@ class FileState:
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """Return a file's state. Follows links."""
+        """Stat a file. Follows links."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 class FileHashes:
-    """Hashes by resolved path, in a JSON file. Above `MAX_ENTRIES`, the oldest are dropped.
-
-    Of two simultaneous writers, the later one wins.
-    """
+    """Hashes by resolved path, in a JSON file. Above `MAX_ENTRIES`, the oldest are dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,7 +65,7 @@ class FileHashes:
         return digest
 
     def known(self, file: Path, state: FileState) -> str | None:
-        """Return the stored hash, or None."""
+        """Return a stored hash."""
         name = str(file.resolve())
         entry = self._new.get(name) or self._known.get(name)
         return entry[1] if entry is not None and entry[0] == state else None

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class StoredTensors(Protocol):
-    """A checkpoint's tensors. Its files are open while this object or a tensor lives."""
+    """A checkpoint's tensors. Files stay open while this object or a tensor lives."""
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` unless the files have exactly the expected tensors."""
+        """Raise `ModelError` if a tensor is missing, unexpected, or has an unexpected shape or dtype."""
         ...
 
     def find(self, name: str) -> Tensor | None:
-        """Return a tensor, or None."""
+        """Return a tensor if present."""
         ...
 
     def weight(self, name: str) -> StoredWeight:
-        """Return blocks, fp8 or integers if kernels multiply them, otherwise floats. May alias a file's pages."""
+        """Return the format that kernels multiply: blocks, fp8, integers or floats. May alias a file's pages."""
         ...
 
     def tensor(self, name: str) -> Tensor:
@@ -39,12 +39,12 @@ class StoredTensors(Protocol):
         ...
 
     def release(self) -> None:
-        """Release returned tensors' pages. A later access reads them again."""
+        """Release the pages of returned tensors. A later access reads them again."""
         ...
 
 
 class WeightSource(Protocol):
-    """A checkpoint's weights, not yet opened."""
+    """A checkpoint's weight files."""
 
     @property
     def path(self) -> Path:
@@ -53,7 +53,7 @@ class WeightSource(Protocol):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Types of the matrices, unless the configuration describes them."""
+        """Types of the matrices, or () if the configuration describes them."""
         ...
 
     @property

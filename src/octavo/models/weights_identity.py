@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WeightsIdentity:
-    """A hash of a checkpoint's weights and architecture. A thread reads the files during loading.
+    """A hash of a checkpoint's weights and architecture. A thread computes it while the model is loaded.
 
     seed: for random weights. Raises `ConfigError` if there is no directory for hashes.
     """
@@ -37,7 +37,7 @@ class WeightsIdentity:
         pool.shutdown(wait=False)
 
     def result(self) -> str:
-        """Wait for the hash. Raises `ModelError` if files were changed during loading."""
+        """Return the hash. Raises `ModelError` if files were changed during loading."""
         identity = self._identity
         if identity is None:
             return self._described

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.layers import CausalLM
 
-MOST_ROWS = 512  # a larger step takes longer to compute than to launch
-# An estimate, because drivers do not report a launch's memory.
-BYTES_PER_LAYER = 512 << 10
+MOST_ROWS = 512  # launching larger steps takes less time than their computation
+BYTES_PER_LAYER = 512 << 10  # estimated memory of launches, which drivers do not report
 _SPARE_BYTES = 32 << 20  # torch allocates up to 20 MiB
 
 
@@ -34,14 +33,14 @@ def make_decode_plan(
     max_model_len: int,
     block_size: int,
 ) -> DecodePlan | None:
-    """Return the plan of a model's graphs, or None if none are captured.
+    """Return the plan of a model's graphs, or None if no graphs are captured.
 
-    num_rows: average rows per request, ascending. Graphs share the largest one's memory, except for launches.
+    num_rows: average rows per request, ascending.
     """
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
     head_dims = {each.head_dim for each in architecture.attentions}
-    has_experts = any(isinstance(each.mlp, ExpertsConfig) for each in architecture.layers)  # not yet without the host
+    has_experts = any(isinstance(each.mlp, ExpertsConfig) for each in architecture.layers)  # not supported
     is_plain = architecture.num_position_dims == 1 and len(architecture.attentions) == len(architecture.layers)
     if not sizes or has_experts or not is_plain or not model.kernels.captures_graphs(head_dims, model.dtype):
         return None
@@ -57,7 +56,7 @@ def make_decode_plan(
 
 
 def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_width: int, dtype: str) -> int:
-    """Return the bytes kept between steps."""
+    """Return bytes kept between steps."""
     num_groups = len(architecture.kv_layout.kv_groups)
     of_sequence = 4 + num_groups * 4 * table_width
     of_row = 8 + 8 + num_groups * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]

@@ -27,7 +27,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a numbered GPU current, because Triton launches there even for another GPU's tensors."""
+    """Make a numbered GPU current. Triton launches on the current GPU even if tensors are on another."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

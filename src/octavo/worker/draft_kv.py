@@ -1,4 +1,4 @@
-"""Tracks a draft model's KV. Mistakes only lower acceptance rates, because missing KV is computed before drafting."""
+"""Tracks which tokens have KV of a draft model. Mistakes only lower acceptance rates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DraftKV(Protocol):
-    """A draft model's KV."""
+    """Draft model KV."""
 
     cache: PagedKVCache
 
@@ -31,20 +31,20 @@ class DraftKV(Protocol):
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record that known tokens before `ends` have KV."""
+        """Record KV of known tokens before `ends`."""
         ...
 
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Record that guesses before `num_computed` have KV."""
+        """Record KV of guesses before `num_computed`."""
         ...
 
 
 class SharedDraftKV:
     """The target's KV cache, which has KV for all tokens but the newest when drafting begins.
 
-    The draft model writes later KV into slots that the target overwrites before it reads them.
+    The draft model writes further KV into slots that the target overwrites before reading.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -54,7 +54,7 @@ class SharedDraftKV:
         """Do nothing."""
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return all but the newest."""
+        """See `DraftKV`."""
         del rows
         return num_known - 1
 
@@ -77,15 +77,15 @@ class OwnDraftKV:
         self.cache = cache
         self._batch = batch
         num_rows = len(batch.num_tokens)
-        # Number of leading positions of each block with final KV.
+        # Number of leading positions with final KV, by block.
         self._filled = np.zeros(cache.num_blocks, dtype=np.int64)
         self._filled_on_host = np.zeros(cache.num_host_blocks, dtype=np.int64)
-        # Each row's tokens with recorded KV, and the guesses after them.
+        # By row: number of tokens with recorded KV, and the guesses after these tokens.
         self._num_noted = np.zeros(num_rows, dtype=np.int64)
         self._guesses = np.full((num_rows, num_speculative_tokens), -1, dtype=np.int64)
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Repeat the target's copies. New blocks are empty."""
+        """Repeat the target's copies of blocks. New blocks have no KV."""
         copies, filled = scheduled.copies, self._filled
         if copies:
             copies = copies.of_group(0)
@@ -97,7 +97,7 @@ class OwnDraftKV:
             for _, host, block in copies.swap_in:
                 filled[block] = self._filled_on_host[host]
         for transfer in scheduled.kv_transfers:
-            if transfer.direction is TransferDirection.LOAD:  # loads only the target's KV
+            if transfer.direction is TransferDirection.LOAD:  # of the target's KV only
                 filled[transfer.block_ids[0]] = 0
         for new in scheduled.scheduled_new_reqs:
             self._start(new)
@@ -107,7 +107,7 @@ class OwnDraftKV:
 
     def _start(self, new: NewRequestData) -> None:
         num_blocks, num_in_last = divmod(new.num_computed_tokens, self.cache.block_size)
-        if num_in_last:  # the rest may be another request's KV
+        if num_in_last:  # other positions may have another request's KV
             block = new.block_ids[0][num_blocks]
             self._filled[block] = min(self._filled[block], num_in_last)
             num_blocks += 1
@@ -130,7 +130,7 @@ class OwnDraftKV:
         return ends
 
     def _find(self, row: int, end: int, most: int) -> int:
-        """Return the first position without KV, at most `most`. The row has KV before `end`."""
+        """Return the row's first position without KV, at least `end` and at most `most`."""
         size = self.cache.block_size
         first = end // size
         filled = self._filled[self._batch.block_tables[0][row, first : -(-most // size)]]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModel:
-    """A loaded draft model. dtype: of unquantized weights. kv_dtype: of the KV that the model reads."""
+    """A loaded draft model. dtype: dtype of unquantized weights. kv_dtype: dtype of the KV that the model reads."""
 
     checkpoint: DraftCheckpoint
     model: CausalLM
@@ -46,7 +46,7 @@ class DraftModel:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """Blocks per request for the KV of drafts. Other blocks hold all known tokens but the newest."""
+        """Blocks per request for the KV of drafts."""
         return -(-self.num_speculative_tokens // self.block_size)
 
     @property
@@ -55,7 +55,7 @@ class DraftModel:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that the draft model adds to each KV block."""
+        """Bytes added to each KV block."""
         return 0 if self.checkpoint.shares_kv else self._block_bytes
 
     @property
@@ -85,7 +85,7 @@ class DraftModel:
 
 
 class DraftRunner:
-    """Runs the draft model. draft_probs: receives the distributions of drafts if verification needs them."""
+    """Runs the draft model. draft_probs: receives distributions of drafts if verification needs them."""
 
     def __init__(
         self,
@@ -115,14 +115,14 @@ class DraftRunner:
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
-        self._has_noted = False  # since `begin`
+        self._has_noted = False
 
     def update(self, scheduled: SchedulerOutput) -> None:
         """Call after `InputBatch.update`."""
         self.kv.update(scheduled)
 
     def warm_up(self, request_id: str) -> None:
-        """Capture graphs, unless the request is too long."""
+        """Capture graphs with a request, if short enough."""
         num_tokens = self._batch.num_tokens[self._batch.requests[request_id].row]
         if self.forward_pass.has_run or num_tokens > self.max_model_len:
             return
@@ -146,7 +146,7 @@ class DraftRunner:
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See `DraftingModel`. Returns -1 for a failed request.
 
-        If the pass is too small, requests with the fewest tokens to compute come first.
+        If not all tokens fit in the pass, requests with the fewest tokens to compute come first.
         """
         rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
         counts = num_tokens - first
@@ -218,7 +218,7 @@ class DraftRunner:
         return chosen, np.array(can_continue)
 
     def end(self) -> None:
-        """Record how many drafts have KV, and publish distributions."""
+        """Record KV of drafts and publish distributions."""
         requests, self._requests = self._requests, []
         if self._has_noted:
             self._has_noted = False

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Drafting:
     """Calls a proposer and cuts off drafts that cannot be accepted.
 
-    computed: requests with newest drafts from a model. draft_probs: distributions of a request's newest drafts, float32
-    [num_drafts, vocab], if drawn for rejection sampling.
+    computed: requests with drafts of a model in this step. draft_probs: distributions of a request's newest drafts,
+    float32 [num_drafts, vocab], if drawn for rejection sampling.
     """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
@@ -50,7 +50,7 @@ class Drafting:
                 self.draft_probs.pop(request_id, None)
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """Pass ended requests to the proposer before the batch drops them. Ignores unknown ids."""
+        """Pass ended requests to the proposer. Call this before the batch drops the requests. Ignores unknown ids."""
         if not self.proposer.num_speculative_tokens:
             return
         self._drop_probs(request_ids)
@@ -74,13 +74,12 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts for a step's requests.
 
-        max_drafts: how many drafts are worthwhile for a request; no entry means no limit. If there is a draft model,
-        only its drafts are limited.
+        max_drafts: limits by request id. With a draft model, only the model's drafts are limited.
         """
         if not self.proposer.num_speculative_tokens:
             return {}
         self.num_passes, self.computed = 0, frozenset()
-        is_bounded = max_drafts and not self.proposer.computes  # with a draft model, lookups are not limited
+        is_bounded = max_drafts and not self.proposer.computes
         if is_bounded and not any(max_drafts.get(request_id, 1) for request_id in sampled_token_ids):
             self.seconds = 0.0
             self._drop_probs(sampled_token_ids)
@@ -113,7 +112,7 @@ class Drafting:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            logger.exception("no tokens are drafted in this step")  # slower, but correct
+            logger.exception("no tokens are drafted in this step")
             self.forget(task.request_id for task in tasks)
             return {}
         found = {task.request_id: self._cut(task, drafts) for task, drafts in zip(tasks, proposed, strict=True)}
@@ -131,10 +130,10 @@ class Drafting:
         return most if params.max_tokens is None else min(most, params.max_tokens - num_output - 1)
 
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
-        """Drop drafts from the first one that ends the request or that the grammar forbids.
+        """Cut off drafts from the first draft that ends the request or that the grammar forbids.
 
-        Keep that one if drafts were drawn for rejection sampling, because dropping it for its token would bias the
-        result.
+        This first draft is kept if it was drawn for rejection sampling, because dropping it for its token would bias
+        the result.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]

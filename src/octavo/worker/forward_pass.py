@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: rows of the recording; larger steps run without it. recorded: None before the first step, or if the
+    max_tokens: rows of the recorded pass; larger steps run without it. recorded: None before the first step, or if
     kernels cannot record.
     """
 
@@ -40,7 +40,7 @@ class ForwardPass:
 
     @property
     def has_run(self) -> bool:
-        """True after the first step."""
+        """True after one step."""
         return self._is_recorded
 
     def __call__(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:

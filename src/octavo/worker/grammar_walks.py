@@ -1,7 +1,7 @@
 """Advances grammars over new tokens ("walks") on a separate thread.
 
-A mask may take 20 ms, so a step waits for walks only a share of its time. If a walk is late, a later step chooses the
-token.
+A mask may take 20 ms, so a step waits for walks only for a share of its time. If a walk is late, a later step chooses
+the token.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 _SHARE = 0.25  # of the step's time so far
 _LEAST_S = 0.001
 _ALONE_S = 0.005  # if no request could get a token
-_PATIENCE = 10.0  # walks added within this multiple of a walk's last duration precede it
+_PATIENCE = 10.0  # a walk yields to later walks for this multiple of its last duration
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """Masks, bool [vocab], after the newest token and after each draft. They end at a forbidden draft or an error."""
+    """Masks, bool [vocab], after the newest token and after each draft, up to a forbidden draft or an error."""
 
     masks: Masks
     error: BaseException | None
@@ -38,7 +38,7 @@ class Walked:
 
 @dataclass(slots=True)
 class Walk:
-    """A walk of one request's grammar. drafts: after the known tokens."""
+    """A walk of one request's grammar. drafts: follow the known tokens."""
 
     num_tokens: int
     drafts: list[int]
@@ -47,7 +47,7 @@ class Walk:
 
     @property
     def is_ready(self) -> bool:
-        """True if the walk has ended."""
+        """True once ended."""
         return self.result.done()
 
     def wait(self) -> None:
@@ -57,19 +57,19 @@ class Walk:
 
 
 class GrammarWalks:
-    """Runs walks, probably short ones first."""
+    """Runs walks, short ones first."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar-walk")
         self._waiting: PriorityQueue[tuple[float, int, Walk, Callable[[], Walked]]] = PriorityQueue()
-        self._numbers = itertools.count()  # decides ties
+        self._numbers = itertools.count()  # for ties
 
     def add(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
         """Queue a walk. last_s: duration of the request's last walk."""
         self._waiting.put((time.monotonic() + _PATIENCE * last_s, next(self._numbers), walk, run))
 
     def begin(self) -> None:
-        """Start queued walks together, because waking the thread takes as long as a short walk."""
+        """Start queued walks together. To wake the thread takes as long as a short walk."""
         if not self._waiting.empty():
             self._executor.submit(self._run_all)
 
@@ -94,7 +94,7 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait for a share of the step's time so far, or longer if all requests need a walk."""
+    """Wait for a share of the step's time so far. is_all: wait longer, because all requests need walks."""
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:
         return

@@ -1,6 +1,6 @@
 """Copies between host memory and the device for steps in flight.
 
-A GPU copies later, and the source must not change until then. So steps alternate between two sets of pinned memory.
+A GPU copies later, and the source must not change before. So steps alternate between two sets of pinned memory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-NUM_SETS = 2  # the number of steps in flight
+NUM_SETS = 2  # steps in flight
 _FIRST_BYTES = 1 << 16  # of a set, which grows
 _ALIGNMENT = 64  # bytes; kernels read 16 at a time
 
 
 class Mark(Protocol):
-    """A position in a device's queue of work."""
+    """A position in a device's queue."""
 
     def synchronize(self) -> None:
         """Wait for all earlier work. Raises its error."""
@@ -33,7 +33,7 @@ class Mark(Protocol):
 
 
 class DeviceQueue(Protocol):
-    """A device's queue of work."""
+    """A device's queue."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return device-accessible host memory, uint8."""
@@ -77,7 +77,7 @@ class HostCopies(Protocol):
     def to_device(self, array: NDArray[np.generic]) -> Tensor:
         """Return the array on the device, for work enqueued later.
 
-        A CPU may share the array's memory. Otherwise the array may be changed after the call.
+        On a CPU, the tensor may share the array's memory. Otherwise the array may be changed after the call.
         """
         ...
 
@@ -86,10 +86,7 @@ class HostCopies(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the host, complete when a later `mark` is reached.
-
-        A CPU returns the tensor itself: copy it before you change it.
-        """
+        """Return a tensor on the host, complete once a later `mark` is reached. On a CPU, this is `tensor` itself."""
         ...
 
     def mark(self) -> Mark:
@@ -134,12 +131,12 @@ class _PinnedSet:
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._memory = queue.host_memory(_FIRST_BYTES)
-        self._full: list[Tensor] = []  # that copies may still read
+        self._full: list[Tensor] = []  # still read by copies
         self._num_used = 0
         self.last_copy: Mark | None = None
 
     def rewind(self) -> None:
-        """Wait until no copy reads the set, and reuse it."""
+        """Wait until no copy reads the memory, and reuse it."""
         if self.last_copy is not None:
             self.last_copy.synchronize()
         self._full.clear()
@@ -162,10 +159,7 @@ class _PinnedSet:
 
 
 class PinnedMemory:
-    """The `HostCopies` of a device with separate memory.
-
-    `begin` does not wait if the step before the previous one was collected.
-    """
+    """The `HostCopies` of a device with separate memory."""
 
     def __init__(self, device: torch.device, queue: DeviceQueue, num_sets: int = NUM_SETS) -> None:
         self.device = device
@@ -203,7 +197,7 @@ class PinnedMemory:
         return tensors
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Enqueue a copy into memory that the caller owns."""
+        """See `HostCopies`. Each call allocates memory."""
         target = self._queue.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         self._queue.copy(target, tensor)
         return target

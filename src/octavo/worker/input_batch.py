@@ -1,6 +1,6 @@
 """The worker's requests, and the ragged batch of a step.
 
-A step may be launched before the previous one is collected. For a token that is sampled but not collected (an awaited
+A step may be launched before the previous step is collected. For a token that is sampled but not collected (an awaited
 token), the host writes -1 - row, and the device inserts the row's last sampled token.
 """
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestRow:
-    """Data of a request that is not in arrays.
+    """A request's data that is not in arrays.
 
-    has_failed: a step could not choose a token; later results are discarded.
+    has_failed: True if a step could not choose a token. Later results are discarded.
     """
 
     row: int
@@ -53,7 +53,7 @@ class ModelInputs:
     """One step, ready for the model, without padding.
 
     output_start    first row of each request's hidden states, then the total. A request has only its sampled rows, or
-                    all rows if its prompt's logprobs or mean are wanted
+                    all rows if it wants the logprobs or the mean of its prompt
     sampled         indices of `requests` that this step samples, because it computes their last tokens
     cu_num_logits   int32 [len(sampled) + 1], first row of logits of each sampled request, then the total
     sampled_rows    int64 [num_logits], rows in the worker's arrays
@@ -83,9 +83,9 @@ class ModelInputs:
 class InputBatch:
     """The requests that the worker knows, one row each.
 
-    Only `append_sampled` makes tokens known; awaited tokens or drafts may follow. block_tables: [max_num_seqs, blocks]
-    per KV group, undefined for released blocks. num_changes: how often a request ended or failed. num_position_dims:
-    after the prompt, all dimensions continue from its largest position.
+    Only `append_sampled` makes tokens known. Awaited tokens or drafts may follow known tokens. block_tables:
+    [max_num_seqs, blocks] per KV group, undefined for released blocks. num_changes: how often a request ended or
+    failed. num_position_dims: dimensions of positions, which after the prompt all continue from its largest position.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class InputBatch:
         self._tensors = copies.to_device_together
         self.requests: dict[str, RequestRow] = {}
         self.num_changes = 0
-        # One more column, for the last token, which is never fed.
+        # The last column is for the last token, which is never an input.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self.num_position_dims = num_position_dims
-        self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # prompts' [num_position_dims, num_tokens] by row
+        self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # of prompts: [num_position_dims, num_tokens]
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # of known tokens
-        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)  # of awaited tokens
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=copies.device)
         self.num_blocks = np.zeros((num_groups, max_num_seqs), dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -128,7 +128,7 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs)
 
     def add_request(self, data: NewRequestData) -> None:
-        """Add a request. Raises `ValueError`, before any change, if its positions have another number of dimensions."""
+        """Add a request. Raises `ValueError`, before any change, for positions with a wrong number of dimensions."""
         if data.rotary_positions is not None and len(data.rotary_positions) != self.num_position_dims:
             raise ValueError(f"positions of {len(data.rotary_positions)} dimensions, not of {self.num_position_dims}")
         row, predicted = self._free_rows.pop(), data.predicted_token_ids
@@ -153,7 +153,7 @@ class InputBatch:
             self._append_blocks(group, row, block_ids)
 
     def remove_request(self, request_id: str) -> None:
-        """Remove a request, if it is known."""
+        """Remove a known request."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._free_rows.append(request.row)
@@ -174,19 +174,19 @@ class InputBatch:
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
         """Make the next step feed the tokens that this step sampled.
 
-        sampled_rows, sampled: int64 [n] on the device, with distinct rows. rows: those that will be fed.
+        sampled_rows, sampled: int64 [n] on the device, with distinct rows. rows: the rows that the next step feeds.
         """
         self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
         self.num_awaited[rows] += 1
 
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
-        """Count one awaited token less in `rows`, but not for removed requests in `left`: their rows may be reused."""
+        """Count one awaited token less in `rows`, except rows of removed requests in `left`, which may be reused."""
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
     def left_among(self, requests: Iterable[RequestRow]) -> list[RequestRow]:
-        """Return the requests that have ended or failed."""
+        """Return ended or failed requests."""
         return [request for request in requests if request.has_failed or not self._has(request)]
 
     def _has(self, request: RequestRow) -> bool:
@@ -205,7 +205,7 @@ class InputBatch:
         token_ids = list(chain.from_iterable(sampled_token_ids.values()))
         first = self.num_tokens[rows]
         if len(token_ids) == len(rows):
-            self.token_ids[rows, first] = token_ids  # usually one token per request
+            self.token_ids[rows, first] = token_ids
         else:
             self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = token_ids
         self.num_tokens[rows] = first + counts
@@ -216,11 +216,11 @@ class InputBatch:
         self.num_blocks[group, row] += len(block_ids)
 
     def known_tokens(self, request: RequestRow) -> NDArray[np.int32]:
-        """Return a view of prompt and output."""
+        """Return prompt and output."""
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def append_unsampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens after the known ones. Return a view of all."""
+        """Write tokens after the known tokens. Return a view of both."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
@@ -232,8 +232,8 @@ class InputBatch:
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
         """Gather the ragged batch of a step.
 
-        Requests with more tokens come first. Requests with equally many tokens and the same first block are adjacent,
-        because attention reads that block once.
+        Requests with more tokens come first. Of requests with equally many tokens, those with the same first block are
+        adjacent, and attention reads this block once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
@@ -290,13 +290,13 @@ class InputBatch:
         *,
         num_groups: int,
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
-        """Return token ids and attention input of `counts` tokens per row, starting at `first`, and copies of `others`.
+        """Return token ids and attention input of `counts` tokens per row from `first` on, and copies of `others`.
 
-        output_start: first output row of each request, then the total; outputs are a request's last tokens. All results
+        output_start: first output row of each request, then the total. Outputs are a request's last tokens. All results
         are on the device.
         """
         query_start = _starts(counts)
-        row_of_token, positions = rows, first  # if each row has one token
+        row_of_token, positions = rows, first
         if query_start[-1] > len(rows):
             row_of_token, positions = np.repeat(rows, counts), _ranges(first, counts)
         seq_lens = first + counts
@@ -309,7 +309,7 @@ class InputBatch:
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:
             num_outputs = np.diff(output_start)
-            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)  # each request's last rows
+            of_step = _ranges(query_start[1:] - num_outputs, num_outputs)
             kept = np.flatnonzero(num_outputs)
             start = np.append(output_start[kept], output_start[-1])
             tokens = row_of_token[of_step], positions[of_step]

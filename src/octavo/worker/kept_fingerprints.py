@@ -1,4 +1,4 @@
-"""Compares a start's fingerprint with earlier ones. A start that differs is refused once."""
+"""Compares a start's fingerprint with that of earlier starts. A start that differs is refused once."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _ROOMS = ("kernels", "models", "worker")  # code in these packages affects resul
 
 
 class KeptFingerprints:
-    """A directory with a JSON file per engine. If there are too many, the oldest are removed.
+    """A directory with a JSON file per engine. If there are too many files, the oldest are removed.
 
-    `<key>.json` has the expected fingerprint, `<key>.other` that of the last refused start.
+    `<key>.json` has the expected fingerprint, and `<key>.other` that of the last refused start.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,8 +46,8 @@ class KeptFingerprints:
     def check(self, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
         """Compare a fingerprint with the stored one. Store it if this is the engine's first start.
 
-        engine: plain data about everything that affects numbers. Raises `FingerprintError` if a checksum differs. If
-        the previous start was refused with the same fingerprint, replace the stored one instead. An unusable directory
+        engine: plain data about everything that affects numbers. Raises `FingerprintError` if a checksum differs. But
+        if the previous start was refused with the same fingerprint, that fingerprint is stored. An unusable directory
         only causes a warning.
         """
         path = self.path(engine)
@@ -88,7 +88,7 @@ class KeptFingerprints:
         return True
 
     def path(self, engine: Mapping[str, Any]) -> Path:
-        """Return the path of an engine's file."""
+        """Return an engine's file."""
         return self.directory / f"{_digest(json.dumps(engine, sort_keys=True))}{_SUFFIX}"
 
     def _keep(self, path: Path, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
@@ -109,7 +109,7 @@ class _Kept:
 
 def describe_installation() -> dict[str, str]:
     """Return the processor, libraries and code."""
-    from octavo import _kernels  # noqa: PLC0415 - only compiled kernels have fingerprints
+    from octavo import _kernels  # noqa: PLC0415
 
     root = Path(octavo.__file__).parent
     files = [Path(_kernels.__file__), *(path for room in _ROOMS for path in sorted((root / room).rglob("*.py")))]
@@ -125,9 +125,9 @@ def describe_installation() -> dict[str, str]:
 def describe_model(
     weights: WeightSource, architecture: Architecture, hashes: FileHashes, seed: int | None = None
 ) -> dict[str, Any]:
-    """Return what affects a model's numbers, without reading weights. seed: for random weights. Raises `OSError`.
+    """Describe everything that affects a model's numbers. seed: for random weights. Raises `OSError`.
 
-    A file is described by its hash if `hashes` has it, otherwise by path and state.
+    Weights are not read. A file is described by its hash in `hashes` or, without a hash, by path and state.
     """
     files = [] if seed is not None else [_hash_or_state(path, hashes) for path in weights.weight_files()]
     configs = [_content(path) for path in weights.config_files()]
@@ -176,8 +176,7 @@ def _remove(path: Path) -> None:
 
 @cache
 def _process(pid: int) -> str:
-    """Return a unique name, because pids repeat in containers."""
-    return f"{pid}-{secrets.token_hex(8)}"
+    return f"{pid}-{secrets.token_hex(8)}"  # pids repeat in containers
 
 
 def _describe(different: Iterable[str], found: EngineFingerprint, kept: EngineFingerprint) -> str:

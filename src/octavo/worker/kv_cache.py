@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import BlockCopies
     from octavo.models.kv_layout import KVLayout
 
-# Version of a stored block's bytes. Each KV group after the first adds 1. Stores ignore blocks of other versions.
+# Version of stored blocks. Each KV group after the first adds 1. Stores ignore blocks of other versions.
 LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """A KV group's memory, with a row per block. Scratch blocks are last."""
+    """A KV group's memory, with one row per block. Scratch blocks are last."""
 
     kind: KVGroupKind
     num_blocks: int
@@ -36,12 +36,12 @@ class GroupMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
+        """Bytes per block."""
         return self.blocks.shape[1] * self.blocks.itemsize
 
 
 class TimeMark(Protocol):
-    """A time in a device's queue of work."""
+    """A time in a device's queue."""
 
     def elapsed_time(self, end: Any) -> float:
         """Return the milliseconds until a later mark, once both are reached."""
@@ -61,8 +61,8 @@ class PagedKVCache:
     """Keys and values of all layers; see `KVLayout`. Each block of each KV group is a row of memory.
 
     dtype: the activations' dtype, or int8 or float8_e4m3fn with float32 scales after the rows of each block, layer and
-    head. num_host_blocks: each holds a block of every group. num_scratch_blocks: further blocks of each group, unknown
-    to the scheduler.
+    head. num_host_blocks: blocks of host memory, each for a block of every group. num_scratch_blocks: blocks of each
+    group that the scheduler does not use.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class PagedKVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes per block of the first group."""
+        """Bytes per block of group 0."""
         return self.groups[0].block_bytes
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of one block of all groups."""
+        """Bytes of a block in all groups."""
         return sum(group.block_bytes for group in self.groups)
 
     @property
     def memory(self) -> list[Tensor]:
-        """The allocated device tensors."""
+        """Device tensors."""
         return [group.blocks for group in self.groups if group.blocks.nbytes]
 
     @property
@@ -125,7 +125,7 @@ class PagedKVCache:
     def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
         """Enqueue copies of whole blocks, in the order of `BlockCopies`.
 
-        When they are done, call the returned function to get the moves to and from host memory.
+        The returned function, called after these copies, returns the moves to and from host memory.
         """
         if not copies:
             return _no_moves
@@ -153,7 +153,7 @@ class PagedKVCache:
         return TierMove(HOST, num_blocks, num_bytes, seconds if moved else 0.0)
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Return a layer's views."""
+        """See `CacheSpec.views`."""
         return self._layers[index]
 
 

@@ -30,10 +30,11 @@ class KVSize:
 class KVPlan:
     """Bytes per block of each KV group, and the blocks that bounded groups (with windows) need.
 
-    A short sequence has equally many blocks of every group, but a long one has few of bounded groups. Lengths are
-    unknown, so a bounded group gets blocks for all sequences that may run or, if that is more, one per `bytes_of_all /
+    A short sequence has equally many blocks of every group, but a long sequence has few of bounded groups. Lengths are
+    unknown, so a bounded group gets blocks for all sequences that may run or, if more, one per `bytes_of_all /
     block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
-    block_bytes: the first includes the draft model's. blocks_of_sequence: held after a step, for each bounded group.
+    block_bytes: the first entry includes the draft model's KV. blocks_of_sequence: blocks of each bounded group that a
+    sequence holds after a step.
     """
 
     block_bytes: tuple[int, ...]
@@ -52,7 +53,7 @@ class KVPlan:
         max_num_batched_tokens: int,
         draft_block_bytes: int = 0,
     ) -> KVPlan:
-        """Compute the plan. Raises `ConfigError` for an unsupported `kv_dtype`."""
+        """Compute the plan. Raises `ConfigError` for unsupported `kv_dtype`."""
         check_kv_dtype(architecture, kv_dtype)
         layout = architecture.kv_layout
         first, *others = layout.block_bytes(block_size, kv_dtype)
@@ -60,14 +61,14 @@ class KVPlan:
         return cls(
             block_bytes=(first + draft_block_bytes, *others),
             max_num_seqs=max_num_seqs,
-            # Both ends may be inside a block, and a copy's source may be held.
+            # Both ends of a window may be inside a block, and a copy may hold its source.
             blocks_of_sequence=tuple(-(-most // block_size) + 2 for most in most_positions if most is not None),
             blocks_of_step=-(-max_num_batched_tokens // block_size),
         )
 
     @property
     def bytes_of_all(self) -> int:
-        """Bytes of one block of every group."""
+        """Bytes of a block in all groups."""
         return sum(self.block_bytes)
 
     @property
@@ -76,7 +77,7 @@ class KVPlan:
 
     @property
     def _blocks_that_run(self) -> list[int]:
-        """Blocks of each bounded group for all sequences, a step, and equally many tokens being saved."""
+        """Blocks of each bounded group for all sequences, for a step, and for a step's tokens that are being saved."""
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
@@ -93,8 +94,9 @@ class KVPlan:
     def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
         """Return how many blocks of the first group are useful if bounded groups have `num_bytes`.
 
-        Blocks without bytes still cost time and memory. So there are only enough for the sequences that fit in the
-        bounded groups next to a step, or for one sequence and all cached blocks.
+        Without full-attention layers, blocks of the first group have no bytes, but still cost time and memory. The
+        number suffices for the sequences that fit in the bounded groups next to a step, or for one sequence and all
+        cached blocks.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 class LaunchedStep:
     """A launched step, passed once to `ModelRunner.collect`.
 
-    host_moves   returns the moves to and from host memory, after `end`
+    host_moves   returns, after `end`, the moves to and from host memory
     inputs       None if nothing is computed
     chosen       None if no request is sampled
     due_rows     rows of requests that get one token; None if drafts are verified or no request is sampled
-    is_awaited   a later step is fed the tokens sampled here
-    num_changes  of the batch at the launch
-    troubles     by row of logits that gives no token
+    is_awaited   True if a later step is fed the sampled tokens
+    num_changes  `InputBatch.num_changes` at the launch
+    troubles     reasons why rows of logits give no token
     """
 
     scheduled: SchedulerOutput

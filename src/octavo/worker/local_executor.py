@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from octavo.worker.transfer_threads import KVMover
     from octavo.worker.worker import Worker
 
-TRANSFER_WAIT_S = 0.01  # limit, because new requests wait meanwhile
+TRANSFER_WAIT_S = 0.01  # new requests wait meanwhile
 
 
 class LocalExecutor:
     """Runs a worker in this process, and transfers KV between worker and store.
 
-    store: closed at shutdown. num_threads: for loads. ended_transfers: None only ends a wait.
+    store: closed at shutdown. num_threads: threads for loads. ended_transfers: a queue in which None ends a wait.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LocalExecutor:
         return self._mode.worker
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Compile a request's grammar, if any, in the background."""
+        """Compile a request's grammar in the background."""
         wanted, grammars = params.structured_outputs, self.worker.grammars
         if wanted is None or grammars is None:  # grammars need a tokenizer
             return None
@@ -80,7 +80,7 @@ class LocalExecutor:
         return result
 
     def abandon(self) -> None:
-        """Discard uncollected steps. Waits for the running one."""
+        """Discard uncollected steps. Waits for the running step."""
         self._submitted.clear()
         self._mode.abandon()
 
@@ -98,7 +98,7 @@ class LocalExecutor:
         return [each for each in ended if each is not None]
 
     def shutdown(self) -> None:
-        """Close the store; drop weights and KV. May be repeated."""
+        """Close the store. Drop weights and KV."""
         self._mode.shutdown()
         kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
         kv_mover.shutdown()

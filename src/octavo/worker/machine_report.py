@@ -70,7 +70,7 @@ class Product(Timing):
 
     @classmethod
     def of(cls, timing: Timing, limits: Limits) -> Product:
-        """Compare with the limits."""
+        """Compare with limits."""
         if timing.precision in _DTYPES:
             peak = limits.bfloat16_flops if timing.precision == "bfloat16" else limits.flops
         else:
@@ -98,7 +98,7 @@ class Check:
 
     @property
     def is_exact(self) -> bool:
-        """True if both pairs have equal bits."""
+        """True if bits are equal."""
         return self.rows_are_independent and self.threads_are_equal
 
 
@@ -106,8 +106,8 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits: the better of `limits_each`, measured twice because a shared machine's load varies. best_limits: with the
-    best instruction set.
+    limits: the better of `limits_each`, measured twice because a shared machine's load varies. best_limits: limits of
+    the best instruction set.
     """
 
     processor: str
@@ -125,7 +125,7 @@ class Report:
 
     @property
     def is_exact(self) -> bool:
-        """True if every check passed."""
+        """True if checks passed."""
         return all(check.is_exact for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def examine(
     _refuse_impossible(shapes | {name: each.shape for name, each in experts.items()}, precisions)
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
     num_torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's threads would spin on the kernels' cores
+    torch.set_num_threads(1)  # more would spin on the kernels' cores
     try:
         progress("limits of the machine")
         limits_before, best_before = _measure_limits(kernels, best)
@@ -274,7 +274,7 @@ def _rows(precision: str, count: int, depth: int) -> Tensor:
 
 
 def checked_rows(precision: str, depth: int) -> int:
-    """Return so many rows that every kind of product reads its panels twice."""
+    """Return enough rows for every kind of product to read its panels twice."""
     row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64
 

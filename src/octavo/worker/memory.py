@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
-PROMPT_LOGPROBS_SLICE_ROWS = 32  # rows computed together
+PROMPT_LOGPROBS_SLICE_ROWS = 32
 _UNLIMITED = 1 << 60
 
 
@@ -32,7 +32,7 @@ def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> i
 
 
 def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_seq_len: int, max_tokens: int) -> int:
-    """Return an upper bound of the kernels' memory."""
+    """See `Kernels.scratch_bytes`."""
     attentions = {(each.num_heads, each.num_kv_heads, each.head_dim) for each in architecture.attentions}
     needed = (
         kernels.scratch_bytes(
@@ -51,15 +51,15 @@ def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_se
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
     """Return an upper bound of a step's bytes without weights and KV.
 
-    The peak is in the MLP: residual, hidden, gate and up, their product, and a float32 copy. The sampler needs three
-    float32 copies of the logits.
+    The peak is in attention, or in an MLP, which needs residual, hidden, gate, up, their product and a float32 copy.
+    The sampler needs three float32 copies of the logits.
     """
     of_logits = max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
     return forward_bytes(architecture, num_tokens, dtype) + of_logits
 
 
 def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> int:
-    """Return the bytes of the layers' activations."""
+    """Return activations' bytes."""
     width = DTYPE_BYTES[dtype]
     hidden, inner = architecture.hidden_size, max(layer.mlp.intermediate_size for layer in architecture.layers)
     mixed = max(layer.attention.width for layer in architecture.layers)
@@ -69,7 +69,7 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 def free_bytes(device: torch.device) -> int:
     """Return the free bytes of the GPU, or of the machine within its cgroups."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # memory that loading no longer uses
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
     return min(_machine_free_bytes(), _cgroup_free_bytes())
 
@@ -89,8 +89,8 @@ def largest_batch(
 ) -> int:
     """Return max_num_batched_tokens, or less if the KV cache would not fit, but at least max_num_seqs.
 
-    The cache must hold the step's tokens, unless the configuration sets its size. scratch_bytes(num_tokens): memory of
-    kernels and proposer. store_bytes: memory of KV stores on the device.
+    If the configuration does not set the cache's size, the cache must hold the step's tokens.
+    scratch_bytes(num_tokens): memory of kernels and proposer. store_bytes: memory of KV stores on the device.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     configured_blocks, configured_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
@@ -143,7 +143,7 @@ def decide_kv_size(
 ) -> KVSize:
     """Return the number of blocks of each KV group, after loading weights. Arguments are as in `largest_batch`.
 
-    swap_space_bytes and store_bytes are reserved first. If set, num_gpu_blocks or kv_cache_memory_bytes decides.
+    swap_space_bytes and store_bytes are reserved first. num_gpu_blocks or kv_cache_memory_bytes decides, if set.
     Otherwise the cache gets half of the free memory (90 % on a GPU) minus activations and scratch_bytes, at most 4 GiB
     on a CPU, and at most max_num_seqs full sequences. Raises `ConfigError` if no block fits or memory is too small.
     """
@@ -209,7 +209,7 @@ def _machine_free_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """Return the smallest limit minus usage of all cgroups. Page cache is free."""
+    """Return the smallest of all cgroups' limit minus usage, without page cache."""
     free = _UNLIMITED
     for limit_file, usage_file, stat_file in _cgroup_files():
         limit = "".join(read_lines(limit_file)).strip()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs steps on one device. A step may be launched before the previous one is collected, so that a GPU never waits.
+    """Runs steps on one device. A step may be launched before the previous step is collected.
 
     draft: used if `proposer` finds nothing. draft_cache: KV cache of `draft`, with the block ids of `kv_cache`.
     """
@@ -77,7 +77,7 @@ class ModelRunner:
         self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
-        self._newest: LaunchedStep | None = None  # until it is collected
+        self._newest: LaunchedStep | None = None  # not yet collected
         self.batch = InputBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -120,7 +120,8 @@ class ModelRunner:
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """Return True if earlier steps must be collected before this one is launched.
 
-        Drafts, penalties and grammars need tokens on the host. Copies, transfers and preemptions are rare.
+        Drafts, penalties and grammars need tokens on the host. Copies, transfers and preemptions, which are rare, also
+        count.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens
@@ -137,7 +138,7 @@ class ModelRunner:
         return rows is not None and bool(self.batch.sampling.reads_tokens[rows].any())
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
-        """Enqueue a step. At most one earlier step may be uncollected, or none if `needs_sampled_tokens`."""
+        """Enqueue a step. At most one earlier step may be uncollected, and none if `needs_sampled_tokens`."""
         with torch.inference_mode():
             return self._launch(scheduled)
 
@@ -171,7 +172,7 @@ class ModelRunner:
         if scheduled.kv_transfers or scheduled.kv_cancels:
             self.kv_mover.begin(scheduled)  # after the copies, which may read blocks that a load writes
         if scheduled.finished_req_ids:
-            self.drafting.finish(scheduled.finished_req_ids)  # before the batch drops their tokens
+            self.drafting.finish(scheduled.finished_req_ids)
         if scheduled.preempted_req_ids:
             self.drafting.forget(scheduled.preempted_req_ids)
         self.batch.update(scheduled)
@@ -275,8 +276,8 @@ class ModelRunner:
     ) -> None:
         """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
-        After drafts that equal the choices, the next choice has the same logits as without drafts. It also has the same
-        noise, except with rejection sampling.
+        After drafts that equal the choices, the next choice has the same logits as without drafts and, except with
+        rejection sampling, the same noise.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)
@@ -328,7 +329,7 @@ class ModelRunner:
 
 
 def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:
-    """Return how many tokens precede the first failure, which the next step repeats."""
+    """Return the number of tokens before the first failure."""
     if not troubles and min(token_ids) >= 0:
         return len(token_ids)
     return next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), len(token_ids))

@@ -14,15 +14,15 @@ from octavo.errors import ConfigError
 from octavo.worker.memory import free_bytes
 
 logger = logging.getLogger(__name__)
-_PORTABLE = 1  # cudaHostRegisterPortable: for all devices
+_PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
-    """Return uint8 [num_bytes] of pinned memory. Raises `ConfigError` if it is not free.
+    """Return uint8 [num_bytes] of pinned memory. Raises `ConfigError` if too little is free.
 
-    is_brief: for copies of a step. It comes from torch's allocator, which keeps freed memory until copies are done and
-    rounds sizes up to powers of two. Otherwise the memory has whole pages and must not be freed during a copy; if the
-    driver refuses it, torch's allocator is used, with a warning.
+    is_brief: True for copies of a step. Such memory comes from torch's allocator, which keeps freed memory until copies
+    are done, and rounds sizes up to powers of two. Other memory has whole pages and must not be freed during a copy. If
+    the driver refuses such pages, torch's allocator is used, with a warning.
     """
     if is_brief or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -53,7 +53,7 @@ def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
 
 
 def rounded_bytes(num_bytes: int) -> int:
-    """Return the bytes that torch's allocator pins."""
+    """Return bytes that torch pins."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
@@ -63,6 +63,6 @@ def _unregister(address: int) -> None:
 
 
 def _clear_error() -> None:
-    """Clear the runtime's last error, which this thread's next launch would raise."""
+    """Clear the runtime's last error, which the next launch would raise."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")

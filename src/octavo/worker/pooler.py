@@ -28,7 +28,10 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """float32 [n, hidden] from `position` on, being copied to the host. is_complete: True if they end the prompt."""
+    """Hidden states from `position` on, being copied to the host.
+
+    states: float32 [n, hidden]. is_complete: True at the prompt's end.
+    """
 
     request: RequestRow
     states: torch.Tensor
@@ -39,8 +42,8 @@ class PooledRows:
 class Pooler:
     """Takes a prompt's last hidden state, or the mean of all, after the final norm.
 
-    Positions are added one by one, so that bits do not depend on how the prompt is split. Sums survive preemptions that
-    keep KV. A recomputed prompt starts again.
+    Positions are added one by one, so bits do not depend on how the prompt is divided. Sums survive preemptions that
+    keep KV.
     """
 
     def __init__(self) -> None:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Prefault:
-    """A thread with idle priority (on Linux) that touches memory page by page, without changing it.
+    """A thread with idle priority (on Linux) that touches each page of memory, without changes.
 
-    The system allocates a page at its first touch: 2 GB took up to 2.6 s in a virtual machine.
+    The system allocates a page at its first touch, which took up to 2.6 s for 2 GB in a virtual machine.
     """
 
     def __init__(self, data: Tensor) -> None:
-        self._stop = np.zeros(1, np.uint8)  # no torch tensor, because a finalizer may run while torch is watched
+        self._stop = np.zeros(1, np.uint8)  # not of torch, because a finalizer may run while a pass is recorded
         self._thread = threading.Thread(target=_touch, args=(data, self._stop), name="octavo-kv-memory", daemon=True)
         with contextlib.suppress(RuntimeError):
             self._thread.start()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """A prompt's log probabilities, being copied to the host. parts: tokens and log probabilities of slices."""
+    """A prompt's log probabilities, being copied to the host. parts: tokens and log probabilities, by slice."""
 
     request: RequestRow
     parts: list[tuple[list[int], LogprobRows]]

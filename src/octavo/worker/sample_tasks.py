@@ -1,4 +1,4 @@
-"""Sampling work outside the kernel."""
+"""Sampling outside the kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trouble:
     doing: str
 
     def reason(self, request_id: str) -> str:
-        """Log the error; return the client's error code."""
+        """Log the error. Return a code for the client."""
         if isinstance(self.error, RequestError):
             logger.info("request %s: %s", request_id, self.error)
             return ErrorCode.GRAMMAR_EXCEEDED
@@ -50,7 +50,7 @@ class SampleTasks:
         self._grammars = grammars
         self._walks = GrammarWalks()
         self._start_s = 0.0
-        self._asking: list[tuple[RequestRow, range]] = []  # requests of this step that need tasks
+        self._asking: list[tuple[RequestRow, range]] = []  # with their rows
 
     def begin(self, inputs: ModelInputs) -> None:
         """Start the step's grammar walks."""
@@ -66,8 +66,8 @@ class SampleTasks:
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
         """Return the step's tasks by row of logits. In each row, the drafts before it count as known tokens.
 
-        Rows after a forbidden draft and rows of postponed requests get no task, because their choices are unused. Adds
-        to `troubles` each failed grammar's first row, and to `postponed` requests with a late walk.
+        Rows after a forbidden draft and rows of postponed requests get no task, because their choices are unused. Each
+        failed grammar's first row is added to `troubles`, and requests with a late walk are added to `postponed`.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:
@@ -94,8 +94,7 @@ class SampleTasks:
     ) -> dict[int, SampleTask]:
         """Return the tasks for one pass of a draft model, by index into `requests`.
 
-        num_known: includes drafts. Grammars are not applied: walks would delay the step, and forbidden drafts are cut
-        off later.
+        num_known: number of known tokens and drafts. Grammars are not applied, because walks would delay the step.
         """
         is_plain = self._batch.sampling.is_plain[rows]
         return {
@@ -104,9 +103,9 @@ class SampleTasks:
         }
 
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
-        """Return how many drafts precede the first forbidden one.
+        """Return how many drafts precede the first forbidden draft.
 
-        A large grammar allows all, because the next step checks them.
+        A large grammar allows all drafts here, because the next step checks them.
         """
         if request.sampling_params.structured_outputs is None:
             return len(drafts)
@@ -132,7 +131,7 @@ class SampleTasks:
         if last is not None and last.num_tokens == num_tokens:
             if drafts == last.drafts[:num_drafts]:
                 return
-            last.wait()  # the drafts of a postponed token changed
+            last.wait()  # a postponed token has other drafts now
         num_walked = 0 if request.matcher is None else request.matcher.num_tokens
         new = known[request.num_prompt_tokens + num_walked : num_tokens].tolist()
         request.walk = walk = Walk(num_tokens, drafts)

@@ -36,7 +36,7 @@ _INT64_SIGN = 1 << 63
 class SamplingColumns:
     """The sampling kernel's parameters, with a row per request.
 
-    is_plain: the row needs no `SampleTask`. reads_tokens: the task reads earlier tokens on the host.
+    is_plain: True if the row needs no `SampleTask`. reads_tokens: True if the task reads earlier tokens on the host.
     """
 
     def __init__(self, num_rows: int, copies: HostCopies) -> None:
@@ -49,7 +49,7 @@ class SamplingColumns:
         self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seed = np.zeros(num_rows, dtype=np.int64)
         self._sample_index = np.zeros(num_rows, dtype=np.int32)
-        self._gathered: list[Tensor] | None = None  # until a row changes
+        self._gathered: list[Tensor] | None = None
         self._gathered_key = b""
 
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
@@ -63,7 +63,7 @@ class SamplingColumns:
         self._gathered = None
 
     def gather(self, rows: NDArray[np.int64], position: Tensor) -> SamplingRows:
-        """Return parameters of rows on the device. Copies only after changes.
+        """Return rows' parameters on the device. Copies only after changes.
 
         position: int32 [len(rows)] on the device, number of known tokens.
         """
@@ -79,7 +79,7 @@ class SamplingColumns:
 class SampleTask:
     """Work on a row of logits outside the kernel.
 
-    known_tokens: only their number matters unless `SamplingColumns.reads_tokens`. allowed: bool [vocab] from a grammar.
+    known_tokens: without `SamplingColumns.reads_tokens`, only their number matters. allowed: bool [vocab] of a grammar.
     """
 
     sampling_params: SamplingParams
@@ -90,7 +90,7 @@ class SampleTask:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of output tokens."""
         return len(self.known_tokens) - self.num_prompt_tokens
 
     @property
@@ -152,7 +152,7 @@ class LogprobRows:
     num_best: Sequence[int]
 
     def read(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Return each row's entry, once copied."""
+        """Return rows' entries, once copied."""
         best_values: list[list[float]] = [[]] * len(token_ids) if self.values is None else self.values.tolist()
         best_ids: list[list[int]] = [[]] * len(token_ids) if self.ids is None else self.ids.tolist()
         return [
@@ -167,7 +167,7 @@ class LogprobRows:
 class Choices:
     """The tokens chosen for rows of logits, being copied to the host.
 
-    restricted: rows with excluded tokens. are_numbers: False for those with NaN.
+    restricted: rows with excluded tokens. are_numbers: False for restricted rows with NaN.
     """
 
     token_ids: Tensor
@@ -298,7 +298,7 @@ def _adjust(row: Tensor, task: SampleTask, to_device: Callable[[NDArray[np.gener
         seen = to_device(np.unique(task.known_tokens))
         values = row[seen]
         penalized = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        row[seen] = torch.where(values.isinf(), values, penalized)  # -inf * 0 (after underflow) would be NaN
+        row[seen] = torch.where(values.isinf(), values, penalized)  # -inf * 0 would be NaN
     if params.presence_penalty or params.frequency_penalty:
         ids_array, counts = np.unique(task.known_tokens[task.num_prompt_tokens :], return_counts=True)
         penalty = params.frequency_penalty * counts + params.presence_penalty

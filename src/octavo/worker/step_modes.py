@@ -28,7 +28,7 @@ class StepMode(ABC):
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self._failed: int | None = None  # the first failed step
+        self._failed: int | None = None
 
     @abstractmethod
     def submit(self, scheduled: SchedulerOutput) -> None:
@@ -36,11 +36,11 @@ class StepMode(ABC):
 
     @abstractmethod
     def collect(self) -> ModelOutput | ExecutionError:
-        """Return the oldest result. Call once per step."""
+        """Return the oldest result."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop all uncollected steps. Afterwards no step is being computed."""
+        """Drop uncollected steps. Return when no step is being computed."""
 
     def shutdown(self) -> None:
         """Drop the worker."""
@@ -51,7 +51,7 @@ class StepMode(ABC):
             return ExecutionError("the previous step failed")
         try:
             return part(argument)
-        except Exception as error:  # fails this step's requests, not the engine
+        except Exception as error:  # fails only this step's requests
             self._failed = step
             logger.exception("step %d failed", step)
             return ExecutionError(f"the model failed in this step: {type(error).__name__}")
@@ -101,7 +101,7 @@ class ComputesInBackground(StepMode):
 
     def abandon(self) -> None:
         """Wait for the thread."""
-        self._failed = -1  # also skips steps that start before the cancel
+        self._failed = -1  # skips steps that are not yet cancelled
         try:
             wait([result for result in self._results if not result.cancel()])
         finally:
@@ -117,7 +117,7 @@ class ComputesInBackground(StepMode):
 class LaunchesAhead(StepMode):
     """`submit` launches a step, and `collect` waits for the device.
 
-    If a step needs earlier tokens on the host, earlier steps are collected first.
+    Steps are collected earlier if a later step needs their tokens on the host.
     """
 
     def __init__(self, worker: Worker) -> None:

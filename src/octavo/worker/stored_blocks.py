@@ -1,6 +1,6 @@
 """Copies blocks between the KV cache and the buffers of transfers.
 
-A CPU copies with numpy in one thread, because torch would use all cores. On a GPU each buffer has a stream, so that
+A CPU copies with numpy in one thread, because torch would use all cores. On a GPU each buffer has a stream, so
 transfers do not wait for later steps. Blocks are gathered on the device and cross the bus in one copy.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from octavo.worker.kv_cache import PagedKVCache
 
 _ALIGNMENT = 64  # bytes
-_UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # a device copies bytes one by one
+_UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # devices copy item by item
 
 
 class CopyStream(Protocol):
-    """A device's stream, which runs work in order."""
+    """A device's stream."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return device-accessible host memory, uint8."""
@@ -89,7 +89,7 @@ class CudaStream:
             target.index_copy_(0, rows, source)
 
     def mark(self) -> Mark:
-        """Return an event. A waiting thread sleeps."""
+        """See `CopyStream`. Waiting threads sleep."""
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         mark: Mark = event
@@ -99,8 +99,8 @@ class CudaStream:
 class PieceBuffer(Protocol):
     """Host memory for a piece of a transfer. Used by one thread at a time.
 
-    `write` and `read` copy nothing after they return or raise. block_ids: an id for each KV group and block; `NO_BLOCK`
-    is skipped. after: the copies wait for this mark.
+    `write` and `read` copy nothing after they return or raise. block_ids: ids of blocks by KV group, of which
+    `NO_BLOCK` is skipped. after: mark for which copies wait.
     """
 
     def views(self, count: int) -> list[memoryview]:
@@ -118,14 +118,14 @@ class PieceBuffer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks of a KV group as rows of bytes, and their columns in a buffer."""
+    """A KV group's blocks, and their columns in a buffer."""
 
     blocks: Tensor
     columns: slice
 
 
 class StoredBlocks:
-    """The blocks of a KV cache as stores keep them: all KV groups' contents together."""
+    """The blocks of a KV cache as in stores, which keep the contents of all KV groups together."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
@@ -151,7 +151,7 @@ class StoredBlocks:
         return mark_steps(self._device)
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return which loaded blocks need all groups' content, not only the first group's."""
+        """Return for each block whether it needs the content of all groups, not only of the first."""
         return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
 
@@ -184,7 +184,7 @@ class HostBuffer:
 
 
 class StagedBuffer:
-    """The `PieceBuffer` of a device. Both sides have equal memory: first ids, then a row per block.
+    """The `PieceBuffer` of a device. Host and device have equal memory, with ids, then a row per block.
 
     Only this buffer's stream uses the device memory.
     """
@@ -258,7 +258,7 @@ class _Copied:
     rows: Tensor
 
     def runs(self, block_ids: list[int]) -> list[slice]:
-        """Return ranges of rows without `NO_BLOCK`, or no range if blocks have no bytes."""
+        """Return rows without `NO_BLOCK`."""
         runs, start = [], 0
         for is_there, run in groupby(block_ids, NO_BLOCK.__ne__):
             end = start + len(list(run))
@@ -269,7 +269,7 @@ class _Copied:
 
 
 def create_copy_stream(device: torch.device) -> CopyStream | None:
-    """Return a new stream, or None for a CPU."""
+    """Return a stream, or None for a CPU."""
     return None if device.type == "cpu" else CudaStream(device)
 
 

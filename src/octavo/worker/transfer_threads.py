@@ -1,8 +1,8 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
-A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Meanwhile
-both hold the transfer's lock and check for a cancel. So a cancelled transfer touches no block, however slow the store
-is.
+A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Writes and
+reads hold the transfer's lock, and check for a cancel first. So a cancelled transfer touches no block, even with a slow
+store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from octavo.worker.stored_blocks import PieceBuffer
 
 logger = logging.getLogger(__name__)
-_PIECE_BYTES = 8 << 20  # a cancel waits for one; a larger save becomes several files
+_PIECE_BYTES = 8 << 20  # for which a cancel waits; larger saves become several files
 _SHUTDOWN_S = 2.0
 
 
@@ -62,7 +62,7 @@ class NoKVMover:
 class _Moving:
     """An unreported transfer.
 
-    begun: mark after earlier steps. lock: held while blocks are written or read.
+    begun: mark after earlier steps.
     """
 
     order: KVTransfer
@@ -76,8 +76,8 @@ class _Moving:
 class KVTransferThreads:
     """Runs the transfers of steps, and closes the store at shutdown.
 
-    report: called from any thread, once for each transfer that ends uncancelled. num_threads: for loads. Saves have
-    another thread, so that loads do not wait for saves.
+    report: called from any thread, once for each transfer that ends uncancelled. num_threads: threads for loads. Saves
+    have another thread, so loads do not wait for saves.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class KVTransferThreads:
         return len(self._moving)
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """See `KVMover`. Then blocks of cancelled transfers are no longer written or read."""
+        """See `KVMover`. When it returns, cancelled transfers touch no blocks."""
         for transfer_id in scheduled.kv_cancels:
             with self._lock:
                 moving = self._moving.pop(transfer_id, None)
@@ -145,10 +145,9 @@ class KVTransferThreads:
                 self._report(EndedTransfer(order.transfer_id, moving.num_moved, moves, evicted))
 
     def _take(self, buffers: queue.SimpleQueue[PieceBuffer]) -> PieceBuffer:
-        """Return a free buffer, or a new one if hanging stores hold all."""
         try:
             return buffers.get_nowait()
-        except queue.Empty:
+        except queue.Empty:  # hanging stores hold all buffers
             return self._blocks.make_buffer(self._piece_blocks)
 
     def _load(self, moving: _Moving, first: int, buffer: PieceBuffer) -> bool:
@@ -178,7 +177,7 @@ class KVTransferThreads:
         return order.keys[first:end], [ids[first:end] for ids in order.block_ids]
 
     def shutdown(self) -> None:
-        """Cancel all transfers and close the store. Abandon a hanging store."""
+        """Cancel all transfers. Close the store, or abandon it if it hangs."""
         with self._lock:
             all_moving = list(self._moving.values())
             self._moving.clear()
@@ -200,5 +199,5 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return the bytes of all buffers, if no store hangs. A GPU has equal buffers in its memory."""
+    """Return the bytes of all buffers, if no store hangs. A GPU has as many in its memory."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes

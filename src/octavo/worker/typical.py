@@ -19,14 +19,14 @@ _FIRST_LOOK = 1024  # tokens; sorting a whole vocabulary is slow
 def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
     """Exclude tokens by min_p, top_k, top_p and typical sampling: set them to -inf. Mutates `row`, float32 [vocab].
 
-    Tokens are ordered by the distance of their surprise, -ln p, from its expected value. They are kept until their
-    probability reaches typical_p, and ties with the last one, too. Rows of greedy requests, rows with NaN and rows of
-    -inf do not change.
+    Tokens are ordered by the distance of their surprise, -ln p, from its expected value. The nearest tokens are kept
+    until their probability reaches typical_p. Ties with the last kept token are also kept. Rows of greedy requests,
+    rows with NaN and rows of -inf do not change.
     """
     if params.is_greedy:
         return
     scaled = row / params.temperature
-    if not bool(scaled.max() > -math.inf):  # False for NaN, too
+    if not bool(scaled.max() > -math.inf):  # false for NaN
         return
     ids, weights = _left(scaled, params, kernels)
     probabilities = weights / weights.sum()
@@ -45,7 +45,7 @@ def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
         reached = probabilities[order].cumsum(0) >= mass
         if bool(reached.any()):
             return nearest[reached.int().argmax()]
-    return nearest[-1]  # the sum has a rounding error
+    return nearest[-1]  # after a rounding error
 
 
 def _left(scaled: Tensor, params: SamplingParams, kernels: Kernels) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Decides which drafts are accepted, and how a draft model draws drafts.
 
-Each row of logits gets a choice. Choices are accepted up to the first that differs from its draft. Rejection sampling
-keeps the distribution of answers, but not their tokens.
+Each row of logits gets a choice. Choices are accepted up to the first choice that differs from its draft. Rejection
+sampling keeps the distribution of answers, but not their tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.kernels.interface import Kernels, SamplingRows
 
-_SLICE_LOGITS = 1 << 18  # processed at a time; one request may exceed it
+_SLICE_LOGITS = 1 << 18  # processed together; one request may exceed it
 _BYTES_PER_LOGIT = 128  # p, q and their difference in float64; the filters' values, ids and sums
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedRows:
-    """Requests with drafts to verify.
+    """Requests with or without drafts to verify.
 
     cu_num_logits: int32 [num_requests + 1], first row of each request, then the total. draft_ids: int64 [num_logits],
     input tokens; a request's drafts follow its first row. draft_probs: float32 [num_drafts or more, vocab] per request,
@@ -68,7 +68,7 @@ class Verification(Protocol):
 
 
 class ExactVerification:
-    """Chooses with the sampling kernel. Draft models use the same noise."""
+    """Chooses tokens and draws drafts with the sampling kernel and equal noise."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -145,9 +145,9 @@ def create_verification(config: SpeculativeConfig | None, kernels: Kernels) -> V
 
 
 def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
-    """Divide requests with drafts, except greedy ones, into parts of at most `max_rows` rows, or one request.
+    """Divide requests with drafts, except greedy requests, into parts of at most `max_rows` rows, or one request.
 
-    In a part, either all drafts were drawn or none.
+    In a part, all drafts were drawn, or none.
     """
     num_rows = np.diff(drafted.cu_num_logits).tolist()
     for is_drawn in (False, True):
@@ -166,7 +166,7 @@ def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
 
 
 def _draft_probs(drafted: DraftedRows, part: Sequence[int], num_rows: NDArray[np.int32]) -> Tensor | None:
-    """Return None if drafts were not drawn. Last rows are arbitrary."""
+    """Return None if drafts were not drawn. Last rows of requests are arbitrary."""
     probs: list[Tensor] = []
     for index, count in zip(part, num_rows.tolist(), strict=True):
         of_request = drafted.draft_probs[index]

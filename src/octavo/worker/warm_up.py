@@ -28,10 +28,7 @@ _PENALIZED = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1)
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Run a prompt of `num_tokens` tokens, which the cache must hold. Launch all kernels that compile at first use.
-
-    The blocks belong to no request. Their next owner writes before it reads.
-    """
+    """Run a prompt of `num_tokens` tokens, which the cache must hold. Launch all kernels that compile at first use."""
     start = time.monotonic()
     runner.execute(_first_step(runner, num_tokens))
     if runner.draft_runner is not None:
@@ -62,7 +59,7 @@ def _launch_all(runner: ModelRunner, num_rows: int) -> None:
     longest = min(num_rows, runner.max_model_len)
     for params in (_PLAIN, _SCORED):
         _compute(runner, _parts(in_step, longest), params)
-    for num_computed in range(in_step, longest, in_step):  # attention over more rows than a step has
+    for num_computed in range(in_step, longest, in_step):  # attention over more positions than a step has rows
         _compute(runner, [min(num_computed + in_step, longest)], _PLAIN, num_computed=num_computed)
     for params in (_PLAIN, _FILTERED):
         _compute(runner, [1] * in_step, params)
@@ -130,6 +127,6 @@ def _request(
 
 
 def _end(runner: ModelRunner, names: Iterable[str]) -> None:
-    """Preempt, because blocks of finished requests could stay in the prefix cache."""
     empty = CachedRequestData.make_empty()
+    # Blocks of finished requests could stay in the prefix cache.
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids=set(names)))

@@ -141,7 +141,7 @@ class Worker:
     def plan(self) -> WorkerInfo:
         """Divide the free memory between steps and KV groups. Allocates nothing.
 
-        Lowers max_num_batched_tokens if such a step does not fit. Raises `ConfigError` if memory is too small.
+        Lowers max_num_batched_tokens if such steps do not fit. Raises `ConfigError` if memory is too small.
         """
         architecture = self.model.architecture
         of_block = block_bytes(architecture, self.cache_config.block_size, self.kv_dtype)
@@ -156,7 +156,7 @@ class Worker:
         return self.info
 
     def allocate(self) -> None:
-        """Allocate the KV cache and warm up."""
+        """Allocate KV and warm up."""
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
@@ -216,9 +216,9 @@ class Worker:
         return 0 if self.draft is None else self.draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
 
     def take_fingerprint(self) -> EngineFingerprint:
-        """Check rotary tables; return checksums of weights, tables and logits.
+        """Check rotary tables. Return checksums of weights, tables and logits.
 
-        Only compiled kernels have checksums: in other kernels, the last bits depend on threads and addresses. Raises
+        Only compiled kernels have checksums, because other kernels' last bits depend on threads and addresses. Raises
         `FingerprintError` if a table is wrong.
         """
         kernels = self.kernels
@@ -270,7 +270,7 @@ class Worker:
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,
-            # The last accepted draft has no KV yet, so that pass has two rows.
+            # Without shared KV, the last accepted draft has no KV, so the first pass has two rows.
             decodes=self._plan_decodes(
                 model, num_rows=[1] if checkpoint.shares_kv else [1, 2], max_model_len=checkpoint.max_model_len
             ),
@@ -383,11 +383,8 @@ class Worker:
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run from any thread. If kernels have their own threads, torch gets one: more would spin on their cores.
-
-        A context manager would cost microseconds.
-        """
-        if self.device.index is not None:  # a CPU has no index
+        """Run from any thread. If kernels have their own threads, torch gets only one, because more would spin."""
+        if self.device.index is not None:
             use_device(self.device)
         if not self.kernels.has_own_threads:
             return run()

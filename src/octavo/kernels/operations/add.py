@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 def add(x: Tensor, residual: Tensor, scale: float) -> None:
     """Add x * scale to `residual` in place, in float32, rounded once.
 
-    Both are [num_tokens, hidden], contiguous, of one dtype.
+    x and `residual` are [num_tokens, hidden], contiguous, of one dtype.
     """
     residual.copy_(residual.float() + x.float() * scale)

@@ -27,7 +27,7 @@ def add_experts(
     shared float32 [num_tokens, hidden]: the shared expert's output, added last, or empty. shared_gate float32
     [num_tokens, 1], or empty: its sigmoid multiplies `shared`.
 
-    Outputs are added in float32, in a binary tree over expert ids that halves [0, num_experts). So a row's bits depend
+    Outputs are added in float32, in a binary tree that halves the expert ids [0, num_experts). So a row's bits depend
     only on its own experts, and another device can add a subtree.
     """
     values = outputs[places.long()] * weights.unsqueeze(2)
@@ -41,9 +41,9 @@ def add_experts(
 
 
 def additions(ids: list[int], low: int, high: int, first: int = 0) -> list[tuple[int, int]]:
-    """Return the additions of the tree over [low, high) for ascending ids. first: index of ids[0].
+    """Return the tree's additions over [low, high) for ascending ids. first: index of ids[0], and of the total.
 
-    (into, source) adds index source to index into. The total ends at `first`.
+    (into, source) adds index source to index into.
     """
     if len(ids) < 2:
         return []

@@ -9,7 +9,7 @@ from octavo.kernels.operation import Operation
 if TYPE_CHECKING:
     from torch import Tensor
 
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2  # the numbers of csrc/experts.h
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2  # csrc/experts.h
 
 
 @Operation
@@ -30,7 +30,7 @@ def choose_experts(
     logits float32 [num_tokens, num_experts]. bias float32 [num_experts], or empty: added to scores for the choice, not
     for weights. ids int32 and weights float32 [num_tokens, num_chosen].
 
-    scoring: scores are the softmax of logits, the sigmoid of logits, or logits; in the last case, weights are the
+    scoring: scores are the softmax of logits, the sigmoid of logits, or logits. In the last case, weights are the
     softmax over the chosen experts. With several groups of neighbouring experts, only the best `num_chosen_groups` are
     used. A group is scored by its best expert if `is_group_best`, otherwise by the sum of its two best. Ties go to the
     lowest expert.

@@ -26,7 +26,7 @@ def rope_and_write_latents(
     cache: Tensor,
     queries: Tensor,
 ) -> None:
-    """Normalize latents, rotate keys, and write both to the cache; write rotated q to the end of `queries`.
+    """Write normalized latents and rotated keys to the cache, and rotated q to the end of `queries`.
 
     DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1. Rows of an int8 or fp8 cache are rounded like keys and values.
 
@@ -36,8 +36,7 @@ def rope_and_write_latents(
     positions, slot_mapping: see `AttentionBatch`. cache [num_blocks, 1, block_size, rank + rotary_dim].
     queries [num_tokens, num_heads, rank + rotary_dim]: the first `rank` values are not touched.
 
-    A latent that is not finite becomes zeros, and its key NaN: rows that attend to the position become NaN, and other
-    rows of a tile may multiply its latent by a weight of zero.
+    A latent that is not finite becomes zeros, and its key NaN, as in `Kernels.rope_and_write_kv`.
     """
     turns = cos_sin[positions].unsqueeze(1)
     rank, rotary_dim = len(weight), q.shape[2]

@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs: one file for each operation."""
+"""Triton kernels for GPUs."""
 
 from octavo.kernels.triton.proxy_fences import install
 

@@ -4,7 +4,7 @@ A row's result depends only on its own position and KV, because tiles of rows ar
 partitions (states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions.
 
 A launch depends only on shapes, so a captured launch serves sequences of any length. A row at position -1, in a
-sequence of length 0, gets zeros: divisions round towards zero, so the row visits the first tile with masked loads.
+sequence of length 0, gets zeros. It visits the first tile with masked loads, because divisions round towards zero.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-MAX_ROW_BYTES = 512  # of a padded head, because tiles of q, k and v must fit shared memory
+MAX_ROW_BYTES = 512  # of a padded head; tiles of q, k and v must fit shared memory
 BLOCK_M = 64  # rows that a warp group of Hopper multiplies
 TILE = 64
 TILES = 4
 PARTITION = TILE * TILES
-_SPLIT_TOKENS = 8  # maximum of a split sequence; 1 if all sequences have one token
+_SPLIT_TOKENS = 8  # maximum of a split sequence if some sequence has several tokens, otherwise 1
 _SPLIT_PROGRAMS = 512
-_SPLIT_SEQS = tl.constexpr(_SPLIT_PROGRAMS)  # at most
+_SPLIT_SEQS = tl.constexpr(_SPLIT_PROGRAMS)
 _SHARERS_PER_PROCESSOR = 2
-_PARTIAL_BYTES = 128 << 20  # if partial sums would be larger, no sequence is split
+_PARTIAL_BYTES = 128 << 20  # of partial sums; otherwise no sequence is split
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NO_WINDOW = 1 << 30
 _OF_A_RUN = ["num_seqs", "num_tiles", "split_tokens", "max_partitions", "window", "table_stride"]
@@ -92,32 +92,32 @@ def paged_attention(
 
 
 def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return True if the kernel supports such heads."""
+    """Return True for supported heads."""
     return bool(triton.next_power_of_2(head_dim) * dtype.itemsize <= MAX_ROW_BYTES)
 
 
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return compile options. Longer rows use more threads and fewer stages.
+    """Return compile options.
 
-    A second warp group would repeat the products of q and k, so only rows that need more registers use it.
+    A second warp group would repeat the products of q and k, so it is used only for rows that need its registers.
     """
     row_bytes = head_dim * dtype.itemsize
     is_narrow = row_bytes <= (256 if dtype.itemsize < 4 and has_warp_groups() else 128)
     num_warps, num_stages = 4 if is_narrow else 8, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
     if not is_amd():
-        options["maxnreg"] = 255  # without a limit, ptxas may use 32 and spill the rest
+        options["maxnreg"] = 255  # otherwise ptxas may use 32 and spill the rest
     return options
 
 
 def partial_sums(num_rows: int, num_heads: int, num_partitions: int, head_dim: int, like: Tensor) -> list[Tensor]:
-    """Allocate the states of partitions: sums, and (maximum, sum of weights)."""
+    """Allocate states of partitions: sums, and (maximum, sum of weights)."""
     shape = (max(num_rows, 1), num_heads, num_partitions)
     return [like.new_empty(*shape, width, dtype=torch.float32) for width in (head_dim, 2)]
 
 
 def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_len: int) -> int:
-    """Return the most bytes of partial sums."""
+    """See `Kernels.scratch_bytes`."""
     partitions = triton.cdiv(max_seq_len, PARTITION)
     most_seqs = max(1, _SPLIT_PROGRAMS // num_kv_heads)
     return min(_PARTIAL_BYTES, _partial_bytes(most_seqs * _SPLIT_TOKENS, num_heads, partitions, head_dim))
@@ -139,9 +139,8 @@ def _partial_bytes(num_rows: int, num_heads: int, num_partitions: int, head_dim:
 
 @triton.jit
 def _merge(total_max, total_weight, totals, part_max, part_weight, part):
-    """The maximum is -inf if a row saw no position."""
     maximum = tl.maximum(total_max, part_max)
-    origin = tl.where(maximum == float("-inf"), 0.0, maximum)
+    origin = tl.where(maximum == float("-inf"), 0.0, maximum)  # -inf if a row saw no position
     keep, add = tl.exp2(total_max - origin), tl.exp2(part_max - origin)
     totals = tl.fma(part, tl.broadcast_to(add[:, None], part.shape), totals * keep[:, None])
     return maximum, tl.fma(part_weight, add, total_weight * keep), totals
@@ -149,7 +148,6 @@ def _merge(total_max, total_weight, totals, part_max, part_weight, part):
 
 @triton.jit
 def _nothing_seen(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the state of rows before their first position: maximum, weight and sums."""
     weight = tl.zeros([ROWS], tl.float32)
     return weight + float("-inf"), weight, tl.zeros([ROWS, BLOCK_D], tl.float32)
 
@@ -167,9 +165,8 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks before position `first` may be released."""
     of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
-    is_there = (of_tile >= first) & (of_tile < seq_len)
+    is_there = (of_tile >= first) & (of_tile < seq_len)  # blocks before `first` may be released
     is_dim = dim < HEAD_DIM
     block = tl.load(table_ptr + of_tile // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
     offset = of_tile % BLOCK_SIZE
@@ -202,12 +199,11 @@ def _attend_tile(
 
 @triton.jit
 def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sequence of a tile, and the tile's index in the sequence, which may be past the last.
+    """Return the sequence of a tile, and the tile's index in the sequence, which may be past the last tile.
 
-    Tiles of sequence i begin at floor(rows before it / BLOCK_M) + i, so sequences do not overlap.
+    The tiles of sequence i begin at floor(rows of earlier sequences / BLOCK_M) + i, so sequences do not overlap.
     """
-    # The last sequence that begins at or before `tile`. `low` must be a tensor even if the loop does not run.
-    low, high = 0 * num_seqs, num_seqs
+    low, high = 0 * num_seqs, num_seqs  # `low` must be a tensor even if the loop does not run
     while high - low > 1:
         middle = (low + high) // 2
         is_later = tl.load(query_start_ptr + middle) * GROUP // BLOCK_M + middle > tile
@@ -219,7 +215,7 @@ def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOC
 def _tiles_of_rows(
     tile, first_position, num_tokens, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the first position that a tile of rows sees, and the first and end index of its KV tiles."""
+    """Return the first position that a tile of rows sees, and the first and end index of the KV tiles to visit."""
     first = _first_seen(first_position + tile * BLOCK_M // GROUP, window)
     last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
     return first, first // TILE, last // TILE + 1
@@ -230,7 +226,7 @@ def _ends_of_sequences(
     query_start_ptr, seq_lens_ptr, num_seqs, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return the cumulative number of items of split sequences. An item is a partition and a tile of rows."""
+    """Return the cumulative number of split sequences' items, which are pairs of a partition and a tile of rows."""
     sequence = tl.arange(0, _SPLIT_SEQS)
     is_there = sequence < num_seqs
     first_token = tl.load(query_start_ptr + sequence, mask=is_there, other=0)
@@ -275,7 +271,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """For one KV head, compute a tile of queries over all its partitions, or items of split sequences."""
+    """Compute, for one KV head, a tile of queries over all its partitions, or several items of split sequences."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends, first_item, end_item, step = _items_of_program(
         query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window, GROUP, BLOCK_M, TILE * TILES
@@ -340,15 +336,12 @@ def _attend(
 
 @triton.jit
 def _write(place, total_max, total_weight, totals, sink_place, mask, HAS_SINKS: tl.constexpr):
-    """Merge the sinks, and store totals / total_weight.
-
-    Zeros are made positive, because the sign of a zero may come from a weight of zero.
-    """
+    """Merge the sinks, and store totals / total_weight. -0.0 becomes 0.0, because weights of zero may set the sign."""
     if HAS_SINKS:
         one, nothing = tl.full(total_weight.shape, 1.0, tl.float32), tl.zeros(totals.shape, tl.float32)
         sink = tl.load(sink_place) * _LOG2_E
         total_max, total_weight, totals = _merge(total_max, total_weight, totals, sink, one, nothing)
-    total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)  # the row saw nothing
+    total_weight = tl.where(total_weight == 0.0, 1.0, total_weight)
     result = tl.div_rn(totals, tl.broadcast_to(total_weight[:, None], totals.shape)) + 0.0
     tl.store(place, round_to(result, place.dtype.element_ty), mask=mask)
 

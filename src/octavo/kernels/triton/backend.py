@@ -57,12 +57,12 @@ _OPERATIONS = (
     "take_rows",
     "top_tokens",
 )
-# Numbers of rows on both sides of each choice of tiles, and above a partition of attention.
+# Numbers of rows on either side of each choice of tiles, and above a partition of attention.
 WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTITION + 1)
 
 
 class TritonKernels(ReferenceKernels):
-    """Triton kernels for a GPU or for Triton's interpreter; plain torch computes the rest."""
+    """Triton kernels for a GPU or Triton's interpreter. Plain torch computes the remaining operations."""
 
     name = "triton"
     multiplies_fp8 = True
@@ -80,7 +80,7 @@ class TritonKernels(ReferenceKernels):
         self.warm_up_rows = () if is_interpreted() else WARM_UP_ROWS
         self._compilations = Compilations()
         self._warned_of: set[str] = set()
-        self._product_bytes_per_row = 0  # maximum of the weights packed so far
+        self._product_bytes_per_row = 0
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
@@ -299,7 +299,7 @@ class TritonKernels(ReferenceKernels):
 
 @functools.cache
 def kernel_of(name: str) -> Callable[..., None] | None:
-    """Return the Triton function of an operation, or None."""
+    """Return an operation's function."""
     path = f"octavo.kernels.triton.{name}"
     if importlib.util.find_spec(path) is None:
         return None

@@ -16,7 +16,7 @@ class Compilations:
         self._num_taken = len(self._compiled)
 
     def take(self) -> list[str]:
-        """Return the kernels compiled since the last call, with their properties."""
+        """Return kernels compiled since the last call, with their properties."""
         new = self._compiled[self._num_taken :]
         self._num_taken += len(new)
         return new
@@ -24,7 +24,7 @@ class Compilations:
 
 @functools.cache
 def compiled_kernels() -> list[str]:
-    """Return the list to which Triton adds each kernel that it compiles or loads from its disk cache from now on."""
+    """Return a list to which Triton from now on adds each kernel that it compiles or loads from its disk cache."""
     compiled: list[str] = []
     earlier = triton.knobs.runtime.jit_post_compile_hook
 

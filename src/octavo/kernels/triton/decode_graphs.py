@@ -1,4 +1,4 @@
-"""Decode steps as graphs. Each graph is for a number of sequences and a mean number of rows per sequence.
+"""Decode steps as graphs, each for a number of sequences and a mean number of rows per sequence.
 
 A step uses the next larger graph, and copies its inputs to memory that is never freed. Each unused sequence gets one
 padding row while unused rows remain. Launches depend only on the graph's shape, so graphs do not change tokens.
@@ -37,9 +37,9 @@ _PROGRESS_S = 5.0
 
 
 class DecodeGraphs:
-    """A forward pass over one KV cache that runs steps with few rows per sequence as graphs.
+    """A forward pass over one KV cache, with graphs for steps with few rows per sequence.
 
-    forward: the pass without graphs. sizes: captured numbers of sequences, by mean rows per sequence.
+    sizes: captured numbers of sequences, by mean rows per sequence.
     """
 
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
@@ -53,14 +53,11 @@ class DecodeGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of graphs and inputs."""
+        """Bytes with inputs."""
         return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
 
     def _capture(self, plan: DecodePlan) -> None:
-        """Capture the largest graph first, because smaller graphs reuse its memory.
-
-        Stop at the first graph that exceeds `plan.num_bytes`.
-        """
+        """Capture graphs until they exceed `plan.num_bytes`, largest first, because smaller graphs reuse memory."""
         start = logged_at = time.monotonic()
         planned = [(num_rows, num_seqs) for num_rows, sizes in plan.sizes.items() for num_seqs in sizes]
         planned.sort(key=lambda size: (size[0] * size[1], size[0]), reverse=True)
@@ -110,7 +107,7 @@ class DecodeGraphs:
         return hidden if batch.outputs is None else take_rows(hidden, batch.outputs.rows)
 
     def size_for(self, batch: AttentionBatch) -> Size | None:
-        """Return the size of the graph for a batch, or None. Only the total of rows matters."""
+        """Return the size of the graph for a batch, or None. Of rows, only the total matters."""
         num_seqs, width = batch.block_tables.shape
         if width > self._inputs.table_width:
             return None
@@ -122,7 +119,7 @@ class DecodeGraphs:
 
 
 class DecodeInputs:
-    """Inputs of the largest graphs. Smaller graphs use a prefix."""
+    """Inputs, of which smaller graphs use a prefix."""
 
     def __init__(self, batch: AttentionBatch, plan: DecodePlan) -> None:
         most_seqs = max(sizes[-1] for sizes in plan.sizes.values())
@@ -155,7 +152,7 @@ class DecodeInputs:
         return sum(each.nbytes for each in tensors)
 
     def of_size(self, size: Size) -> tuple[Tensor, AttentionBatch]:
-        """Return a graph's inputs."""
+        """Return graph inputs."""
         num_rows, num_seqs = size
         batch = _first_of(self._batch, num_seqs, num_rows * num_seqs, has_padding_rows=num_rows > 1)
         return self._token_ids[: num_rows * num_seqs], batch
@@ -166,7 +163,7 @@ class DecodeInputs:
         width = batch.block_tables.shape[1]
         assert token_ids.is_contiguous()
         groups = zip((batch, *batch.more_groups), (self._batch, *self._batch.more_groups), strict=True)
-        for given, of_graph in groups:  # copying token ids for each group is cheaper than another launch
+        for given, of_graph in groups:  # copying token ids again is cheaper than another launch
             assert given.block_tables.is_contiguous()
             _fill_inputs[num_rows * num_seqs, triton.cdiv(width, _BLOCK)](
                 token_ids, given.positions, given.slot_mapping, given.query_start, given.seq_lens, given.block_tables,

@@ -1,7 +1,7 @@
 """Bytes of E4M3 (float8_e4m3fn), converted with integer arithmetic, which gives torch's bits on every device.
 
-Triton refuses the format on sm_80, gfx942 has another format (e4m3fnuz), and the interpreter (3.6) does not round like
-a device.
+Triton refuses E4M3 on sm_80, gfx942 has another format (e4m3fnuz), and the interpreter (3.6) does not round like a
+device.
 
     bit    7     6 5 4 3   2 1 0         value                            0x7F and 0xFF are NaN
            sign  exponent  mantissa      (1 + m / 8) * 2^(e - 7), or m / 8 * 2^-6 if e is 0
@@ -44,11 +44,11 @@ def to_e4m3(x):
 
 @triton.jit
 def to_float32(x):
-    """Return E4M3 (uint8), or another type, as float32."""
+    """Convert E4M3 (uint8), or another type, to float32."""
     if x.dtype == tl.uint8:
         code = x.to(tl.int32)
         magnitude = code & 0x7F
-        is_small = magnitude < 8  # subnormal: no implied 1
+        is_small = magnitude < 8  # subnormal
         value = ((magnitude << 20) + (tl.where(is_small, _BIAS + 1, _BIAS) << 23)).to(tl.float32, bitcast=True)
         value = tl.where(is_small, value - _LEAST_NORMAL, value)
         value = tl.where(magnitude == 0x7F, float("nan"), value)

@@ -31,14 +31,14 @@ def _powers(x):
 
 @triton.jit
 def exponential(x):
-    """Return e^x of float32; infinity above 88, e^-87 below -87."""
+    """Return e^x of float32, infinity above 88, and e^-87 below -87."""
     power, rest = _powers(tl.minimum(tl.maximum(x, -87.0), 88.0))
     return tl.where(x > 88.0, float("inf"), power + power * rest)
 
 
 @triton.jit
 def hyperbolic_tangent(x):
-    """Return tanh(x): m / (m + 2) with m = e^2|x| - 1, and the sign of x."""
+    """Return tanh(x) = m / (m + 2) for m = e^2|x| - 1, with the sign of x."""
     magnitude = tl.abs(x)
     power, rest = _powers(tl.minimum(magnitude + magnitude, 40.0))
     minus_one = (power - 1.0) + power * rest
@@ -49,7 +49,7 @@ def hyperbolic_tangent(x):
 
 @triton.jit
 def exponential_64(x):
-    """Return e^x of float64 x <= 0; e^-700 below -700. As in csrc/selection.h."""
+    """Return e^x of float64 x <= 0, and e^-700 below -700, as in csrc/selection.h."""
     x = tl.minimum(tl.maximum(x, -700.0), 0.0)
     shifted = x * _LOG2_E + _ROUNDING_64
     n = shifted - _ROUNDING_64

@@ -1,6 +1,6 @@
-"""CUDA graphs: captured launches that one call repeats.
+"""CUDA graphs, which are captured launches that one call repeats.
 
-Inputs must be in memory that is not freed, and no launch may depend on the content of inputs.
+Inputs must be in memory that is not freed. No launch may depend on their content.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ class GraphPool(Protocol):
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of `run`, which must have run before. Return a function that repeats the launches.
 
-        Capturing may execute the launches. Raises `RuntimeError`, on a GPU `CaptureError`, for example if the host
-        reads a value of the device.
+        Capturing may execute the launches. Raises `RuntimeError`, on a GPU `CaptureError`.
         """
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Memory of intermediate results and launches."""
+        """Bytes of intermediate results and launches."""
         ...
 
 
@@ -44,7 +43,7 @@ class CudaGraphPool:
         self._stream = torch.cuda.Stream(device)  # captures on one stream share memory
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture, launch once for the driver's allocations, and measure."""
+        """See `GraphPool`. Launches once for the driver's allocations."""
         before = self._memory()
         graph = torch.cuda.CUDAGraph()
         try:

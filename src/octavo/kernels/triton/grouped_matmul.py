@@ -1,7 +1,7 @@
 """Products of rows with the weight of their group, in one launch.
 
-Each group has its own tiles, in the shape and order of `matmul`, so results have the bits of `matmul`. The device reads
-the sizes of groups, so the launch has as many tiles as any sizes need.
+Each group has its own tiles, in the shape and order of `matmul`, so results have the bits of `matmul`. Only the device
+reads the sizes of groups, so a launch has enough tiles for any sizes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _grouped_matmul(
     groups = tl.arange(0, MOST_GROUPS)
     starts = tl.load(group_start_ptr + groups, mask=groups < num_groups, other=0)
     ends = tl.load(group_start_ptr + groups + 1, mask=groups < num_groups, other=0)
-    tiles_until = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M), 0)  # of this and earlier groups
+    tiles_until = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M), 0)
     num_row_tiles = tl.max(tiles_until, 0)
     first, step = loop_bound(tl.program_id(0)), loop_bound(tl.num_programs(0))
     for tile in range(first, loop_bound(most_row_tiles * tl.cdiv(num_columns, BLOCK_N)), step):

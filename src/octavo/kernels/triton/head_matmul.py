@@ -1,4 +1,4 @@
-"""Products of heads with the weight of their head, in one launch. Results have the bits of `matmul`."""
+"""Products of heads with one weight per head, in one launch. Results have the bits of `matmul`."""
 
 from __future__ import annotations
 

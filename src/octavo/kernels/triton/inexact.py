@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class InexactKernels(TritonKernels):
-    """Only products with quantized weights stay exact."""
+    """Kernels with exact products only for quantized weights."""
 
     name = "fast-inexact"
 

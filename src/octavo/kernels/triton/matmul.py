@@ -1,7 +1,7 @@
 """Products with weights, x @ weight.T: see docs/gpu.md.
 
 A row's bits depend only on its own values, because split and unsplit products do the same operations on the same tiles.
-Only a device can show that a row of a tile's product (wgmma, mma, mfma) does not depend on other rows: see
+Whether a row of a tile's product (wgmma, mma, mfma) depends on other rows can be tested only on a device, with
 tools/gpu_check.py.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BLOCK_M, BLOCK_N = 64, 128
 PARTITION = 512  # columns of K; a multiple of BLOCK_K
-_GROUP = 8  # tiles of rows that run together, to keep inputs in the cache
+_GROUP = 8  # tiles of rows that run together, with inputs in the cache
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -77,7 +77,7 @@ def matmul(
 
 
 def partial_bytes_per_row(weight: Tensor) -> int:
-    """Return the bytes of partial sums per row."""
+    """Return partial sums' bytes per row."""
     num_columns, width = weight.shape
     num_partitions = triton.cdiv(width, PARTITION)
     is_split = num_partitions > 1 and triton.cdiv(num_columns, BLOCK_N) < num_processors(weight.device)
@@ -100,7 +100,7 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 
 def num_processors(device: torch.device) -> int:
-    """Return how many programs run simultaneously: few in the interpreter, so that programs loop."""
+    """Return how many programs run simultaneously. In the interpreter these are few, so programs loop."""
     if device.type == "cpu":
         return _INTERPRETED_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -126,7 +126,7 @@ def partition_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return one partition's sum for a tile: float32 or int32."""
+    """Return one partition's float32 or int32 sum for a tile."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_INTEGER else tl.float32)
     x_place = x_ptr + (row.to(tl.int64) * x_stride)[:, None]
     weight_place = weight_ptr + (column.to(tl.int64) * WIDTH)[None, :]

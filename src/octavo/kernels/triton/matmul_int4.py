@@ -1,6 +1,7 @@
-"""Products of int8 rows with int4 weights, exact: `octavo.kernels.quantization.linear_int4`.
+"""Products of int8 rows with int4 weights, with the bits of `octavo.kernels.quantization.linear_int4`.
 
-A 16-bit weight is split into two signed bytes, high * 256 + low, so sums fit 32 bits and any order gives the same bits.
+A 16-bit weight is split into two signed bytes, high * 256 + low. Sums then fit 32 bits, and any order gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def pack_int4(weight: Int4Weight) -> PackedInt4:
 def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor | None, out: Tensor) -> Tensor:
     """Write float(values @ weight.T) * (row's scale * column's unit) + bias into contiguous `out`, and return it."""
     num_rows, num_columns = out.shape
-    block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64  # sums are exact in any tile
+    block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64
     _matmul_int4[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, _BLOCK_N)](
         values,
         scales,

@@ -1,6 +1,6 @@
 """Octavo noise v1 (`octavo.kernels.noise`) on a GPU.
 
-Compile callers with `enable_fp_fusion=False`: every operation rounds once.
+Compile callers with `enable_fp_fusion=False`, because every operation must be rounded once.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class PackedBlocks:
 
     low: int8 [out_features, in_features] if values have 8 bits. Otherwise uint8 [out_features, padded / 2], with padded
     a multiple of 64. The low half of byte 32 i + j holds column 64 i + j, and the high half column 64 i + 32 + j.
-    high: the remaining bits, if any. 8 groups of 32 columns (4 if the plane has two bits) take 32 bytes. Byte j holds
-    the bits of column j of each group, from the lowest bits for the first group.
+    high: the remaining bits, if any. 8 groups of 32 columns (4 with two remaining bits) take 32 bytes. Byte j holds the
+    bits of column j of each group, with the first group in the lowest bits.
     """
 
     kind: BlockKind
@@ -67,7 +67,7 @@ class PackedBlocks:
 
     @classmethod
     def pack(cls, weights: Sequence[BlockWeight]) -> PackedBlocks:
-        """Pack and concatenate weights of one kind, and release their files' memory."""
+        """Pack and concatenate weights of one kind. Release their files' memory."""
         kind, in_features = weights[0].kind, weights[0].in_features
         out_features = sum(weight.shape[0] for weight in weights)
         like = _parts(weights[0].select_rows(slice(0, 1)))
@@ -101,7 +101,7 @@ class PackedBlocks:
         return LAYOUTS[self.kind]
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return dequantized rows. Graphs can capture this."""
+        """Dequantize rows. Graphs can capture this."""
         stored = self.scales.map(lambda part: part[index])
         if self.kind is BlockKind.MXFP4:
             scales, minima = exponent_scales(stored.scales), None
@@ -128,7 +128,7 @@ class PackedBlocks:
             high = self.high[index].view(len(index), self.high.shape[1] // GROUP_VALUES, 1, GROUP_VALUES)
             high = (high >> places & (1 << high_bits) - 1).flatten(1)
             values |= high[:, : self.in_features].int() << low_bits
-        if self.kind is BlockKind.MXFP4:  # a table would be copied from the host
+        if self.kind is BlockKind.MXFP4:  # a table would need a copy from the host
             size = values & 7
             size = torch.where(size < 2, size, 2 + (size & 1) << ((size >> 1).clamp(min=1) - 1))
             values = torch.where(values < 8, size, -size)
@@ -159,7 +159,7 @@ class BlockParts:
             first += part.out_features
 
     def vocabulary(self) -> PackedBlocks:
-        """Return the only part."""
+        """Return the single part."""
         (part,) = self.parts
         return part
 

@@ -1,9 +1,9 @@
 """Order asynchronous copies before the tensor-core products that read them.
 
-On sm_90 and later, products read shared memory through the async proxy; `cp.async` writes it through the generic proxy.
-Waiting for a copy does not order the write before the read. Each thread must also issue `fence.proxy.async` (PTX ISA,
-"Async proxy"). Triton before 3.7.1 omits this fence in loops that load ahead, so a product may read old values. This
-module adds missing fences to Triton's PTX.
+On sm_90 and later, products read shared memory through the async proxy, but `cp.async` writes through the generic
+proxy. Waiting for a copy does not order its write before the read. Each thread must also issue `fence.proxy.async` (PTX
+ISA, "Async proxy"). Triton before 3.7.1 omits this fence in loops that load ahead, so a product may read old values.
+This module adds missing fences to Triton's PTX.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma)\b")
 
 
 def add_fences(ptx: str) -> str:
-    """Return PTX with a fence after each wait for copies, unless `is_fenced` is True."""
+    """Add a fence after each wait for copies if `is_fenced` is False."""
     if is_fenced(ptx):
         return ptx
     lines = ptx.split("\n")
@@ -27,7 +27,7 @@ def add_fences(ptx: str) -> str:
 
 
 def is_fenced(ptx: str) -> bool:
-    """Return False if the text has a product after a wait for copies, without a fence in between."""
+    """Return False if no fence is between a wait for copies and a later product."""
     needs_fence = False
     for line in ptx.split("\n"):
         if _WAIT.match(line):
@@ -40,7 +40,7 @@ def is_fenced(ptx: str) -> bool:
 
 
 def install() -> None:
-    """Make Triton's compiler for NVIDIA add missing fences. The compiler's cache keeps fenced kernels separate."""
+    """Make Triton's compiler for NVIDIA add missing fences. Fenced kernels have separate entries in its cache."""
     compiler: Any = backends["nvidia"].compiler if "nvidia" in backends else None
     if compiler is None or hasattr(compiler, "adds_fences"):
         return

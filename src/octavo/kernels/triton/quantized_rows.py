@@ -46,7 +46,7 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round x to int8 with one scale per 32 columns. Its width is a multiple of 32.
+    """Round x to int8 with one scale per 32 columns. The width of x is a multiple of 32.
 
     Returns (int8 values, float32 scales [groups, num_tokens], float32 sums of values [groups, num_tokens]).
     """
@@ -81,7 +81,6 @@ def _load(x_ptr, order_ptr, column, width, HAS_ORDER: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _scale_and_inverse(magnitude):
-    """Return (scale, factor for the values), or (NaN, 0) if not finite."""
     is_finite = magnitude < float("inf")
     has_inverse = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     inverse = tl.where(has_inverse, tl.div_rn(127.0, tl.where(has_inverse, magnitude, 1.0)), 0.0)
@@ -90,8 +89,7 @@ def _scale_and_inverse(magnitude):
 
 @triton.jit
 def _rounded(x, inverse):
-    """Return whole numbers, or zeros if the inverse is 0, because x may then be NaN."""
-    return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)
+    return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)  # x may be NaN
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,6 +1,6 @@
 """Rotary embedding (Su et al. 2021), and the write of KV into its slots.
 
-Operations are not fused, so int8 and fp8 are rounded from the same numbers as in plain torch.
+Operations are not fused, so int8 and fp8 are rounded from the numbers of plain torch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 
 @triton.jit
 def _scale_and_inverse(magnitude, stored: tl.constexpr):
-    """See `round_kv_rows`. stored: int8, or uint8 for E4M3."""
     is_finite = magnitude < float("inf")
     is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     most = tl.full(magnitude.shape, 127.0 if stored == tl.int8 else _E4M3_MAX, tl.float32)

@@ -1,6 +1,6 @@
 """Sampling of one token per row, with the same result as on the CPU.
 
-All operations before the exact argmax round like the reference.
+All operations before the argmax round like the reference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import SamplingRows
 
 _CUT_BLOCK = 2048
-_LAYERS = 8  # of packed tokens
+_LAYERS = 8
 _COUNTERS = 256  # of noise at a time; each is for four tokens
 _PIECE = 8 * 4 * _COUNTERS
 

@@ -1,7 +1,7 @@
 """The filters min_p, then top_k, then top_p, exact and without sorting.
 
-Each filter keeps a prefix of the order (value descending, id ascending). The cut is the last token of the prefix: its
-id and its key, an integer that is ordered like the values.
+Each filter keeps a prefix of the order (value descending, id ascending). The cut is the id and the key of the prefix's
+last token. Keys are integers that are ordered like the values.
 
 `pack` drops tokens below a bound. The remaining tokens keep their lanes, so sums over packed tokens add the same
 numbers in the same order. Functions read the row if `num_layers` is 0, otherwise the packed tokens.
@@ -27,7 +27,7 @@ _DIGITS = tl.constexpr(256)
 
 @triton.jit
 def order_key(value):
-    """Return int32 keys in the order of float32; -0.0 equals 0.0."""
+    """Return int32 keys in the order of float32. -0.0 equals 0.0."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -40,7 +40,7 @@ def key_value(key):
 
 @triton.jit
 def is_kept(key, ids, cut_key, cut_id):
-    """Return True for tokens that a cut keeps."""
+    """Mark a cut's tokens."""
     return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))
 
 
@@ -53,7 +53,7 @@ def scaled_key(logit, temperature):
 
 @triton.jit
 def scaled_keys(logits_ptr, vocab, temperature, packed_ptr, num_layers, first, BLOCK: tl.constexpr):
-    """Return (`scaled_key` of tokens, ids, True for ids that exist)."""
+    """Return (`scaled_key`, ids, True for ids that exist)."""
     ids = first + tl.arange(0, BLOCK)
     if num_layers > 0:
         ids = tl.load(packed_ptr + ids)
@@ -100,7 +100,7 @@ def key_of_rank(keys, rank):
 
 @triton.jit
 def top_k_cut(logits_ptr, vocab, temperature, packed_ptr, num_layers, k, BLOCK: tl.constexpr):
-    """Return the key of the k-th token, and how many of the first k tokens have it. Needs at least k tokens."""
+    """Return the key of the k-th of at least k tokens, and how many of the first k tokens have this key."""
     digits = tl.arange(0, _DIGITS)
     prefix = tl.full([], 0, tl.int32)
     left = k + 0
@@ -125,7 +125,7 @@ def top_k_cut(logits_ptr, vocab, temperature, packed_ptr, num_layers, k, BLOCK: 
 
 @triton.jit
 def tie_id(logits_ptr, vocab, temperature, packed_ptr, num_layers, cut_key, count, BLOCK: tl.constexpr):
-    """Return the `count`-th lowest id with key `cut_key`, or -1. Counts from 1."""
+    """Return the `count`-th (from 1) lowest id with key `cut_key`, or -1."""
     num_ties = tl.full([], 0, tl.int32)
     last = tl.full([], -1, tl.int32)
     for first in range(0, loop_bound(num_layers * BLOCK), BLOCK):
@@ -154,8 +154,8 @@ def _masses(
 ):  # fmt: skip
     """Return float64 sums of e^(value - largest) over the tokens that a cut keeps, one per ascending least key.
 
-    A sum is monotonic in its least key, because the order of additions is fixed. A fixed order needs one layout of the
-    kernel, so callers must not be specialized on alignment.
+    Sums are monotonic in the least key, because the order of additions is fixed. Callers must not be specialized on
+    alignment, which could change the kernel's layout and with it the order.
     """
     lanes_0 = tl.zeros([BLOCK], tl.float64)
     lanes_1 = tl.zeros([BLOCK], tl.float64)
@@ -182,9 +182,9 @@ def top_p_cut(
     logits_ptr, vocab, temperature, packed_ptr, num_layers, bound, largest_key, top_p, cut_key, cut_id,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Among tokens that the given cut keeps, return the cut of the shortest prefix that reaches top_p < 1.
+    """Return the cut of the shortest prefix, of at least one token, that reaches top_p < 1.
 
-    The prefix has at least one token. bound: the least packed key.
+    Only tokens that the given cut keeps count. bound: the least packed key.
     """
     largest = key_value(largest_key).to(tl.float64)
     all_layers = tl.where(cut_key >= bound, num_layers, 0)
@@ -193,7 +193,7 @@ def top_p_cut(
     )
     target = mass * top_p.to(tl.float64)
     low = tl.maximum(cut_key, LEAST_KEY).to(tl.int64)  # its mass reaches the target
-    high, above = largest_key.to(tl.int64) + 1, 0.0 * mass  # the mass of `high` does not
+    high, above = largest_key.to(tl.int64) + 1, 0.0 * mass  # the mass of `high` is too small
     if packed_mass >= target:
         low = tl.maximum(low, bound.to(tl.int64))
     else:
@@ -217,5 +217,5 @@ def top_p_cut(
     ties = tl.ceil((target - above) / _weights(key, largest))
     count = tl.minimum(tl.maximum(ties, 1.0), vocab.to(tl.float64)).to(tl.int32)
     last = tie_id(logits_ptr, vocab, temperature, packed_ptr, num_layers, key, count, BLOCK)
-    is_short = (last < 0) | ((key == cut_key) & (last > cut_id))  # rounding may add one to the ties
+    is_short = (last < 0) | ((key == cut_key) & (last > cut_id))  # rounding may add one tie
     return key, tl.where(is_short, tl.where(key == cut_key, cut_id, LAST_ID), last)

@@ -13,17 +13,17 @@ _FIRST_WITH_WARP_GROUPS = 90  # sm_90, Hopper
 
 
 def is_amd() -> bool:
-    """Return True if Triton compiles for AMD, which has less shared memory. torch may have another target."""
+    """Return True if Triton compiles for AMD, which has less shared memory."""
     return not INTERPRETED and target().backend == "hip"
 
 
 def has_warp_groups() -> bool:
-    """Return True if four warps together multiply tiles of 64 rows or more, as on Hopper."""
+    """Return True if, as on Hopper, four warps together multiply tiles of at least 64 rows."""
     return not INTERPRETED and target().backend == "cuda" and target().arch >= _FIRST_WITH_WARP_GROUPS
 
 
 def target() -> Any:
-    """Return Triton's target: its backend, architecture, and the size of a warp."""
+    """Return Triton's target, with backend, architecture and warp size."""
     return _target_of(driver.active.get_current_device())
 
 

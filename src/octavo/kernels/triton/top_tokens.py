@@ -62,7 +62,7 @@ def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.con
     for first in range(0, loop_bound(k), RANKED):
         other_index = first + tl.arange(0, RANKED)
         _, other = _chosen(values_ptr + row * vocab, chosen_ptr + row * k, other_index, k)
-        # The chosen ids ascend.
+        # chosen ids ascend
         is_before = (other[None, :] > value[:, None]) | (
             (other[None, :] == value[:, None]) & (other_index[None, :] < index[:, None])
         )
