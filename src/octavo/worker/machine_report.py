@@ -341,7 +341,7 @@ def _packed_experts(
 
 
 def _check_experts(name: str, shape: ExpertShape, precision: str, kernels: CpuKernels, one_thread: CpuKernels) -> Check:
-    """Compare a grouped product with the product of one expert alone, which `_check` examines."""
+    """Compare a grouped product with products of one expert."""
     counts = torch.tensor([3, 0, checked_rows(precision, shape.in_features), 1])
     x = _rows(precision, int(counts.sum()), shape.in_features)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
@@ -355,7 +355,7 @@ def _check_experts(name: str, shape: ExpertShape, precision: str, kernels: CpuKe
 
 
 def _measure_experts(name: str, shape: ExpertShape, precision: str, kernels: CpuKernels) -> Iterator[Timing]:
-    """Measure tokens that choose experts evenly. Every call reads other experts, as far as memory caches reach."""
+    """Measure tokens that choose experts evenly."""
     one = _packed_experts(shape, precision, kernels, 1)[0][0].num_bytes
     count = max(shape.num_experts, -(-cold_bytes() // one))
     packed = _packed_experts(shape, precision, kernels, count)[1]
