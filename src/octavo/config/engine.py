@@ -40,7 +40,7 @@ class SchedulingPolicy(StrEnum):
 
 
 class AdmissionRule(StrEnum):
-    """Whether a waiting request starts when its known tokens fit, or when prompt + max_tokens can be reserved."""
+    """Condition for starting a request: its known tokens fit, or prompt + max_tokens can be reserved."""
 
     OPTIMISTIC = "optimistic"
     RESERVATION = "reservation"

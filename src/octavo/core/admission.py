@@ -33,7 +33,7 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a starting request gets blocks. 0 means the tokens of its first step."""
+        """Return the number of tokens for which a starting request gets blocks. 0 means those of its first step."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -48,8 +48,8 @@ class Admission(Protocol):
 class OptimisticAdmission:
     """Starts a request if its known tokens fit. If too few blocks are free later, a running request is preempted.
 
-    At each start, one block for each running request must stay free, to delay the next preemption. A request that was
-    preempted `max_num_preemptions` times restarts only once all blocks that it may need are free.
+    When a request starts, one block for each running request must stay free, to delay the next preemption. A request
+    that was preempted `max_num_preemptions` times restarts only once all blocks that it may need are free.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:

@@ -234,7 +234,7 @@ def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: A
     """Admit waiting requests, but serve each prompt in `outranked` before less important waiting requests.
 
     If an outranked prompt gets no tokens, no further request is admitted. Later outranked prompts are still served,
-    because their blocks become free when they end.
+    because these prompts free blocks when they end.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

@@ -1,8 +1,8 @@
 """Chooses the KV blocks that are saved in an external store.
 
 A block of a bounded group is called a part of the first group's block with the same positions. Lookups in a store stop
-at the first missing block. Therefore a block with an evicted part is also saved, but only the first group's content.
-This content is enough for prefix hits after which the next token does not read the part.
+at the first missing block. Therefore, if a part was evicted, the first group's content is still saved. This content is
+enough if the token after a prefix hit does not read the part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return the maximum number of blocks that pending saves may pin together with their parts in all groups.
+    """Return the maximum number of blocks that pending saves may pin with all parts.
 
     In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need, because parts may be
     evicted before a later save.
@@ -73,7 +73,7 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Return a prefix hit whose blocks are in the store or can be saved with all parts, by shortening `computed`.
+    """Shorten a prefix hit until each block is in the store or can be saved with all parts. Return the hit.
 
     lacking: Hashes of blocks that the store lacks.
     """

@@ -329,8 +329,8 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return True if another step is needed.
 
-        A step is also needed to report ended requests and cancelled transfers to the worker, unless a step with only
-        such reports has just failed.
+        Reports of ended requests and cancelled transfers to the worker need a step, too. If a step with only such
+        reports fails, the reports wait for other work.
         """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:

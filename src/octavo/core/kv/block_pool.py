@@ -124,7 +124,7 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. Blocks are evicted in the order of their release.
 
-        If lookups find another block with the content of a released block, that block becomes the last to be evicted.
+        If lookups find a second block with the same content, the second block becomes the last to be evicted.
         Raises AssertionError if a block is not held.
         """
         for block in blocks:
@@ -140,7 +140,7 @@ class BlockPool(ContentPool[Block, Block]):
                     self._cached[block.block_id] = block
 
     def renew(self, link: BlockLink) -> None:
-        """Make the block with this link the last to be evicted, if it is cached."""
+        """If the block with this link is cached, make it the last to be evicted."""
         block_id, generation = link
         if block_id in self._cached and self.blocks[block_id].generation == generation:
             self._cached.move_to_end(block_id)
