@@ -33,7 +33,7 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return the number of tokens for which a starting request gets blocks. 0 means those of its first step."""
+        """Return the number of tokens for which a starting request gets blocks, or 0 for its first step's tokens."""
         ...
 
     def admitted(self, request: Request) -> None:

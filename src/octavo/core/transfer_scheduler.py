@@ -189,7 +189,7 @@ class KVTransferScheduler:
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return how many tokens count as computed once the first `num_blocks` blocks of a load have arrived.
+        """Return how many tokens count as computed after the first `num_blocks` blocks of a load have arrived.
 
         The last token never counts, because a step must compute its logits. The number is 0 if the request lacks a
         block that the next token reads.

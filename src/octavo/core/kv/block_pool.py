@@ -124,7 +124,7 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. Blocks are evicted in the order of their release.
 
-        If lookups find a second block with the same content, the second block becomes the last to be evicted.
+        If a released block is a duplicate, the block that lookups find becomes the last to be evicted.
         Raises AssertionError if a block is not held.
         """
         for block in blocks:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Claim(NamedTuple):
-    """The blocks that a request needs in a group to continue. Lookups do not find private blocks."""
+    """The blocks of one group that a request needs to continue. Lookups do not find private blocks."""
 
     first: int  # table index of the first needed block
     found: list[int]  # ids of found blocks from `first` on
