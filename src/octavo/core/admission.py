@@ -33,7 +33,7 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return the number of tokens for which a starting request gets blocks, or 0 for its first step's tokens."""
+        """Return the number of tokens for which a starting request gets blocks. If 0, only its first step gets blocks."""
         ...
 
     def admitted(self, request: Request) -> None:

@@ -73,7 +73,7 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Shorten a prefix hit until each block is in the store or can be saved with all parts. Return the hit.
+    """Return a prefix hit, shortened until each block is in the store or can be saved with all parts.
 
     lacking: Hashes of blocks that the store lacks.
     """

@@ -156,8 +156,9 @@ class BlockPool(ContentPool[Block, Block]):
     ) -> Block:
         """Add a full, computed block to the index. Return the block that lookups find for this content.
 
-        If the content is indexed already, lookups find only the earlier block. name: The content's name in host memory,
-        or None.
+        If the content is indexed already, lookups find only the earlier block.
+
+        name: The content's name in host memory, or None.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):
