@@ -33,7 +33,7 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return the number of tokens for which a starting request gets blocks. If 0, only its first step gets blocks."""
+        """Return for how many tokens a starting request reserves blocks. If 0, blocks are allocated step by step."""
         ...
 
     def admitted(self, request: Request) -> None:
