@@ -33,7 +33,7 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a starting request reserves blocks. If 0, blocks are allocated step by step."""
+        """Return for how many tokens a request gets blocks at its start. If 0, blocks are allocated step by step."""
         ...
 
     def admitted(self, request: Request) -> None:
