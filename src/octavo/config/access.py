@@ -21,8 +21,8 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 class AccessConfig:
     """Access, limits and timeouts. None means no limit.
 
-    operator_key: Additional key with which the router reads a replica's metrics. max_open_requests: Maximum number of
-    open output streams. Further requests are refused with status 429.
+    operator_key: Additional key with which the router reads a replica's metrics.
+    max_open_requests: Maximum number of open output streams. Further requests are refused with status 429.
     """
 
     grace_s: float = option(

@@ -40,7 +40,7 @@ class SchedulingPolicy(StrEnum):
 
 
 class AdmissionRule(StrEnum):
-    """Whether a waiting request starts when its known tokens fit, or when prompt + max_tokens can be reserved."""
+    """Condition for starting a request: its known tokens fit, or prompt + max_tokens can be reserved."""
 
     OPTIMISTIC = "optimistic"
     RESERVATION = "reservation"
@@ -66,11 +66,13 @@ class ModelConfig:
     """The checkpoint and how to read it.
 
     model: Directory in Hugging Face layout, GGUF file, hub id, or None for the built-in demo model.
-    quantization: "int8" is W8A8. Weights have one scale per output feature, and activations have one per token. Weights
-    and activations are first rotated by a Hadamard transform. "int4" is W4A8. "fp8" is W8A16 in E4M3, with one scale
-    per output feature. Embeddings and lm_head stay unquantized. If None, Triton kernels multiply a checkpoint's FP8
-    weights directly, and other kernels expand the weights. A checkpoint's 4-bit integer weights are unchanged.
-    8-bit integer weights are rotated and rounded again.
+    quantization: Number format to which weights are rounded at load.
+    - "int8": W8A8, with one scale per output feature and one per token. Weights and activations are first rotated by
+      a Hadamard transform.
+    - "int4": W4A8.
+    - "fp8": W8A16 in E4M3, with one scale per output feature. Embeddings and lm_head stay unquantized.
+    - None: A checkpoint's 4-bit integer weights are unchanged. 8-bit integer weights are rotated and rounded again.
+      Triton kernels multiply FP8 weights directly, and other kernels expand these weights.
     packed_cache_bytes: Cached weights are valid until the checkpoint's files change.
     """
 
@@ -151,7 +153,9 @@ class CacheConfig:
     """The paged KV cache.
 
     If `num_gpu_blocks` or `kv_cache_memory_bytes` is set, memory is allocated at start, in the background. Otherwise,
-    memory is allocated when blocks are first used. kv_cache_dtype: "int8" and "fp8" have one scale per token and head.
+    memory is allocated when blocks are first used.
+
+    kv_cache_dtype: "int8" and "fp8" have one scale per token and head.
     """
 
     block_size: int = option(DEFAULT_BLOCK_SIZE, "Tokens in one block of the KV cache.", unit="TOKENS")
@@ -204,14 +208,14 @@ class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
     max_num_seqs, max_num_batched_tokens, async_scheduling: None means the device's default (see `resolved`).
-    is_offline: True if no user waits for a step. The default of max_num_batched_tokens is then `num_offline_tokens`.
+    is_offline: True if no user waits for a step. Only changes the default of max_num_batched_tokens.
     mixed_step_ms: None means 100 for an engine. `LLM` uses 0 by default.
     attention_cost_tokens: None means a value from the model's shape, or 0 for a scheduler without an engine.
-    enable_chunked_prefill: If False, only a prompt longer than a step's budget is divided. Other prompts wait.
+    enable_chunked_prefill: If False, a prompt is divided only if it exceeds the budget of a whole step.
     ageing_s: None means that waiting time has no effect on ranks.
     async_scheduling: Even if True, a step with drafts or a grammar must end before the next step is scheduled.
-    max_num_preemptions: After this many preemptions, a request restarts only with all blocks that it may need, and is
-    never preempted again.
+    max_num_preemptions: After this many preemptions, a request restarts only once all blocks that it may need are free.
+    The request is then never preempted again.
     max_batch_prefill_tokens: A longer prompt is divided, even if enable_chunked_prefill is False.
     waiting_served_ratio, max_waiting_tokens: Used only while requests run.
     """

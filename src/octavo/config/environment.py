@@ -51,7 +51,7 @@ def api_key_from_environment() -> str | None:
 
 
 def kv_secret_from_environment() -> str:
-    """Return the secret in the keys of stored KV (OCTAVO_KV_SECRET), by default "".
+    """Return OCTAVO_KV_SECRET, a secret that is hashed into the keys of stored KV, or "".
 
     If a secret is set, a reader of the keys cannot test guesses of prompts. Engines that exchange KV need the same
     secret.

@@ -19,9 +19,12 @@ WEIGHT_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4, "fp8": 8}  # of th
 class Option:
     """A field of a configuration as a command-line option.
 
-    unit: Placeholder for the value in the help. choices: Allowed values, or () for any. name: Option name, or None for
-    the field's name. panel: Heading in the help. short: One-letter name. is_open: True if other options decide the
-    default.
+    unit: Placeholder for the value in the help.
+    choices: Allowed values, or () for any.
+    name: Option name, or None for the field's name.
+    panel: Heading in the help.
+    short: One-letter name.
+    is_open: True if other options decide the default.
     """
 
     help: str

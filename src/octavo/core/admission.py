@@ -33,7 +33,7 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a starting request gets blocks. 0 means the tokens of its first step."""
+        """Return for how many tokens a request gets blocks at its start. If 0, blocks are allocated step by step."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -48,8 +48,8 @@ class Admission(Protocol):
 class OptimisticAdmission:
     """Starts a request if its known tokens fit. If too few blocks are free later, a running request is preempted.
 
-    One block for each running request must stay free, to delay the next preemption. A request that was preempted
-    `max_num_preemptions` times restarts only with all blocks that it may need, and is never preempted again.
+    When a request starts, one block for each running request must stay free, to delay the next preemption. A request
+    that was preempted `max_num_preemptions` times restarts only once all blocks that it may need are free.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -96,8 +96,9 @@ class ReservationAdmission:
     """Reserves space for prompt + max_tokens of each running request, so that lack of blocks causes no preemption.
 
     A preemption is possible only if blocks are pinned for ended requests or for another engine. Source: Hugging Face
-    TGI (router/src/infer, `Queue::next_batch` and `batching_task`). most_saved_blocks: Number of blocks of each bounded
-    group that saves may pin in addition to the reservations.
+    TGI (router/src/infer, `Queue::next_batch` and `batching_task`).
+
+    most_saved_blocks: Number of blocks of each bounded group that saves may pin in addition to the reservations.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
@@ -126,9 +127,9 @@ class ReservationAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Return GATHERING while few requests wait, for at most `max_waiting_tokens` steps after an admission.
+        """Return GATHERING if few requests wait and the last admission is at most `max_waiting_tokens` steps ago.
 
-        If several requests start in one step, running requests are delayed only once.
+        Running requests are delayed less if several requests start in the same step.
         """
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)

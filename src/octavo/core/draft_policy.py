@@ -65,10 +65,12 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step's duration, including the drafting at its end. `verified` must have been called before.
+        """Learn from a step, unless it has prompt tokens. `verified` must have been called before.
 
-        Steps with prompt tokens are ignored. If the step verified drafts, return its duration including the drafting
-        before it, and an estimate for the same tokens without drafts. Otherwise return None.
+        If the step verified drafts, return the duration of the step and the drafting before it, and an estimate for the
+        same tokens without drafts.
+
+        seconds: The step's duration, including the drafting at its end.
         """
         if not (self._has_drafts or result.drafting_s):
             return None
@@ -124,8 +126,9 @@ class DraftPolicy:
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
         """Return the maximum number of drafts to propose after a step, by request id. No entry means no maximum.
 
-        num_tokens: Scheduled tokens by request id. For lookups, the maximum is 0 or missing, because `allot` later
-        chooses among the proposed drafts.
+        If only lookups propose drafts, every entry is 0. `allot` later chooses among the proposed drafts.
+
+        num_tokens: Scheduled tokens by request id.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}

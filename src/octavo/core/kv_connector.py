@@ -27,8 +27,7 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after `num_computed_tokens` the store has, or None if the caller must ask again.
 
-        The number is a multiple of the block size. The store has all blocks that the token after the returned tokens
-        reads.
+        The number is a multiple of the block size. After a load of that many tokens, the next token can be computed.
         """
         ...
 

@@ -1,8 +1,9 @@
 """The lifecycle of a request, from its arrival to its end.
 
-A request's status says which list has the request. The lists are waiting requests (WAITING, PREEMPTED), running
-requests (RUNNING) and transfers (WAITING_FOR_REMOTE_KVS). Ended requests remain in the running list until
-`drop_finished` is called.
+A request's status says which list has the request:
+- WAITING, PREEMPTED: the waiting requests.
+- RUNNING: the running requests. Ended requests remain in this list until `drop_finished` is called.
+- WAITING_FOR_REMOTE_KVS: the transfers.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Admit the queue's first request, which waits for a KV load until `end_loading`."""
+        """Admit the queue's first request. The request then waits for a KV load until `end_loading` is called."""
         self._waiting_requests.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens

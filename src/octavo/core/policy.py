@@ -29,8 +29,8 @@ def num_tokens_to_schedule(
 ) -> int:
     """Return how many of a request's `num_remaining` tokens a step computes. If 0, the request waits.
 
-    threshold: Maximum for one request, or 0 for no limit. may_be_cut: If False, the tokens are divided among steps only
-    if they exceed the budget of an empty step (`initial_budget`).
+    threshold: Maximum for one request, or 0 for no limit.
+    may_be_cut: If False, the tokens are divided only if they exceed `initial_budget`, the budget of an empty step.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -57,7 +57,7 @@ class PromptCost:
         return max(int(budget / (1 + self._per_position * position)), 1)
 
     def surcharge(self, position: int, count: int, budget: int) -> int:
-        """Return the budget that a chunk of `count` tokens uses beyond `count`, at most `budget - count`."""
+        """Return how much budget a chunk uses in addition to its `count` tokens, at most `budget - count`."""
         return min(math.ceil(count * self._per_position * position), budget - count)
 
 
@@ -118,8 +118,7 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
     """Return a rank by deadline, then by arrival.
 
-    ageing_s: Maximum seconds from arrival to deadline. A missing or later deadline counts as this maximum. None for no
-    limit.
+    ageing_s: If not None, a missing or later deadline is replaced by `ageing_s` seconds after arrival.
     """
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
@@ -144,7 +143,7 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
-    """Return True if a request has no output yet, or must compute more than its newest token and drafts."""
+    """Return True if a request has no output yet, or if tokens before its newest token are not computed."""
     sequence = request.sequence
     num_computed = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
     return len(sequence.token_ids) - num_computed > 1 or not sequence.num_output_tokens
@@ -178,9 +177,9 @@ class Batching(Protocol):
 class MixedBatching:
     """Serves running requests, then waiting requests. Prompts and decodes share steps.
 
-    Decodes wait for the whole step, so a step with decodes has at most `most` prompt tokens (0 for no limit). If
-    `step_s` is not 0, the limit adapts between `least` and `most`, so that a step takes `step_s` seconds. Sarathi-Serve
-    (Agrawal et al. 2024) chooses such a limit by profiling.
+    A step with decodes has a limit on prompt tokens, because decodes wait for the whole step. The limit is `most` (0
+    for no limit). If `step_s` is not 0, the limit adapts between `least` and `most`, so that a step takes `step_s`
+    seconds. Sarathi-Serve (Agrawal et al. 2024) profiles to choose a limit.
     """
 
     _SHRINK, _GROW = 0.5, 1.25  # smallest and largest factor of one change
@@ -235,7 +234,7 @@ def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: A
     """Admit waiting requests, but serve each prompt in `outranked` before less important waiting requests.
 
     If an outranked prompt gets no tokens, no further request is admitted. Later outranked prompts are still served,
-    because the missing blocks may become free when these prompts end.
+    because these prompts free blocks when they end.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

@@ -52,7 +52,7 @@ class FCFSRequestQueue:
         self._requests[request.request_id] = request
 
     def prepend_request(self, request: Request) -> None:
-        """Put a request back at the front, but after requests at the front that arrived earlier."""
+        """Put a request back before the first request that arrived later."""
         ahead = list(takewhile(lambda other: other.arrival_index < request.arrival_index, self._requests.values()))
         self._requests[request.request_id] = request
         for each in (request, *reversed(ahead)):

@@ -98,10 +98,10 @@ class ResultProcessor:
     def _update(
         self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
     ) -> EngineCoreOutput | None:
-        """Advance a request by `count` computed tokens, which end with `num_drafts` drafts.
+        """Advance a request by `count` computed tokens. The last `num_drafts` of these tokens are drafts.
 
-        sampled: Accepted drafts, then one more token. If sampling was postponed, the list is empty, and the next step
-        computes the last known token again.
+        sampled: Accepted drafts and one more token, or empty if sampling was postponed. The next step then computes the
+        last known token again.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count

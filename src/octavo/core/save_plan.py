@@ -1,9 +1,8 @@
 """Chooses the KV blocks that are saved in an external store.
 
-For a block of the first KV group, its part is a bounded group's block with the same positions. A store looks up a
-sequence from its beginning, so it never finds blocks after a missing block. If a part was evicted, the block is
-therefore still saved, but with the first group's content only. This is enough if the token after a prefix hit does not
-read the part.
+A block of a bounded group is called a part of the first group's block with the same positions. Lookups in a store stop
+at the first missing block. Therefore, if a part was evicted, the first group's content is still saved. This content is
+enough if the token after a prefix hit does not read the part.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return the maximum number of blocks that pending saves may pin together with their parts in all groups.
+    """Return the maximum number of blocks that pending saves may pin with all parts.
 
-    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need. Parts could be
+    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need, because parts may be
     evicted before a later save.
     """
     most = most_pinned_blocks(manager)
@@ -50,9 +49,10 @@ def blocks_to_save(
 ) -> tuple[list[int], list[list[int]]]:
     """Return the indices of the blocks to save, and their block ids for each group.
 
-    indices: Indices of the candidate blocks in the request's block table. For a block with an evicted part, the
-    returned id is `NO_BLOCK` in all bounded groups. Such a block is saved only if the store lacks the first group's
-    content.
+    A block with an evicted part is saved only if the store lacks the first group's content. The block's ids are then
+    `NO_BLOCK` in all bounded groups.
+
+    indices: Candidates, as indices in the request's block table.
     """
     table = request.sequence.block_table
     parts = {index: _parts_of(manager, request, index) for index in indices}
@@ -73,7 +73,7 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Return `computed`, shortened to end before the first block in `lacking` that cannot be saved with all parts.
+    """Return a prefix hit, shortened until each block is in the store or can be saved with all parts.
 
     lacking: Hashes of blocks that the store lacks.
     """

@@ -108,7 +108,7 @@ class Scheduler:
         least = request.sampling_params.least_output_tokens
         PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
-        # The newest token has no KV, so a request may exceed the capacity by one.
+        # The newest token has no KV, so a request may exceed the capacity by one token.
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
@@ -329,8 +329,8 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return True if another step is needed.
 
-        A step is also needed to report ended requests and cancelled transfers to the worker, unless a step with only
-        such reports has just failed.
+        Reports of ended requests and cancelled transfers to the worker need a step, too. If a step with only such
+        reports fails, the reports wait for other work.
         """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:

@@ -55,7 +55,7 @@ class StepCost:
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Return True if a step of at most `rows` tokens was measured. `learn` must have been called before."""
+        """Return True if the smallest measured step has at most `rows` tokens. Call `learn` before."""
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:

@@ -1,8 +1,9 @@
 """Scheduled steps without a result.
 
-With `async_scheduling`, a step is scheduled before the previous step has a result. Placeholders replace unknown tokens,
-no request is preempted, and each decoding request gets exactly one token. If a request ends in the previous step, the
-request's token in the next step is discarded.
+With `async_scheduling`, a step is scheduled before the previous step has a result:
+- Placeholders replace unknown tokens.
+- No request is preempted, and each decoding request gets exactly one token.
+- If a request ends in the previous step, the request's token in the next step is discarded.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class StepInFlight:
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.ended_ids]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return True if the next step can be scheduled before this step has a result, and has a request to compute.
+        """Return True if the next step has work and can be scheduled before this step has a result.
 
-        With drafts or grammars, the result is False, because the number of new tokens is unpredictable.
+        With drafts or grammars, return False, because the new tokens are unpredictable.
         """
         continues, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):

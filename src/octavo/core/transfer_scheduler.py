@@ -80,7 +80,7 @@ class KVTransferScheduler:
         self._saving: set[BlockHash] = set()  # blocks in pending saves with all parts
         self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves of the first group only
         self.reports_dropped_saves = True  # False in replays of old journals
-        # Limit on blocks that saves may pin with all parts. It does not apply to KV for another engine.
+        # Maximum number of blocks that saves may pin with all parts. KV for another engine is excluded.
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
@@ -189,7 +189,7 @@ class KVTransferScheduler:
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return how many tokens count as computed once the first `num_blocks` blocks of a load have arrived.
+        """Return how many tokens count as computed after the first `num_blocks` blocks of a load have arrived.
 
         The last token never counts, because a step must compute its logits. The number is 0 if the request lacks a
         block that the next token reads.
@@ -201,10 +201,10 @@ class KVTransferScheduler:
         return num_tokens if is_enough else 0
 
     def offer(self, request: Request) -> None:
-        """Order saves of a request's committed blocks that the store wants.
+        """Save a request's committed blocks, except blocks that the store has or does not want.
 
-        Blocks of the prompt are saved immediately. Blocks of generated tokens are saved several at a time, and when the
-        request ends. If the KV is for another engine, the limit on pinned blocks does not apply.
+        Blocks of the prompt are saved immediately. Blocks of generated tokens are saved several at a time. If the KV is
+        for another engine, the limit on pinned blocks does not apply.
         """
         if not self.has_store:
             return
@@ -253,10 +253,10 @@ class KVTransferScheduler:
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
-        """Return `computed`, shortened if the KV is for another engine and cannot be saved completely.
+        """Prepare a prefix hit whose KV is for another engine. Return the hit, shortened if necessary.
 
-        A shortened hit ends before the first block that the store lacks and that cannot be saved with all parts.
-        Earlier blocks that the store lacks are saved immediately.
+        The hit is cut before the first block that the store lacks and that cannot be saved with all parts. Earlier
+        blocks that the store lacks are saved immediately.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -274,8 +274,8 @@ class KVTransferScheduler:
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
         """Process the end of a transfer. Return the transfer if it is a pending load, otherwise None.
 
-        After an incomplete load, a request usually does not ask the store again. It asks once more, for fewer blocks,
-        if it cannot continue and the KV is not from another engine.
+        After an incomplete load, a request asks the store once more for fewer blocks, if no loaded token is usable and
+        the KV is not from another engine.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:

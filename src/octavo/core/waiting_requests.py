@@ -98,7 +98,7 @@ class WaitingRequests:
         return request
 
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
-        """Put deferred requests back if their wait has ended. Return pairs (request, whether its wait timed out)."""
+        """Requeue deferred requests whose wait has ended. Return pairs (request, whether its wait timed out)."""
         returned = []
         # In reverse order, because each request is put back at the front.
         for deferred in reversed(list(self._deferred.values())):

@@ -101,7 +101,7 @@ class AcceptanceRates:
         self._tried = [_FADING * each for each in self._tried]
 
     def rates(self, priors: Sequence[float]) -> list[float]:
-        """Return acceptance rates by position. priors: Rates that are assumed without observations."""
+        """Return acceptance rates by position. priors: Assumed rates, which observations gradually replace."""
         known = len(self._tried)
         return [
             (_PRIOR_WEIGHT * prior + self._right[place]) / (_PRIOR_WEIGHT + self._tried[place])

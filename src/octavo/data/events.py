@@ -221,7 +221,7 @@ class BlockOffloaded(Event):
 
     block_id: int
     host_block_id: int
-    groups: tuple[int, ...] = (0,)  # KV groups that the content is from
+    groups: tuple[int, ...] = (0,)  # KV groups whose content is copied
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ _COMPARED = ("weights", "tables", "logits", "draft")
 class EngineFingerprint:
     """Checksums of weights, tables and results, which an engine computes at its start.
 
-    Each checksum has 16 hexadecimal digits and is equal at every start. If results depend on threads or memory
-    addresses, checksums are "".
+    A checksum has 16 hexadecimal digits that are equal at every start. If results depend on threads or memory
+    addresses, no checksum is computed, and the value is "".
     """
 
     kernels: str  # backend and instruction set

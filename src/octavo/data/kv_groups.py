@@ -26,7 +26,7 @@ class KVGroupKind(Protocol):
     def first_position(self, num_tokens: int) -> int:
         """Return the first position that the token at position `num_tokens` attends to.
 
-        The result never decreases, so a request never needs earlier positions again.
+        The result never decreases for a larger `num_tokens`, so a request never needs earlier positions again.
         """
         ...
 
@@ -121,9 +121,10 @@ def longest_hit(
 ) -> int:
     """Return the length of the longest usable prefix hit, in blocks counted from `first_block`.
 
-    A prefix hit is usable if all blocks that the next token reads are present. is_there: Whether each block from
-    `first_block` on is present. All earlier blocks are present. num_tokens: Length of the sequence. The last token is
-    always computed.
+    A prefix hit is usable if all blocks that the next token reads are present.
+
+    is_there: True for each present block, from `first_block` on. All earlier blocks are present.
+    num_tokens: Length of the sequence. The last token is always computed.
     """
     run = longest = 0
     for count, has_block in enumerate(is_there[:limit], 1):

@@ -17,8 +17,10 @@ class KVTransferParams:
     """Parameters of a request that one engine prefills and another engine decodes.
 
     transfer_id: Text of 1 to 256 printable characters, equal in both engines and for all outputs of a client's request.
-    is_prefill: True if this engine computes the prompt, False if this engine receives the prompt's KV. source:
-    HOST:PORT of the prefill engine, or None for a shared store. Raises `RequestError`.
+    is_prefill: True if this engine computes the prompt, False if this engine receives the prompt's KV.
+    source: HOST:PORT of the prefill engine, or None for a shared store.
+
+    Raises `RequestError`.
     """
 
     transfer_id: str

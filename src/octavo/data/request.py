@@ -42,7 +42,7 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Positions `first` to `end` - 1 of a prompt, with placeholder tokens for other content such as an image."""
+    """Positions `first` to `end` - 1 of a prompt, whose tokens are placeholders for an image or other content."""
 
     first: int
     end: int
@@ -93,10 +93,12 @@ class Sequence:
 class Request:
     """One output stream of a user's request. Only the core changes a request (see docs/architecture.md).
 
-    Times are seconds on the engine's clock. fields: Values that replace fields of `options`. max_total_tokens: Maximum
-    length of prompt and output together, or the length of a pooled prompt. reads_prefix_cache: False for prompt
-    logprobs and mean pooling, because every prompt position must be computed. awaits_results: True if the request has a
-    grammar. The next step then depends on the previous result.
+    Times are seconds on the engine's clock.
+
+    fields: Values that replace fields of `options`.
+    max_total_tokens: Maximum length of prompt and output together, or the length of a pooled prompt.
+    reads_prefix_cache: False for prompt logprobs and mean pooling, because every prompt position must be computed.
+    awaits_results: True if the request has a grammar. The next step then depends on the previous result.
     """
 
     __slots__ = (

@@ -54,8 +54,9 @@ class NewRequestData:
 class CachedRequestData:
     """Changes of requests that the worker knows, as parallel lists.
 
-    The worker itself appends the tokens that it samples. new_block_ids: Ids to append to the block tables, by KV group,
-    then by request.
+    The worker itself appends the tokens that it samples.
+
+    new_block_ids: Ids to append to the block tables, by KV group, then by request.
     """
 
     req_ids: list[str]
@@ -100,10 +101,11 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    keys: For each block, a hash of everything that its KV depends on. A load copies the content that was saved under a
-    key into the block, or fails for this block. A store keeps the content of all groups under one key. block_ids: For
-    each KV group, a list parallel to `keys`. In a load, `NO_BLOCK` means that no token reads the group's part of the
-    block. In a save, `NO_BLOCK` means that the part was evicted. The first group's list has no `NO_BLOCK`.
+    keys: For each block, a hash of everything that its KV depends on. A store keeps the content of all groups under one
+    key. A load copies the content that was saved under a key, or fails for this block.
+    block_ids: For each KV group, a list parallel to `keys`. `NO_BLOCK` in a bounded group's list means:
+    - In a load, no token reads the group's part of the block.
+    - In a save, the part was evicted.
     """
 
     transfer_id: int
@@ -119,7 +121,7 @@ def are_whole(block_ids: list[list[int]]) -> list[bool]:
 
 
 def need_parts(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each loaded block whether any bounded group must load its part."""
+    """Return for each block of a load whether its part in any bounded group must be loaded."""
     return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
 
 
@@ -127,9 +129,9 @@ def need_parts(block_ids: list[list[int]]) -> list[bool]:
 class SchedulerOutput:
     """The message to the worker for one step.
 
-    After this step, the worker does not access blocks of transfers in `kv_cancels`. max_drafts: Maximum number of new
-    drafts by request id. For a request without an entry, only the proposer's limit applies. If a draft model exists,
-    the maximum does not apply to looked-up drafts.
+    max_drafts: Maximum number of new drafts by request id. For a request without an entry, only the proposer's limit
+    applies. If a draft model exists, looked-up drafts have no maximum.
+    kv_cancels: Ids of cancelled transfers, whose blocks the worker does not access after this step.
     """
 
     step: int

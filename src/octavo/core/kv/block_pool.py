@@ -1,7 +1,10 @@
 """The blocks of the paged KV cache and their reference counts.
 
-A block is FREE, CACHED (lookups find it, but no request holds it), OWNED or SHARED (in block tables, or pinned), or
-QUARANTINED (out of use after wrong bookkeeping).
+A block has one of these states:
+- FREE.
+- CACHED: Lookups find the block, but no request holds it.
+- OWNED or SHARED: The block is in block tables or pinned.
+- QUARANTINED: The block is out of use after wrong bookkeeping.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ BlockLink = tuple[int, int]  # (block id, generation)
 class Block:
     """A KV block in device memory.
 
-    name: The `link` of the first block with this content. It identifies the content while device or host memory has it.
+    name: Identifies the content while device or host memory has it. Equals the `link` of the first block with the
+    content.
     """
 
     block_id: int
@@ -120,7 +124,7 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. Blocks are evicted in the order of their release.
 
-        If a released block is not indexed, the indexed block with the same content becomes the last to be evicted.
+        If a released block is a duplicate, the block that lookups find becomes the last to be evicted.
         Raises AssertionError if a block is not held.
         """
         for block in blocks:
@@ -136,7 +140,7 @@ class BlockPool(ContentPool[Block, Block]):
                     self._cached[block.block_id] = block
 
     def renew(self, link: BlockLink) -> None:
-        """Make the block with this link the last to be evicted, if it is cached."""
+        """If the block with this link is cached, make it the last to be evicted."""
         block_id, generation = link
         if block_id in self._cached and self.blocks[block_id].generation == generation:
             self._cached.move_to_end(block_id)
@@ -152,8 +156,9 @@ class BlockPool(ContentPool[Block, Block]):
     ) -> Block:
         """Add a full, computed block to the index. Return the block that lookups find for this content.
 
-        If the content is indexed already, lookups find only the earlier block. name: The content's name in host memory,
-        or None.
+        If the content is indexed already, lookups find only the earlier block.
+
+        name: The content's name in host memory, or None.
         """
         present = self._index.get(block_hash)
         if present is not None and self._is_orphan(present):

@@ -40,7 +40,7 @@ class ContentPool(Generic[Taken, Found]):
         parent: BlockLink | None,
         extra_keys: tuple[str, ...] = (),
     ) -> Found | None:
-        """Return the block with this content, or None. An equal hash alone is no hit."""
+        """Return the block with this content, or None. The whole content is compared, not only the hash."""
         found = self._index.get(block_hash)
         if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
             return None

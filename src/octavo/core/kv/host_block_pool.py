@@ -1,7 +1,9 @@
 """Blocks of host memory.
 
-A host block is free, SAVED (with KV of a preempted request), CACHED (with evicted content of the device, which lookups
-find) or LENT (source of a copy in the next step).
+A host block is free or has one of these states:
+- SAVED: The block has KV of a preempted request.
+- CACHED: The block has content that was evicted from the device. Lookups find this content.
+- LENT: The next step copies from the block.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _ONLY_FIRST_GROUP = frozenset({0})
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A cached host block's content (see `Block`). groups: KV groups that the content is from."""
+    """A cached host block's content (see `Block`). groups: KV groups whose content was copied."""
 
     block_id: int
     hash: BlockHash
@@ -38,7 +40,7 @@ class HostBlock:
 
 
 class HostBlockPool(ContentPool[int, HostBlock]):
-    """The host blocks. KV of preempted requests may evict cached content, but never the reverse."""
+    """The host blocks. KV of preempted requests may evict cached content, but is never evicted."""
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
@@ -66,8 +68,9 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
         """Return the host block to which a device block must be copied, or None if no copy is needed or possible.
 
-        If host memory has the content already, the content becomes the most recently used. groups: KV groups whose
-        content is still on the device.
+        If host memory has the content already, the content becomes the most recently used.
+
+        groups: KV groups whose content is still on the device.
         """
         assert block.hash is not None
         assert block.name is not None
@@ -108,15 +111,15 @@ class HostBlockPool(ContentPool[int, HostBlock]):
             del self._num_followers[content.parent]
 
     def lend(self, block_ids: Iterable[int]) -> None:
-        """Protect blocks from eviction until the next step has copied from them. Lookups still find cached blocks."""
+        """Protect blocks from eviction until the next step has copied from them. Lookups still find their content."""
         for block_id in block_ids:
             if block_id not in self.lent:
                 self.lent[block_id] = self._cached.pop(block_id, None)
 
     def end_lending(self) -> None:
-        """Take back the lent blocks after the step with the copies has been scheduled.
+        """Make lent blocks with cached content CACHED again, and free all other lent blocks.
 
-        Blocks with cached content become CACHED again. All other blocks become free.
+        The step with the copies must have been scheduled before.
         """
         for block_id, content in reversed(self.lent.items()):  # a sequence's last block is evicted first
             if content is None:

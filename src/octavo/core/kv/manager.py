@@ -108,8 +108,8 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Return a request's prefix hit. Changes nothing.
 
-        If the KV that was swapped out at a preemption has more tokens than the cached blocks, the swapped-out KV is
-        used. The last token is always computed, for its logits.
+        A preempted request's swapped-out KV is used if it has more tokens than the cached blocks. The last token is
+        always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
         saved = self._saved.get(request.request_id)
@@ -119,7 +119,7 @@ class KVCacheManager:
         return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
-        """Count the tokens of a prefix hit that are from cached host blocks, excluding swapped-out KV."""
+        """Return how many tokens of a prefix hit are in cached host blocks. Swapped-out KV does not count."""
         if computed.is_saved or not computed.host_blocks:
             return 0
         return computed.num_tokens - len(computed.blocks) * self.block_size
@@ -146,9 +146,10 @@ class KVCacheManager:
         """Allocate blocks for `num_new_tokens` tokens after the computed tokens.
 
         Return the ids that are added to the first group's table, including the blocks of the prefix hit `computed`. If
-        too few blocks are free, change nothing and return None. num_reserved_tokens: Minimum number of tokens for which
-        blocks are allocated. is_loaded: True if a store provides the new tokens' KV. A group then needs only the blocks
-        that the next token reads.
+        too few blocks are free, change nothing and return None.
+
+        num_reserved_tokens: Minimum number of tokens for which blocks are allocated.
+        is_loaded: True if a store provides the new tokens' KV. Groups then need only blocks that the next token reads.
         """
         sequence = request.sequence
         num_computed = request.num_computed_tokens + computed.num_tokens

@@ -106,7 +106,7 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks at the beginning of a request.
 
-        Host memory is also searched, from the first block with an evicted part on. The longer hit is returned.
+        If device blocks lack parts, host memory is also searched from the first such block. The longer hit is returned.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -184,7 +184,7 @@ class PrefixCache:
         return self.chains.hash_function(parent, tail, chain.keys(num_full))
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Return why the next full block was not found, or None if finding it would save nothing."""
+        """Return why the next full block was not found, or None if its KV would save nothing."""
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None
@@ -199,7 +199,7 @@ class PrefixCache:
         return self.history.why_missed(index, tokens, chain.hashes[index], parent, chain.keys(index))
 
     def awaited_block(self, request: Request, computed: ComputedBlocks) -> tuple[BlockHash, str] | None:
-        """Return the first missing block's hash and the id of the request that will commit the block, or None."""
+        """Return (first missing block's hash, id of the request that will commit this block), or None."""
         index = len(computed.blocks)
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None

@@ -3,9 +3,8 @@
 A request holds only the blocks that later tokens can still read. A block of a bounded group is called a part of the
 first group's block with the same positions.
 
-If blocks are reserved for a request, its new blocks are private. Lookups do not find a private block before its
-release. If too few other blocks are free for the reservation, the blocks of the request's prefix hit become private,
-too.
+If blocks are reserved for a request, its new blocks are private: lookups find these blocks only after their release.
+If too few blocks are free for the reservation, the blocks of the request's prefix hit become private, too.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class BoundedGroup:
         return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
 
     def num_needed(self, found: Sequence[Block], num_read: int, num_all_blocks: int) -> int:
-        """Return the maximum number of free or cached blocks that a new request uses."""
+        """Return how many free or cached blocks a new request takes at most."""
         first = self.first_read(num_read)
         _, num_unheld = self._read(found[first:])
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
@@ -147,7 +146,7 @@ class BoundedGroup:
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """See `KVGroup`. The blocks for one step stay free. A single reservation always fits."""
+        """See `KVGroup`. Blocks for one step stay unreserved. A single reservation always fits."""
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
@@ -207,10 +206,9 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        Released blocks are evicted before other cached blocks, because later prefix hits usually do not need them.
+        Later prefix hits rarely need released blocks, so these blocks are evicted before other cached blocks.
         Exceptions are blocks of the request's prefix hit, and blocks that the token after the last full block reads.
-        For each released private block, the request gets a block for a later position, until the table is as long as
-        the first group's table.
+        Each released private block is replaced by a block for a later position, if the first group has such a block.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -244,7 +242,7 @@ class BoundedGroup:
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Release blocks. Return how many private blocks are not held any more."""
+        """Release blocks. Return how many private blocks have no holder now."""
         num_private = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
@@ -263,7 +261,7 @@ class BoundedGroup:
         return num_private
 
     def block_forgotten(self, block: Block) -> None:
-        """Free the part of a block that lookups no longer find, unless the part is held."""
+        """Discard a block's part, because lookups no longer find the block. A held part becomes free when released."""
         block_id = self._id_of.get(block.block_id)
         if block_id is None:
             return
@@ -273,7 +271,7 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """If `canonical`, the indexed block with this content, has no part, move the part of `block` to `canonical`."""
+        """Move the part of `block` to `canonical`, the indexed block with the same content, if that block has none."""
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)

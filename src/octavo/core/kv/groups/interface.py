@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Claim(NamedTuple):
-    """The blocks of a group that a request needs to continue. A private block is not found by lookups."""
+    """The blocks of one group that a request needs to continue. Lookups do not find private blocks."""
 
     first: int  # table index of the first needed block
     found: list[int]  # ids of found blocks from `first` on
@@ -64,8 +64,10 @@ class KVGroup(Protocol):
     ) -> Claim:
         """Return the blocks that a request needs, without changing anything.
 
-        found: The prefix hit's blocks in the first group. num_read: Number of tokens before the next computed token.
-        num_step_blocks, num_all_blocks: Length of the block table for the next step, and for all reserved tokens.
+        found: The prefix hit's blocks in the first group.
+        num_read: Position of the next token to compute.
+        num_step_blocks: Length of the block table for the next step.
+        num_all_blocks: Length of the block table for all reserved tokens.
         """
         ...
 
@@ -83,7 +85,8 @@ class KVGroup(Protocol):
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
         """Return True if `num_blocks` can be reserved in total.
 
-        num_saved: Number of blocks that saves may pin in addition. is_only: True if no other request has a reservation.
+        num_saved: Number of blocks that saves may pin in addition.
+        is_only: True if no other request has a reservation.
         """
         ...
 
