@@ -103,7 +103,7 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """True if further properties may be forbidden, and enough properties are named."""
+        """True if further properties may be forbidden. At least `least` properties must be named."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:

@@ -1,7 +1,7 @@
 """Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema put on one value.
 
-Call formats other than JSON need this, because they write properties one by one. References point into `root`, the
-whole schema.
+Tool calls in other formats than JSON need merged schemas, because each property is written separately. References point
+into `root`, the whole schema.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class SchemaFault:
 
 
 def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the smallest part that fails alone, or None. check: Returns a schema's error, or None."""
+    """Return the fault of the smallest invalid part, or None. check: Returns a schema's error, or None."""
     message = check(schema)
     if message is None:
         return None
