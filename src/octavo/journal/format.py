@@ -21,11 +21,10 @@ seconds and passes of drafting, the requests with drafts from a model, the copie
 of proposed drafts, and the number of compiled kernels.
 
 In the header, "journal" is the version, and "kv_groups" has `KVGroupSpec.to_json` of each KV group, full attention
-first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null,
-because later versions decide differently.
+first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null.
 
 t is the number of microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts
-and outputs are base64 of pseudonyms of four bytes each. The highest bit is ignored.
+and outputs are base64 of pseudonyms. A pseudonym has four bytes, and the highest bit is ignored.
 """
 
 from __future__ import annotations

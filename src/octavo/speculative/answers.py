@@ -41,7 +41,7 @@ class Answers:
             self._index.drop(self._ends[0][0])
             self._release_oldest()
         digest = _digest(cache_salt)
-        # If no number is free, the numbers below len(self._owners) are in use.
+        # If no owner number is free, all numbers below len(self._owners) are in use.
         number = self._free.pop() if self._free and digest not in self._owners else len(self._owners)
         owner = self._owners.setdefault(digest, [number, 0])
         owner[1] += 1

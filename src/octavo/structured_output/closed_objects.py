@@ -1,7 +1,7 @@
-"""Forbid further properties in objects that have `properties`, if the schema neither allows nor forbids them.
+"""Forbid further properties in objects that have `properties`, unless the schema decides on further properties.
 
-JSON Schema allows further properties, and a small model would invent properties without end. llama.cpp and xgrammar
-also forbid further properties.
+By default, JSON Schema allows further properties. A small model would invent properties without end. llama.cpp and
+xgrammar also forbid them.
 """
 
 from __future__ import annotations

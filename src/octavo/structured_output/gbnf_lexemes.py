@@ -138,7 +138,6 @@ def _nodes(root: Node) -> Iterator[tuple[Node, int]]:
 
 
 class _Automaton:
-
     def __init__(self, rules: Rules, parts: Iterable[Node], work: _Work) -> None:
         self._rules, self._work = rules, work
         self._edges: list[list[tuple[Ranges, int]]] = [[]]
@@ -250,7 +249,6 @@ class _Run:
 
 
 class _Parts:
-
     def __init__(self, rules: Rules, sizes: _Sizes, work: _Work) -> None:
         self._rules, self._sizes, self._work = rules, sizes, work
         self._refused: set[tuple[int, int]] = set()  # (id of items, index at which no run may begin)

@@ -115,7 +115,7 @@ class Matcher:
 
 
 class _LargeSteps:
-    """Advances two matchers, because llguidance releases the interpreter lock only for several matchers."""
+    """Advances a matcher and an unused one. llguidance releases the interpreter lock only for several matchers."""
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)

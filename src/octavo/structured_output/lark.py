@@ -95,7 +95,7 @@ def pattern(text: str) -> str:
 
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
-    """Return the grammar for llguidance, with `rules` around the structure. free_from: See `opens` of `free_start`."""
+    """Return llguidance's grammar, in which `rules` call the structure `@answer`. free_from: Marker of free text, if any."""
     if free_from is not None:  # an answer must not begin like free text
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)
