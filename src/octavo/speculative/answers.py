@@ -17,7 +17,7 @@ BYTES_PER_ANSWER = 400  # measured
 class Answers:
     """A ring buffer of answers, with limits on bytes and number.
 
-    In the index, the owner of an answer is a number for the cache salt.
+    In the index, each cache salt has one owner number.
     """
 
     def __init__(self, max_bytes: int, max_answers: int) -> None:

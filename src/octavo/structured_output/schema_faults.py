@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Keyword that llguidance ignores. Its value names the request's field that contains the schema.
 FIELD = "x-octavo-field"
-# Keyword of schemas in which unsupported keywords are ignored.
+# If a schema has this keyword, unsupported keywords are ignored.
 LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
@@ -29,7 +29,7 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """A part that cannot be compiled. place: JSON pointer. field: The request's field that contains the schema."""
+    """A part of a schema that cannot be compiled. place: JSON pointer. field: The request's field that contains the schema."""
 
     place: str
     message: str
