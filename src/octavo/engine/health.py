@@ -17,8 +17,9 @@ _AWAY_S = 1.0
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    - frozen, stuck: Time without a message, or without progress, after which the process is not ready.
-    - dead, endless: Time without a message, or without progress, after which the process is killed.
+    - frozen: Time without a message, after which the process is not ready.
+    - dead: Time without a message, after which the process is killed.
+    - stuck, endless: The same limits for time without progress.
     - loading: Replaces `dead` until the process is ready.
     - restarts: Pauses before consecutive restarts. The last pause repeats.
     - healthy: Time of service after which the first pause applies again.

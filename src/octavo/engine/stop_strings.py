@@ -26,8 +26,8 @@ class StopMatch:
 class StopStrings:
     """All stop strings as one automaton (Aho and Corasick, 1975).
 
-    A node is the number of one prefix. The strings are sorted. Each string adds its new prefixes, which no earlier
-    string has, with consecutive numbers.
+    Each node is the number of a prefix. The strings are sorted. The prefixes that a string adds have consecutive
+    numbers.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:

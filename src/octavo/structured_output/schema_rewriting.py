@@ -30,9 +30,9 @@ _KNOWN_DIALECTS = "json-schema.org/"
 def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema to compile. The argument is not changed.
 
-    * An object with `properties` and without `additionalProperties` is closed, which forbids further properties. It
-      stays open if it has `patternProperties` or requires more properties than it names. `$ref`, `allOf` and `anyOf`
-      are taken into account.
+    * An object with `properties` and without `additionalProperties` is closed, which forbids further properties.
+      Objects with `patternProperties`, or with fewer named than required properties, stay open. `$ref`, `allOf` and
+      `anyOf` are taken into account.
     * An unknown `format` is dropped.
     * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
       or `properties`.
