@@ -46,7 +46,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time. Call this before messages are read.
 
-        A long gap since the last call means that this thread was stopped. The gap does not count as silence of the process.
+        A long gap since the last call means that this thread was stopped. The gap does not count as silence.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

@@ -16,9 +16,13 @@ spans are replaced by keyed hashes. "spans" is a list of [first, end, key].
     ["g", number, output]                                           an ended request's generated tokens
 
 A result omits requests that got one token and continue, and requests with an incomplete prompt. For a request with a
-postponed token, sampled is 0 and error is null. The last six fields are omitted if all are empty. The fields are the
-seconds and passes of drafting, the requests with drafts from a model, the copies to and from host memory, the numbers
-of proposed drafts, and the number of compiled kernels.
+postponed token, sampled is 0 and error is null. The last six fields of a result are omitted if all are empty:
+
+- seconds, passes: Seconds and forward passes of drafting.
+- [numbers]: Requests with drafts from a model.
+- [moves]: Copies to and from host memory.
+- {number: count}: Number of proposed drafts by request.
+- kernels: Number of compiled kernels.
 
 In the header, "journal" is the version, and "kv_groups" has `KVGroupSpec.to_json` of each KV group, full attention
 first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null.

@@ -1,8 +1,8 @@
 """Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
-llguidance's lexer takes the longest lexeme and never backtracks. Therefore no text that matches a lexeme may be a
-prefix of another text that matches a lexeme. A grammar without recursion becomes one lexeme. In a recursive grammar,
-parts become lexemes if the condition holds for all lexemes and single characters together.
+llguidance's lexer takes the longest lexeme and never backtracks. A grammar without recursion becomes one lexeme. In a
+recursive grammar, parts become lexemes if no text that matches a lexeme or a single character is a prefix of another
+such text.
 """
 
 from __future__ import annotations

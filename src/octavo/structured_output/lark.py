@@ -34,7 +34,7 @@ _VALUES = {"const", "enum", "required"}
 
 
 def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return the expression for JSON of a schema. Raises `RequestError` if the schema is too large."""
+    """Return a Lark expression for the JSON of a schema. Raises `RequestError` if the schema is too large."""
     fields = json.loads(schema) if isinstance(schema, str) else schema
     refuse_large_objects(fields, fields.get(FIELD) or "a function's parameters or the answer's schema", None)
     options = {**JSON_OPTIONS, "lenient": True} if LENIENT in fields else JSON_OPTIONS
@@ -66,8 +66,8 @@ def text_up_to(
 ) -> str:
     """Return two rules. `head` matches any text up to and including a marker, and `text` matches any text.
 
-    token: Name of the marker's token, or None if the marker has several tokens. If there is a token, `text` does not
-    match texts that contain the marker. between: Ids of added tokens that `head` may contain.
+    token: Name of the marker's token, or None if the marker has several tokens. With a token, `text` matches no text
+    that contains the marker. between: Ids of added tokens that `head` may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"
@@ -95,7 +95,7 @@ def pattern(text: str) -> str:
 
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
-    """Return llguidance's grammar, in which `rules` call the structure `@answer`. free_from: Marker of free text, if any."""
+    """Return llguidance's grammar, in which `rules` call the structure `@answer`. free_from: Marker of free text."""
     if free_from is not None:  # an answer must not begin like free text
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)

@@ -29,7 +29,10 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """A part of a schema that cannot be compiled. place: JSON pointer. field: The request's field that contains the schema."""
+    """A part of a schema that cannot be compiled.
+
+    place: JSON pointer. field: The request's field that contains the schema.
+    """
 
     place: str
     message: str

@@ -31,8 +31,8 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema to compile. The argument is not changed.
 
     * An object with `properties` and without `additionalProperties` is closed, which forbids further properties.
-      Objects with `patternProperties`, or with fewer named than required properties, stay open. `$ref`, `allOf` and
-      `anyOf` are taken into account.
+      Objects with `patternProperties`, or with fewer named properties than `minProperties`, stay open. `$ref`,
+      `allOf` and `anyOf` are taken into account.
     * An unknown `format` is dropped.
     * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
       or `properties`.
