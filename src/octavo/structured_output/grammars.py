@@ -175,7 +175,7 @@ class GrammarCompiler:
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
         """Start compiling a grammar in the background. If compiling fails, the future raises `GrammarError`.
 
-        The compiled grammar is kept while the object `wanted` exists. Tenants take turns. The future is `running()` once the
+        The grammar is kept while the object `wanted` exists. Tenants take turns. The future is `running()` once the
         tenant's turn comes. Raises `GrammarError` if no thread can start, and `QueueFullError` if too many of the
         tenant's grammars wait.
         """
