@@ -76,10 +76,13 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request. Closing the iterator early aborts the request.
 
-        The arguments are those of `Engine.add_request`. fields: Values that replace fields of `options`. on_processed:
-        Awaited with the tokenized request before it is sent. An exception ends the request. on_unread: Called with each
-        output that a disconnected or slow reader does not receive. Raises `RequestError`, `EngineDeadError`, and
-        `SlowReaderError` if too many outputs are unread.
+        The other arguments are those of `Engine.add_request`.
+
+        - fields: Values that replace fields of `options`.
+        - on_processed: Awaited with the tokenized request before the core gets it. An exception ends the request.
+        - on_unread: Called with each output that a disconnected or slow reader does not receive.
+
+        Raises `RequestError`, `EngineDeadError`, and `SlowReaderError` if too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead

@@ -43,7 +43,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 def begun_arguments(text: str, *, with_last_string: bool = False) -> dict[str, Any]:
     """Return the complete members of cut-off arguments, or {}.
 
-    with_last_string: include an incomplete last string.
+    with_last_string: True to include an incomplete last string.
     """
     try:
         begun = pydantic_core.from_json(

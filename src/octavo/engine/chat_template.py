@@ -42,8 +42,8 @@ _TEMPLATE_ERRORS = (
 class ChatTemplate:
     """The chat templates of a checkpoint.
 
-    templates: Text of the default template, or texts by name. "tool_use" is for requests with tools. special_tokens:
-    Variables of the templates, such as "bos_token".
+    templates: Text of the default template, or texts by name. Template "tool_use" is for requests with tools.
+    special_tokens: Variables of the templates, such as "bos_token".
     """
 
     def __init__(

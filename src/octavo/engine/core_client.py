@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class CoreClient(Protocol):
     """A client of a core in this process or another one. Only `wake` and the properties are thread-safe.
 
-    Each added request is answered once. An accepted request ends once, with outputs of its n streams or with a call of
-    `lose` (see `on_lost`).
+    Each added request is answered once. An accepted request ends with outputs of its n streams, or with a call of
+    `lose` if the core dies (see `on_lost`).
     """
 
     @property
@@ -63,7 +63,7 @@ class CoreClient(Protocol):
         ...
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Register `lose`, which is called each time the core dies, after unanswered requests were refused."""
+        """Register `lose`, which is called each time the core dies. Unanswered requests are refused before the call."""
         ...
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:

@@ -79,9 +79,9 @@ class TokenPieces:
 class IncrementalDetokenizer:
     """Turns token ids into text. The joined results of `add` and `finish` equal `Tokenizer.decode`.
 
-    Incomplete characters and byte runs are held back until later tokens complete them. The text continues the prompt,
-    so the first word keeps its space, which sentencepiece's decoders strip from a text's start. A character that begins
-    in the prompt is part of the text.
+    Incomplete characters and byte runs are held back until later tokens complete them. The text continues the prompt.
+    Therefore the first word keeps its leading space, which sentencepiece would strip. A character that begins in the
+    prompt is part of the text.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def embedding(
     output: RequestOutput, *, normalize: bool = True, num_dimensions: int | None = None
 ) -> NDArray[np.float32]:
-    """Return a request's embedding as a float32 vector. Raises `ExecutionError` if it is missing or not finite.
+    """Return the embedding as a float32 vector. Raises `ExecutionError` if the embedding is missing or not finite.
 
-    normalize: Scale to length 1. num_dimensions: Number of leading dimensions to keep, or None for all.
+    normalize: True to scale to length 1. num_dimensions: Number of leading dimensions to keep, or None for all.
     """
     if output.error is not None or output.pooled is None:
         raise ExecutionError(output.error or "the request ended before its embedding was computed")

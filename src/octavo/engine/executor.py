@@ -35,8 +35,8 @@ class Executor(Protocol):
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
         """Start the preparation of a request, such as compiling its grammar. Return None if none is needed.
 
-        Tenants take turns. The future is `running()` once the tenant's turn comes, and raises `RequestError` if the
-        request cannot be served. This method raises `RequestError` if the preparation cannot start.
+        Tenants take turns. The future is `running()` once the tenant's turn comes. The future raises `RequestError` if
+        the request cannot be served. The method raises `RequestError` if the preparation cannot start.
         """
         ...
 

@@ -21,8 +21,8 @@ _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 class GenerationDefaults:
     """A checkpoint's default sampling parameters and EOS ids.
 
-    sampling: Values by parameter name. eos_token_ids: From generation_config.json, or else from config.json. path: For
-    error messages.
+    sampling: Values by parameter name. eos_token_ids: Ids from generation_config.json, or else from config.json. path:
+    File for error messages.
     """
 
     sampling: dict[str, float | int]

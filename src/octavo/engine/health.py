@@ -17,10 +17,12 @@ _AWAY_S = 1.0
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    After `frozen` seconds without a message, the process is not ready. After `dead` seconds, the process is killed. The
-    limits without progress are `stuck` and `endless`. loading: Replaces `dead` until the process is ready. restarts:
-    Pauses before consecutive restarts. The last pause repeats. healthy: Time of service after which the first pause
-    applies again.
+    - frozen: Time without a message, after which the process is not ready.
+    - dead: Time without a message, after which the process is killed.
+    - stuck, endless: The same limits for time without progress.
+    - loading: Replaces `dead` until the process is ready.
+    - restarts: Pauses before consecutive restarts. The last pause repeats.
+    - healthy: Time of service after which the first pause applies again.
     """
 
     frozen: float = 3.0
@@ -44,7 +46,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time. Call this before messages are read.
 
-        A long gap since the last call does not count as silence, because this thread was stopped.
+        A long gap since the last call means that this thread was stopped. The gap does not count as silence.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

@@ -20,9 +20,9 @@ _DIGITS = string.ascii_letters + string.digits
 
 
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
-    """Give tool calls and their results ids of nine letters and digits.
+    """Replace the ids of tool calls and results by ids of nine letters and digits.
 
-    An id of this form is kept. A new id depends only on the old id, or on the call's position if the call has no id.
+    Ids of this form are kept. A new id depends only on the old id, or on the call's position if the call has no id.
     Therefore the ids are the same in the conversation's next turn, and the prefix of the prompt stays cached.
     """
     ids = _ShortIds(chat)

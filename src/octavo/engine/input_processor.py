@@ -37,7 +37,7 @@ class TextCodec(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return token ids without a second BOS. Encoding may stop after more than `most` ids."""
+        """Return token ids without a second BOS. The end of the text may be skipped after more than `most` ids."""
         ...
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:

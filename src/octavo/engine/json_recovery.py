@@ -44,7 +44,7 @@ END = re.compile(r"\s*\Z")
 class StrictObject:
     """Checks the syntax of a JSON object that arrives in pieces.
 
-    num_safe: Number of characters at the text's beginning that no repair changes.
+    num_safe: Number of leading characters that a repair would not change.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Scan from `position`. Return the position at which the object ends, is invalid, or needs more text."""
+        """Scan from `position` until the object ends, is invalid, or needs more text. Return the new position."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -143,9 +143,10 @@ def recover_object(
     """Return the repaired JSON of the object at a text's beginning, and the object's length in the text.
 
     Repairs unescaped quotes and control characters in strings, invalid escapes, trailing commas, and Python literals.
-    Returns None if no repair or several repairs are plausible. ends: Pattern of the text that must follow the object.
-    known: Keys that are expected, or None for any. opener: Pattern of the start of a tool call. A string that contains
-    both such a start and unescaped quotes is ambiguous.
+    Returns None unless exactly one repair is plausible.
+
+    ends: Pattern of the text that must follow the object. known: Keys that are expected, or None for any. opener:
+    Pattern of the start of a tool call. A string with such a start and unescaped quotes is ambiguous.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
@@ -155,7 +156,7 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # An unknown key is more likely than a string with unescaped quotes.
+        # Prefer an unknown key to a string with unescaped quotes.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
         found = found if budget.num_steps else None  # the second search may have run out of steps
@@ -220,7 +221,7 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    Only one string may have unescaped quotes, because two such strings could also be one long string. If this string
+    At most one string may have unescaped quotes. Two such strings could also be read as one long string. If the string
     has an odd number of quotes, the interpretation is accepted only if no other interpretation exists.
     """
 
@@ -379,8 +380,8 @@ class _Search:
 class _Escapes:
     """The backslashes in one string.
 
-    has_invalid: True if the model did not escape its text. In that case, valid escapes (has_other) are ambiguous.
-    has_end: True if an escaped quote may end the string.
+    has_invalid: True if a backslash begins no valid escape. Then the model probably escapes no backslashes, and other
+    escapes (has_other) are ambiguous. has_end: True if an escaped quote may end the string.
     """
 
     has_invalid: bool = False

@@ -183,9 +183,11 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together. Return the last outputs by request id, in the prompts' order.
 
+        Earlier requests continue, and the next `step` returns their outputs. If all requests are finished, the call
+        waits until KV stores have saved the KV. A `RequestError` aborts the whole batch.
+
         sampling_params (or params): One object for all prompts, or a list with one object per prompt. on_output: Called
-        with each output. Earlier requests continue, and the next `step` returns their outputs. If no request is
-        unfinished, the call waits until KV stores have saved the KV. A `RequestError` aborts the whole batch.
+        with each output.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")

@@ -1,8 +1,8 @@
 """Tokenize a long text in pieces, or only its end. The ids are the same as for the whole text.
 
-A text is cut before a blank between two letters, or after a single line break between two visible characters. No token
-may span a cut, and pre-tokenizers must also split there, so that the text before a cut does not change the tokens after
-the cut. The vocabulary and a sample text are checked for these conditions.
+A text is cut before a blank between two letters, or after a single line break between two visible characters. The text
+before a cut must not change the tokens after the cut. Therefore no token may span a cut, and pre-tokenizers must split
+at each cut. The vocabulary and a sample text are checked for these conditions.
 """
 
 from __future__ import annotations

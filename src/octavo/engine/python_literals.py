@@ -28,9 +28,9 @@ class NotALiteralError(ValueError):
 class ValueScanner:
     """Finds the end of a literal in a text that arrives in pieces.
 
-    The literal ends before the first character of `ends` outside of brackets. If `ends` is empty, the literal ends
-    after its last bracket. is_begun: True if the text ended within the literal. line_ends: Positions of unescaped line
-    ends in strings without triple quotes.
+    ends: Characters that end the literal outside of brackets and strings. If empty, the literal ends after its last
+    bracket. is_begun: True if the text ended within the literal. line_ends: Positions of unescaped line ends in strings
+    without triple quotes.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:

@@ -85,8 +85,9 @@ class RemoteCore:
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process, and return the result of `meanwhile`, which is called while the process loads.
 
-        progress(done, total): Called after `meanwhile` has returned, with loaded and total bytes of weights. Raises
-        errors of `meanwhile` and of the process, and `EngineDeadError` if the process ends.
+        progress(done, total): Called after `meanwhile` has returned, with loaded and total bytes of weights.
+
+        Raises errors of `meanwhile` and of the process, and `EngineDeadError` if the process ends.
         """
         self._progress = progress or self._progress
         try:

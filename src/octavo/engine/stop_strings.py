@@ -17,7 +17,7 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that was found, and the number of characters after it in the piece."""
+    """A stop string that was found. num_chars_after: Number of later characters in the searched piece."""
 
     stop_string: str
     num_chars_after: int
@@ -26,8 +26,8 @@ class StopMatch:
 class StopStrings:
     """All stop strings as one automaton (Aho and Corasick, 1975).
 
-    Each node is the number of a prefix of a stop string. The prefixes of one string have consecutive numbers, except
-    prefixes that an alphabetically earlier string also has.
+    Each node is the number of a prefix. The strings are sorted. The prefixes that a string adds have consecutive
+    numbers.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:

@@ -46,13 +46,15 @@ TOOL = {
 class TemplateTraits:
     """The form of messages that one chat template needs.
 
-    part_roles: Roles with content that may be a list of parts. For other roles, parts are joined by line feeds.
-    only_part_roles: Roles with content that must be a list of parts. null_content: Replacement of null content in a
-    message with calls. empty_content: Replacement of "". takes_text_arguments: True if arguments must be JSON text.
-    joins_turns: True if consecutive messages of a role must be joined. joins_results: True if a user message must be
-    joined with the tool result before it. wants_short_ids: True if call ids must be nine letters and digits.
-    wants_single_calls: True if the template refuses a message with several calls, or drops calls. system: Positions at
-    which the template shows system messages. "first" means only the beginning.
+    - part_roles: Roles with content that may be a list of parts. For other roles, parts are joined by line feeds.
+    - only_part_roles: Roles with content that must be a list of parts.
+    - null_content, empty_content: Replacement of null or "" as content of a message with calls.
+    - takes_text_arguments: True if arguments must be JSON text.
+    - joins_turns: True if consecutive messages of a role must be joined.
+    - joins_results: True if a user message must be joined with the tool result before it.
+    - wants_short_ids: True if call ids must be nine letters and digits.
+    - wants_single_calls: True if the template refuses a message with several calls, or drops calls.
+    - system: Positions at which the template shows system messages. "first" means only the beginning.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -109,7 +111,7 @@ class TemplateTraits:
         )
 
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
-        """Yield messages in the form that the traits demand, then in stricter forms.
+        """Yield the conversation as the traits demand, and then in forms for stricter templates.
 
         In `chat`, content is text, text parts, null or absent. Arguments are objects.
         """
@@ -167,9 +169,9 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Return the best content of a message with a call and no text, and True if arguments must be text.
+    """Find the best form of a message with a call and no text. Return its content, and True if arguments must be text.
 
-    The best content gives a prompt with the arguments and the fewest "None", "null" and "{'".
+    In the best form, the prompt shows the arguments and has the fewest "None", "null" and "{'".
     """
     faults: dict[tuple[EmptyContent, bool], tuple[bool, int]] = {}
     for as_text in forms:

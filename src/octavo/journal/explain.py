@@ -68,7 +68,7 @@ class Explanation:
 
 
 def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
-    """Explain how the first request with this id spent its time. Raises `ConfigError` if there is none.
+    """Explain how the first request with this id spent its time. Raises `ConfigError` for unknown ids.
 
     end_time: Time at which an unfinished request's last phase ends. By default, the time of the last event.
     """

@@ -15,17 +15,20 @@ spans are replaced by keyed hashes. "spans" is a list of [first, end, key].
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
     ["g", number, output]                                           an ended request's generated tokens
 
-A result omits each request that continues after it got one token, or no token because its prompt is not complete. For a
-request with a postponed token, sampled is 0 and error is null. The last six fields are omitted if all are empty. They
-are the seconds and passes of drafting, the requests with drafts from a model, the copies to and from host memory, the
-numbers of proposed drafts, and the number of compiled kernels.
+A result omits requests that got one token and continue, and requests with an incomplete prompt. For a request with a
+postponed token, sampled is 0 and error is null. The last six fields of a result are omitted if all are empty:
+
+- seconds, passes: Seconds and forward passes of drafting.
+- [numbers]: Requests with drafts from a model.
+- [moves]: Copies to and from host memory.
+- {number: count}: Number of proposed drafts by request.
+- kernels: Number of compiled kernels.
 
 In the header, "journal" is the version, and "kv_groups" has `KVGroupSpec.to_json` of each KV group, full attention
-first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null,
-because later versions decide differently.
+first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null.
 
 t is the number of microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts
-and outputs are base64 of pseudonyms of four bytes each. The highest bit is ignored.
+and outputs are base64 of pseudonyms. A pseudonym has four bytes, and the highest bit is ignored.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class RecordingScheduler:
             self._file.close()
 
     def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
-        """Write ended requests' generated tokens. In a step's outputs, a reused id means the earlier request."""
+        """Write the tokens of ended requests. If an id was reused, a step's output belongs to the earlier request."""
         for output in outputs:
             if output.finish_reason is None:
                 continue

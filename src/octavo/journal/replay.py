@@ -88,7 +88,7 @@ class Player:
         self.scheduler.transfers.reports_dropped_saves = has_dropped_saves
 
     def play(self, line: list[Any]) -> None:
-        """Repeat the call that a line records. Play all lines in order."""
+        """Repeat the call that a line records. The lines must be played in order."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]

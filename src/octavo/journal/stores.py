@@ -71,7 +71,7 @@ class RecordedConnector:
 
 
 class ReplayedConnector:
-    """A `KVConnector` that gives recorded answers in order. Raises `ConfigError` after the last one."""
+    """A `KVConnector` that gives recorded answers in order. Raises `ConfigError` after the last answer."""
 
     def __init__(self, name: str) -> None:
         self.name = name

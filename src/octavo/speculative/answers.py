@@ -17,7 +17,7 @@ BYTES_PER_ANSWER = 400  # measured
 class Answers:
     """A ring buffer of answers, with limits on bytes and number.
 
-    In the index, each cache salt that has an answer has an owner number.
+    In the index, each cache salt has one owner number.
     """
 
     def __init__(self, max_bytes: int, max_answers: int) -> None:
@@ -41,7 +41,7 @@ class Answers:
             self._index.drop(self._ends[0][0])
             self._release_oldest()
         digest = _digest(cache_salt)
-        # If no number is free, the n used numbers are 0 to n - 1.
+        # If no owner number is free, all numbers below len(self._owners) are in use.
         number = self._free.pop() if self._free and digest not in self._owners else len(self._owners)
         owner = self._owners.setdefault(digest, [number, 0])
         owner[1] += 1

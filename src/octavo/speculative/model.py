@@ -41,10 +41,7 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Drafts with a model if the lookup proposer `first` finds no drafts for a request.
-
-    Each forward pass drafts one token per request.
-    """
+    """Drafts with a model if the lookup proposer `first` finds no drafts for a request."""
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens

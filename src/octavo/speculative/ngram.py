@@ -25,8 +25,8 @@ _ENTRY_BYTES = 120  # measured in a dict that has just grown, except the key's t
 class _Index:
     """The latest end position of each n-gram in a request's first `num_tokens` tokens.
 
-    An n-gram is added when the token after it is known. ends: End positions by n-gram. newest: The last tokens. N-grams
-    and `newest` are encoded as integers.
+    An n-gram is added when the token after it is known. newest: The last tokens. N-grams and `newest` are encoded as
+    integers.
     """
 
     ends: dict[int, int] = field(default_factory=dict)

@@ -26,10 +26,10 @@ _MAX_LENGTHS = 2
 
 
 class SuffixIndex:
-    """An index of the newest `capacity` tokens, which form texts. Each text has an owner.
+    """An index of the newest `capacity` tokens of several texts. Each text has an owner.
 
     Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to the latest position with this
-    hash, and each position links to the previous position with its hash.
+    hash. Each position links to the previous position with an equal hash.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -88,14 +88,16 @@ class SuffixIndex:
     ) -> tuple[list[int], float]:
         """Return the best continuation of the suffix in the owner's texts, and the expected number of accepted tokens.
 
-        A hit is an earlier occurrence of the suffix's last tokens. For each match length, one draft is made from the
-        hits with at least this length. The draft has at most `most` tokens, and at most factor times the match length.
-        Its next token is the most frequent one among the hits that agree with the draft so far, or the newest hit's
-        token on a tie. The token's probability is its share of these hits times the previous token's probability. The
-        draft ends before a probability below min_probability. The draft with the largest sum of probabilities is
-        returned (section 4 of SuffixDecoding).
+        If the newest text is not closed, the suffix must be the end of this text. A hit is an earlier occurrence of the
+        suffix's last tokens. For each match length, one draft is made from the hits with at least this length:
 
-        If the newest text is not closed, the suffix must be the end of this text.
+        - The draft has at most `most` tokens, and at most factor times the match length.
+        - The next token is the most frequent token after the hits that agree with the draft so far. On a tie, the token
+          after a newer hit wins.
+        - The token's probability is its share of these hits times the previous token's probability. The draft ends
+          before a probability below min_probability.
+
+        The draft with the largest sum of probabilities is returned (section 4 of SuffixDecoding).
         """
         hits = self._find(suffix, owner)
         best: list[int] = []

@@ -1,7 +1,6 @@
-"""Forbid further properties in objects that have `properties`, if the schema neither allows nor forbids them.
+"""Forbid further properties in objects that have `properties`, unless the schema decides on further properties.
 
-JSON Schema allows further properties, and a small model would invent properties without end. llama.cpp and xgrammar
-also forbid further properties.
+By default, JSON Schema allows further properties. A small model would invent properties without end.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """True if further properties may be forbidden, and enough properties are named."""
+        """True if `close` forbids further properties. Then at least `least` properties are named."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:

@@ -1,8 +1,8 @@
 """Translate llama.cpp's GBNF into llguidance's Lark.
 
-Each character becomes a lexeme, except in parts that `gbnf_lexemes` finds. In other parts, lexemes of several
-characters would forbid allowed texts. With `root ::= word "a"` and `word ::= [a-z]+`, the lexeme `word` would take all
-of "ba". Notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
+Each character becomes a lexeme, except in the parts that `gbnf_lexemes` finds. Longer lexemes could forbid allowed
+texts. For example, with `root ::= word "a"` and `word ::= [a-z]+`, the lexeme `word` would take all of "ba".
+Notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 
 from __future__ import annotations

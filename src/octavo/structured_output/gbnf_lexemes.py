@@ -1,8 +1,8 @@
 """Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
-llguidance's lexer takes the longest lexeme and never backtracks. The result is exact if no text of a lexeme is a prefix
-of another text of a lexeme. A grammar without recursion becomes one lexeme. In a recursive grammar, parts become
-lexemes if the prefix condition holds for all lexemes and single characters together.
+llguidance's lexer takes the longest lexeme and never backtracks. A grammar without recursion becomes one lexeme. In a
+recursive grammar, parts become lexemes if no text that matches a lexeme or a single character is a prefix of another
+such text.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _fits(rules: Rules, node: Node, work: _Work) -> bool:
 
 
 class _Sizes:
-    """Sizes of nodes with expanded rules. A size is None if the node is recursive or too large."""
+    """Computes the size of a node with all rules expanded, or None if the node is recursive or too large."""
 
     def __init__(self, rules: Rules) -> None:
         self._of_rules: dict[str, tuple[int, int]] = {}
@@ -138,8 +138,6 @@ def _nodes(root: Node) -> Iterator[tuple[Node, int]]:
 
 
 class _Automaton:
-    """Matches several parts of a grammar in parallel."""
-
     def __init__(self, rules: Rules, parts: Iterable[Node], work: _Work) -> None:
         self._rules, self._work = rules, work
         self._edges: list[list[tuple[Ranges, int]]] = [[]]
@@ -151,9 +149,9 @@ class _Automaton:
             self._owners += [index] * (len(self._edges) - len(self._owners))
 
     def continuing(self, *, until_found: bool = False) -> set[int]:
-        """Return the parts that match an empty text, or an extension of a text that any part matches.
+        """Return the indices of the parts that cannot be lexemes. Raises `TooLargeError`.
 
-        Raises `TooLargeError`.
+        Such a part matches the empty text, or a text that begins with a shorter match of any part.
         """
         start = self._closure([0])
         found = {self._owners[state] for state in start & self._ends}
@@ -251,8 +249,6 @@ class _Run:
 
 
 class _Parts:
-    """Chooses the runs of consecutive items that become lexemes."""
-
     def __init__(self, rules: Rules, sizes: _Sizes, work: _Work) -> None:
         self._rules, self._sizes, self._work = rules, sizes, work
         self._refused: set[tuple[int, int]] = set()  # (id of items, index at which no run may begin)
@@ -311,7 +307,7 @@ class _Parts:
                 place = run.stop
 
     def _find_run(self, items: tuple[Node, ...], start: int) -> _Run | None:
-        """Return the shortest run of several characters in which no text is a prefix of another one."""
+        """Return the shortest run of items from `start` that has several characters and can be a lexeme."""
         if (id(items), start) in self._refused:
             return None
         for stop in range(start + (2 if isinstance(items[start], Chars) else 1), len(items) + 1):

@@ -115,7 +115,7 @@ class Matcher:
 
 
 class _LargeSteps:
-    """Advances two matchers, because llguidance releases the interpreter lock only for two or more."""
+    """Advances a matcher and an unused one. llguidance releases the interpreter lock only for several matchers."""
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
@@ -173,11 +173,11 @@ class GrammarCompiler:
         return _executor().submit(self._read_ahead)
 
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
-        """Start compiling a grammar in the background. The future raises `GrammarError`.
+        """Start compiling a grammar in the background. If compiling fails, the future raises `GrammarError`.
 
-        The grammar is kept while the object `wanted` exists, so no step waits for the compilation. Tenants take turns,
-        and the future is `running()` once the tenant's turn comes. Raises `GrammarError` if no thread can start, and
-        `QueueFullError` if too many of the tenant's grammars wait.
+        The grammar is kept while the object `wanted` exists. Tenants take turns. The future is `running()` once the
+        tenant's turn comes. Raises `GrammarError` if no thread can start, and `QueueFullError` if too many of the
+        tenant's grammars wait.
         """
         with _named_faults():
             return _turns().submit(tenant, lambda: self._prepare(wanted))

@@ -21,8 +21,8 @@ JSON_OPTIONS = {
     "key_separator": ": ?",
     "coerce_one_of": True,
 }
-# If only one text can follow, llguidance would force ordinary tokens, and refuse an added token with this text, such as
-# "<think>". This option prevents that.
+# By default, llguidance forces ordinary tokens if only one text can follow. Then an added token with this text, such as
+# "<think>", would be refused.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # White space at the start is limited but not forbidden, because templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
@@ -34,7 +34,7 @@ _VALUES = {"const", "enum", "required"}
 
 
 def lark_json(schema: str | dict[str, Any]) -> str:
-    """Return the expression for JSON of a schema. Raises `RequestError` if the schema is too large."""
+    """Return a Lark expression for the JSON of a schema. Raises `RequestError` if the schema is too large."""
     fields = json.loads(schema) if isinstance(schema, str) else schema
     refuse_large_objects(fields, fields.get(FIELD) or "a function's parameters or the answer's schema", None)
     options = {**JSON_OPTIONS, "lenient": True} if LENIENT in fields else JSON_OPTIONS
@@ -64,10 +64,10 @@ def by_id(token_id: int) -> str:
 def text_up_to(
     marker: str, token: str | None, *, head: str = "head", text: str = "TEXT", between: Sequence[int] = ()
 ) -> str:
-    """Return two rules. `head` is any text up to and including a marker, and `text` is any text.
+    """Return two rules. `head` matches any text up to and including a marker, and `text` matches any text.
 
-    token: Name of the marker if it is one token. In that case, `text` cannot spell the marker with other tokens.
-    between: Ids of added tokens that `head` may contain.
+    token: Name of the marker's token, or None if the marker has several tokens. With a token, `text` matches no text
+    that contains the marker. between: Ids of added tokens that `head` may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"
@@ -78,8 +78,8 @@ def text_up_to(
 def free_start(ends: str, ends_token: str | None, opens: str | None, between: Sequence[int], *, is_exact: bool) -> str:
     """Return rules for free text up to and including the marker `ends`, followed by the answer (`@answer`).
 
-    opens: Marker with which the free text begins, or None. With a marker, the free text is optional. is_exact: True to
-    forbid white space before an answer without free text.
+    opens: Marker at the beginning of optional free text, or None if the free text is required. is_exact: True to forbid
+    white space before an answer without free text.
     """
     rules = text_up_to(ends, ends_token, head="free", text="ANY", between=between)
     if opens is None:
@@ -95,7 +95,7 @@ def pattern(text: str) -> str:
 
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
-    """Return the grammar for llguidance, with `rules` around the structure. free_from: See `opens` of `free_start`."""
+    """Return llguidance's grammar, in which `rules` call the structure `@answer`. free_from: Marker of free text."""
     if free_from is not None:  # an answer must not begin like free text
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)

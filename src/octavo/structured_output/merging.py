@@ -1,7 +1,7 @@
 """Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema put on one value.
 
-Call formats other than JSON need this, because they write properties one by one. References point into `root`, the
-whole schema.
+Tool calls in other formats than JSON need merged schemas, because each property is written separately. References point
+into `root`, the whole schema.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one merged schema for each option of `anyOf` and `oneOf`.
 
-    Above MAX_OPTIONS, return a single schema with the properties of all options.
+    Above MAX_OPTIONS options, return a single schema with the properties of all options.
     """
     left, found = [merged(schema, root)], list[dict[str, Any]]()
     num_seen = 0

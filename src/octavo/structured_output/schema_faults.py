@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Keyword that llguidance ignores. Its value names the request's field that contains the schema.
 FIELD = "x-octavo-field"
-# Keyword of schemas in which unsupported keywords are ignored.
+# If a schema has this keyword, unsupported keywords are ignored.
 LENIENT = "x-octavo-lenient"
 _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
@@ -29,7 +29,10 @@ _MAX_FIELD_CHARS = 100
 
 @dataclass(frozen=True, slots=True)
 class SchemaFault:
-    """A part that cannot be compiled. place: JSON pointer. field: The request's field that contains the schema."""
+    """A part of a schema that cannot be compiled.
+
+    place: JSON pointer. field: The request's field that contains the schema.
+    """
 
     place: str
     message: str
@@ -40,7 +43,7 @@ class SchemaFault:
 
 
 def find_fault(schema: dict[str, Any], check: Callable[[dict[str, Any]], str | None]) -> SchemaFault | None:
-    """Return the fault of the smallest part that fails alone, or None. check: Returns a schema's error, or None."""
+    """Return the fault of the smallest invalid part, or None. check: Returns a schema's error, or None."""
     message = check(schema)
     if message is None:
         return None

@@ -1,7 +1,7 @@
 """Rewrites a JSON schema for llguidance, with the meaning that clients expect.
 
-The result allows the same values or fewer. There are two exceptions. Unknown formats are not checked, and a value may
-match several options of `oneOf`.
+The result allows the same values or fewer, except that unknown formats are not checked, and that a value may match
+several options of `oneOf`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _KNOWN_DIALECTS = "json-schema.org/"
 def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema to compile. The argument is not changed.
 
-    * An object with `properties` and without `additionalProperties` is closed, which forbids further properties. It
-      stays open if it has `patternProperties` or requires more properties than it names. `$ref`, `allOf` and `anyOf`
-      are taken into account.
+    * An object with `properties` and without `additionalProperties` is closed, which forbids further properties.
+      Objects with `patternProperties`, or with fewer named properties than `minProperties`, stay open. `$ref`,
+      `allOf` and `anyOf` are taken into account.
     * An unknown `format` is dropped.
     * If possible, a `pattern` with lookahead becomes several patterns, and `propertyNames` becomes `patternProperties`
       or `properties`.
@@ -45,8 +45,8 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 class _Rewriter:
     """Rewrites one schema.
 
-    The schema of a whole value is closed, so that further properties are forbidden. Schemas that are merged for one
-    value (`allOf`, or `$ref` with other keywords) stay open, and their merge is closed.
+    The schema of a whole value is closed, so that further properties are forbidden. If several schemas are merged for
+    one value (`allOf`, or `$ref` with other keywords), only the merged schema is closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
