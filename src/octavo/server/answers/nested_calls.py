@@ -165,7 +165,7 @@ class NestedParser(ValueParser):
         self._report("arguments", "]", call)
 
     def _next_tag(self, around: str) -> Wait[str]:
-        """Return the name in the next opening tag, or "" after the closing tag of `around`."""
+        """Return the name of the next opening tag, or "" if the closing tag of `around` comes first."""
         if (yield from self._takes_next(f"{MARK}</{around}>")):
             self._drop()
             return ""

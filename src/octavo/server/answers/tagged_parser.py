@@ -25,8 +25,8 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 class TaggedParser(ValueParser):
     """Emits strings piece by piece, and other values when they are complete.
 
-    If a call has an argument, or if the function has no parameters, the closing tag of the section also ends the call.
-    Any other call without a closing tag is content.
+    If the closing tag of a call is missing, the closing tag of the section ends the call. Such a call is content if its
+    function has parameters but no argument was read.
     """
 
     _given: set[str]  # names of the call's arguments so far; empty after a complete call
@@ -46,7 +46,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content, because calls in the rest may be part of a value."""
+        """Emit the rest of a malformed call as content. Calls in the rest may be text in an argument."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
@@ -163,7 +163,7 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Return the argument's name, and whether a marker declares a string (None without such a marker)."""
+        """Return an argument's name, and whether the tag declares a string, or None if the tag declares no type."""
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

@@ -30,7 +30,7 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
-    """What a chat template writes for a test question and a test call.
+    """The text that a chat template renders for a test question and a test call.
 
     prompt: Prompt with the question. call: Text that the call adds to the prompt. A field is None if the template
     refuses the messages.

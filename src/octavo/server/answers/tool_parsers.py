@@ -123,7 +123,10 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a call's head, or raise `MalformedError`. If the head is cut off, first skip the rest of the answer."""
+        """Move to the arguments after a call's head, or raise `MalformedError`.
+
+        If the answer was cut off within the head, move to the end of the answer before the error.
+        """
         if head is not None:
             self._position = brace
             return

@@ -78,7 +78,7 @@ class UsageCounter:
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count the tokens of `completions` and, once, the prompt's tokens."""
+        """Count the tokens of `completions`. A prompt's tokens are counted only once."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None:
             self._ended.setdefault(output.request_id, output.metrics)
