@@ -99,8 +99,8 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 class EventStreamResponse(StreamingResponse):
     """Streams events. Between events it sends keep-alive bytes, because proxies close idle connections.
 
-    When the response ends, the job's open requests are aborted and the job's permit is released. This also happens if
-    no event was sent.
+    At the end of the response, the job's open requests are aborted and the job's permit is released, even if no event
+    was sent.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Convert arguments that are written without quotes to JSON, according to the schema.
+"""Convert unquoted arguments to JSON, according to the schema.
 
 In all functions, `root` is the schema in which `$ref` is resolved.
 """
@@ -161,7 +161,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
     """Repair a malformed list or object. Return the value and its JSON.
 
-    If no repair is possible, or two repairs have different values, return `value` and `written`.
+    If no repair is possible, or if two repairs differ, return `value` and `written`.
     """
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):

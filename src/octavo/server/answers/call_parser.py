@@ -70,8 +70,7 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    num_held_chars: Largest number of characters of an incomplete call's arguments that the parser holds back, or None
-    for no limit.
+    num_held_chars: How many characters of arguments are held back until a call is complete, or None for no limit.
     _ends: Pattern of the text that must follow repaired arguments.
     """
 

@@ -36,7 +36,10 @@ class MessageParser(ToolParser):
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length and the kind of text of a head without `head_closes`, or None without such a head."""
+        """Return the length of a head that has no `head_closes`, and the kind of the message's text.
+
+        Return None if the message has no such head.
+        """
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:

@@ -128,7 +128,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """For each argument that may be first, return a pattern of the name and the rules for the text after the name."""
+    """For each argument that may come first, return a pattern of the name and the rules that follow the name."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:

@@ -45,7 +45,7 @@ class ValueEnd(Protocol):
         ...
 
     def drop(self, text: str) -> None:
-        """Reduce the indices by the length of `text`, which the caller removes from the beginning."""
+        """Shift the indices, because the caller removes `text` from the beginning of the searched text."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -323,8 +323,10 @@ class TagEnd:
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
         """Return the kind of the text after a closing tag.
 
-        "head": A known argument begins, or the answer ends here or within a marker. "argument": An unknown argument
-        begins, or the closing tag is repeated. "end": The call or its section ends. "": None of these.
+        - "head": A known argument begins, or the answer ends here or within a marker.
+        - "argument": An unknown argument begins, or the closing tag is repeated.
+        - "end": The call or its section ends.
+        - "": None of these.
         """
         place = _after_blanks(text, place)
         rest = text[place : place + _MAX_MARK_CHARS]
