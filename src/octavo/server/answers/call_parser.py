@@ -345,7 +345,7 @@ class ToolParser:
     def _reject(self, call: Call) -> NoReturn:
         """Raise `MalformedError`.
 
-        If the answer was cut off or a part was emitted, the remaining arguments are emitted before.
+        If a part of the call was emitted, or if the answer was cut off, first emit the remaining arguments.
         """
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position

@@ -136,8 +136,8 @@ def choice_of(count: int) -> str:
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
     """Return grammar rules for the arguments of a call, in the schema's order.
 
-    - `first<place>_<i>`: Arguments from index i on, without a preceding argument. A call uses `first<place>_0`.
-    - `further<place>_<i>`: The same arguments after another argument.
+    - `first<place>_<i>`: Argument i and later arguments, if no argument precedes them. A call uses `first<place>_0`.
+    - `further<place>_<i>`: The same arguments, if another argument precedes them.
 
     are_needed: True for each required argument.
     """

@@ -45,7 +45,7 @@ class ValueEnd(Protocol):
         ...
 
     def drop(self, text: str) -> None:
-        """Shift the indices, because the caller removes `text` from the beginning of the searched text."""
+        """Subtract the length of `text` from the indices, because the caller removes `text` from the beginning."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
