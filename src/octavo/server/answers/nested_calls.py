@@ -132,7 +132,7 @@ def _written(value: Any) -> str:
 
 
 class NestedParser(ValueParser):
-    """Reads MiniMax M3's calls. If a value has no schema, its text decides the type."""
+    """Reads MiniMax M3's calls. If a value has no schema, the value's text decides the type."""
 
     def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)

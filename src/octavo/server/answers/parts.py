@@ -61,7 +61,7 @@ class AnswerParser(Protocol):
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return the remaining parts. If the answer was cut off, drop an incomplete marker or call head at its end."""
+        """Return the remaining parts. If the answer was cut off, drop an incomplete marker or call head at the end."""
         ...
 
 

@@ -106,7 +106,7 @@ class TaggedParser(ValueParser):
     def _argument(self, call: Call, separator: str) -> Wait[str]:
         """Emit `separator` and an argument.
 
-        Return "" if no argument of the call was emitted yet, otherwise any other string.
+        Return "" if the call has no emitted argument yet, otherwise another string.
         """
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
@@ -144,7 +144,7 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Raise `MalformedError` if the value begins with a repetition of the argument's opening markers."""
+        """Raise `MalformedError` if the value begins with the argument's opening markers again."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):

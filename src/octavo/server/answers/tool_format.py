@@ -91,7 +91,7 @@ class ToolFormat:
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002
-        """Return a grammar for JSON of this schema within markers, or None if no markers enclose content."""
+        """Return a grammar for JSON of this schema between markers, or None if no markers enclose content."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:

@@ -32,9 +32,10 @@ class CompletionTokensDetails(Struct):
 class Receipt(Struct):
     """The cost of a request. This object is octavo's extension.
 
-    computed_tokens: Positions that the model computed. recomputed_tokens: Positions computed again after a preemption,
-    and rejected drafts. wasted_tokens: Tokens generated after a stop string. Positions after a request's end are not
-    counted.
+    computed_tokens: Positions that the model computed.
+    recomputed_tokens: Positions computed again after a preemption, and rejected drafts.
+    wasted_tokens: Tokens generated after a stop string.
+    Positions after a request's end are not counted.
     """
 
     computed_tokens: int = 0

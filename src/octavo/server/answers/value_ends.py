@@ -242,7 +242,7 @@ class TagEnd:
     def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
         """Treat the tag of an unknown argument as part of the value.
 
-        Raises `MalformedError` if a damaged closing tag precedes it.
+        Raises `MalformedError` if a damaged closing tag precedes the unknown tag.
         """
         rest = text[place : place + _MAX_MARK_CHARS]
         if not is_over and any(each.startswith(rest) for each in self._call_starts):
@@ -360,7 +360,7 @@ class TagEnd:
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
         """Return the index of the next call, and whether the call is certain.
 
-        Without a call, return the text's length.
+        If no call follows, return the text's length.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
