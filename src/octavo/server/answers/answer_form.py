@@ -1,4 +1,4 @@
-"""Detect how a model writes reasoning and tool calls, and read its answers."""
+"""Detect how a model writes reasoning and tool calls, and read the model's answers."""
 
 from __future__ import annotations
 

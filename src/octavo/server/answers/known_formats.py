@@ -119,8 +119,8 @@ def find_tool_format(
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
     """Return the format that the chat templates use, or None.
 
-    This is the first format that writes the sample call exactly as the templates do, otherwise the first that can read
-    the call. If the templates do not render the call, or copy the client's JSON, `_MARKS` decides.
+    A format that writes the sample call exactly as the templates do is preferred to a format that only reads the call.
+    If the templates do not render the call, or copy the client's JSON, `_MARKS` decides.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

@@ -163,7 +163,10 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Return an argument's name, and whether the tag declares a string, or None if the tag declares no type."""
+        """Return an argument's name, and whether its tag declares a string.
+
+        The second value is None if the tag declares no type.
+        """
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

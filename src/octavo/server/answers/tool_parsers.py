@@ -123,9 +123,9 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Move to the arguments after a call's head, or raise `MalformedError`.
+        """Move to the arguments after a call's head.
 
-        If the answer was cut off within the head, move to the end of the answer before the error.
+        If the head is invalid, raise `MalformedError`. If the head is cut off, also move to the end of the answer.
         """
         if head is not None:
             self._position = brace
