@@ -113,7 +113,7 @@ class TagEnd:
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._call_starts, self._opens, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
-        # Markers that begin a call, in order, with "" for the name. One of `_call_follows` must come next.
+        # Markers that begin a call, in order. "" represents the name. One of `_call_follows` must come next.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
         self._num_open = 0  # open calls within the value
