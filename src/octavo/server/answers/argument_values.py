@@ -129,11 +129,11 @@ def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
     """Return an argument's JSON, or None if the text is blank and the schema allows no string.
 
-    The first rule that applies:
+    The first matching rule applies:
     - If the schema allows only strings, the text becomes a string.
     - JSON or a Python literal of an allowed type keeps its value.
-    - If the schema also allows strings, the text becomes a string.
-    - A value of a wrong type is kept, and plain words become a string, so that the client can report the error to the
+    - If the schema allows strings, any other text becomes a string.
+    - A value of a wrong type is kept, and plain words become a string. The client can then report the error to the
       model.
     - Any other text raises `UnreadableError`.
     """

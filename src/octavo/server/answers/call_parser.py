@@ -280,7 +280,7 @@ class ToolParser:
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair arguments that only seem to end, because a string contains an unescaped quote and bracket."""
+        """Repair arguments that seem to end too early, because a string contains an unescaped quote and bracket."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1

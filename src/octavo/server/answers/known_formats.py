@@ -99,8 +99,9 @@ def find_tool_format(
 
     If several formats have this name, return the format that the chat templates use, otherwise the first.
 
-    For "auto", return the format that the chat templates use:
-    - `GenericFormat` if they use no known format.
+    For "auto", return one of these:
+    - The format that the chat templates use.
+    - `GenericFormat` if the chat templates use no known format.
     - None if the model has no chat template.
 
     written: Sample call of `template_probe`, as the templates render it, or None if they refuse the call.
