@@ -1,4 +1,4 @@
-"""Detect how a model writes reasoning and tool calls, and read its answers."""
+"""Detect how a model writes reasoning and tool calls, and read the model's answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark for the log, or "" if the chat template renders tools and calls."""
+    """Return a remark for the log. Returns "" if the chat template renders tools and calls."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -84,9 +84,11 @@ class AnswerStyle:
 class AnswerForm:
     """How to read the answers to one request.
 
-    in_reasoning: True if the prompt ends with the opening marker of reasoning. shown_ids: Ids of the special tokens
-    that the detokenizer keeps as markers. frame: Format of calls, or None if its markers do not enclose content. The
-    parser of this format also reads answers to requests without tools. is_whole: True to emit only complete calls.
+    in_reasoning: True if the prompt ends with the opening marker of reasoning.
+    shown_ids: Ids of the special tokens that the detokenizer keeps as markers.
+    frame: Format of calls if its markers also enclose content, otherwise None. The parser of this format also reads
+    answers to requests without tools.
+    is_whole: True to emit only complete calls.
     """
 
     toolbox: Toolbox = NO_TOOLS

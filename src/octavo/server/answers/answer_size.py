@@ -19,7 +19,7 @@ _NUMBERS_PER_ENTRY = 16
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
     """Return the size of an answer, which is tokens + log probabilities + embedding values / 16.
 
-    with_prompt: True to count the prompt, too, once for each completion.
+    with_prompt: True to add the prompt's tokens and log probabilities for each completion.
     """
     prompt = len(output.prompt_token_ids) + _num_logprobs(output.prompt_logprobs) if with_prompt else 0
     vector = len(output.pooled or b"") // (4 * _NUMBERS_PER_ENTRY)

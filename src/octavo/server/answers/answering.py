@@ -42,8 +42,8 @@ _ANSWERING = "it was answered"
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
     """Answer a job. If the client disconnects, abort the job's requests.
 
-    A stream's HTTP status is sent after the first output or after `stream_keep_alive_s` seconds. An earlier error can
-    still change the status.
+    The HTTP status of a stream is sent after the first output, or after `stream_keep_alive_s` seconds without output.
+    An earlier error determines the status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -99,8 +99,8 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 class EventStreamResponse(StreamingResponse):
     """Streams events. Between events it sends keep-alive bytes, because proxies close idle connections.
 
-    When the response ends, even before the first event, the job's open requests are aborted and the job's permit is
-    released.
+    At the end of the response, the job's open requests are aborted and the job's permit is released, even if no event
+    was sent.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EventStreamResponse(StreamingResponse):
             self._place.release()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
-        """Send keep-alive bytes. They cannot split an event, because each event is one ASGI message."""
+        """Send keep-alive bytes. These bytes cannot split an event, because each event is one ASGI message."""
         while True:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
             if self._is_open and clock() >= self._last_sent + self._keep_alive_s:

@@ -1,4 +1,4 @@
-"""Convert arguments that are written without quotes to JSON, according to the schema.
+"""Convert unquoted arguments to JSON, according to the schema.
 
 In all functions, `root` is the schema in which `$ref` is resolved.
 """
@@ -129,9 +129,13 @@ def is_text(schema: dict[str, Any], root: dict[str, Any]) -> bool:
 def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str | None:
     """Return an argument's JSON, or None if the text is blank and the schema allows no string.
 
-    If the schema allows only strings, the text becomes a string. Otherwise, the text is parsed as JSON or as a Python
-    literal. If the schema allows no string, plain words still become a string, and values of wrong types are kept. The
-    client can then report the error to the model. Any other text raises `UnreadableError`.
+    The first matching rule applies:
+    - If the schema allows only strings, the text becomes a string.
+    - JSON or a Python literal of an allowed type keeps its value.
+    - If the schema allows strings, any other text becomes a string.
+    - A value of a wrong type is kept, and plain words become a string. The client can then report the error to the
+      model.
+    - Any other text raises `UnreadableError`.
     """
     kinds = types_of(schema, root)
     if kinds == {"string"}:
@@ -155,9 +159,9 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Return the value and the JSON of a malformed list or object.
+    """Repair a malformed list or object. Return the value and its JSON.
 
-    If the text has no reading or two readings, return `value` and `written`.
+    If no repair is possible, or if two repairs differ, return `value` and `written`.
     """
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
@@ -213,9 +217,10 @@ def schema_comment(function: Function) -> str:
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return a grammar expression for the JSON of `schema`, with the definitions in `root` that `schema` uses.
+    """Return a grammar expression for JSON that matches `schema`.
 
-    Raises `RequestError` if the expression is too long for any grammar.
+    The expression contains the definitions of `root` to which `schema` refers. Raises `RequestError` if the expression
+    is too long for any grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()

@@ -40,7 +40,7 @@ _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
 
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
-    """Return a pattern that matches one of `marks` or the end of the answer, after a call's arguments.
+    """Return a pattern for the text after a call's arguments, which is one of `marks` or the end of the answer.
 
     is_wrapped: True if a closing bracket may precede the marker.
     """
@@ -58,8 +58,8 @@ class MalformedError(Exception):
 class Call:
     """A call that is being read.
 
-    arguments: Text to emit at the end of the call, or None if the arguments are emitted earlier. index: None until the
-    name is emitted.
+    arguments: Arguments to emit at the end of the call, or None if the parser emits them earlier.
+    index: Index of the call in the answer, or None until the name is emitted.
     """
 
     name: str | None = None
@@ -70,8 +70,8 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    _ends: Pattern of the text that must follow repaired arguments. num_held_chars: Number of characters of arguments to
-    hold back, or None to hold back whole calls.
+    num_held_chars: How many characters of arguments are held back until a call is complete, or None for no limit.
+    _ends: Pattern of the text that must follow repaired arguments.
     """
 
     num_held_chars: int | None = HELD_CHARS
@@ -148,7 +148,10 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
-        """Return True if a text of `call_starts` begins at `start`. Drop a text that is cut off."""
+        """Return True if a text of `call_starts` begins at `start`.
+
+        If the answer was cut off within such a text, drop the rest of the answer.
+        """
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -277,7 +280,7 @@ class ToolParser:
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair the arguments if the quote and the bracket that seem to end them may be part of a string."""
+        """Repair arguments that seem to end too early, because a string contains an unescaped quote and bracket."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
@@ -327,8 +330,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the index at which a malformed call ends.
 
-        A second call that begins before the closing marker may be part of a string, so it is read as part of the
-        malformed call.
+        A second call before the closing marker is included, because the second call may be text in a string.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -341,7 +343,10 @@ class ToolParser:
         return max(position, min(ends, default=position))
 
     def _reject(self, call: Call) -> NoReturn:
-        """Raise `MalformedError`. If the answer was cut off or a part was emitted, emit the remaining arguments."""
+        """Raise `MalformedError`.
+
+        If a part of the call was emitted, or if the answer was cut off, first emit the remaining arguments.
+        """
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
             self._report("arguments", self._text[: self._position], call)

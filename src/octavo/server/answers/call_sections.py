@@ -22,11 +22,14 @@ MAX_HEAD_CHARS = 256
 
 
 class SectionFormat(ToolFormat):
-    """A format whose calls are in sections: `opens`, calls separated by `between`, and `closes`.
+    """A format whose calls are in sections. A section is `opens`, calls separated by `between`, and `closes`.
 
-    The parser ignores white space in these markers. opener: Beginning of `opens`. The parser searches for this text.
-    strays: Markers that begin a call outside of a section. one_each: True if each call has its own section. frames:
-    Markers around content or before calls. The parser drops these markers.
+    The parser ignores white space in these markers.
+
+    opener: Beginning of `opens`. The parser searches for this text.
+    strays: Markers that begin a call outside of a section.
+    one_each: True if each call has its own section.
+    frames: Markers around content or before calls. The parser drops these markers.
     """
 
     opens: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Tool calls of models with a chat template that does not render tools.
+"""Tool calls for chat templates that do not render tools.
 
 As in llama.cpp, a system message describes the tools, and a grammar makes every answer a JSON object.
 """
@@ -101,7 +101,6 @@ def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one
 
 
 def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Write a message's calls or result as text. Each call's id and function's name are added to `names`."""
     if message["role"] == "tool":
         name = message.get("name") or names.get(str(message.get("tool_call_id")))
         result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}

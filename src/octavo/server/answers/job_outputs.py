@@ -44,10 +44,12 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     """Return a generator that yields the outputs of all prompts, in order of arrival.
 
-    The job's permit limits how many prompts run in parallel. usage: Counter of tokens. The generator adds only outputs
-    that it does not yield, which are the last outputs of failed and aborted requests. The caller adds the yielded
-    outputs. Iteration raises the request's error: `RequestFailedError`, `ExecutionError`, `DeadlineError`,
-    `RequestError`, `AuthenticationError` or `ServerClosingError`.
+    The job's permit limits how many prompts run in parallel. Iteration raises the request's error:
+    `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`, `AuthenticationError` or
+    `ServerClosingError`.
+
+    usage: Counter of tokens. The generator adds outputs that are not yielded, which are the last outputs of failed and
+    aborted requests. The caller must add the yielded outputs.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len

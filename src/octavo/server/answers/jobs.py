@@ -29,7 +29,7 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: Bytes that clients ignore, for idle streams."""
+    """How a stream is sent. keep_alive: Bytes to send while a stream is idle. Clients ignore these bytes."""
 
     media_type: str
     keep_alive: bytes
@@ -43,9 +43,11 @@ LINES = StreamForm("application/x-ndjson", b" ")
 class Job:
     """A client's request that the server answers.
 
-    place: Permit that the job holds until it is answered. counts_completions: False to omit generated tokens from the
-    usage. deadline: Time on the event loop's clock. client_names: Maps the engine's names of fields to the client's
-    names. check: Called with each tokenized prompt, and may raise `RequestError`.
+    place: Permit that the job holds until the answer ends.
+    deadline: Time on the event loop's clock.
+    counts_completions: False to omit generated tokens from the usage.
+    client_names: Maps the engine's names of fields to the client's names.
+    check: Called with each tokenized prompt, and may raise `RequestError`.
     """
 
     request_id: str
@@ -79,7 +81,7 @@ class Job:
 
 @dataclass(slots=True)  # `frozen` would double the creation time
 class ChoiceUpdate:
-    """New output of one choice. choice: Index among the choices of all prompts."""
+    """New output of one choice. choice: Index of the choice among the choices of all prompts."""
 
     choice: int
     is_first: bool

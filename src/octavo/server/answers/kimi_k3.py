@@ -28,7 +28,7 @@ _JSON_TYPES = ("number", "boolean", "null", "object", "array")
 
 
 class KimiK3Format(TaggedFormat):
-    """Calls are numbered from 1. An argument's tag names the type of its value."""
+    """Calls are numbered from 1. An argument's tag contains the type of the value."""
 
     name = "kimi_k3"
     markers = (_OPEN, _CLOSE, _SEP)
@@ -49,7 +49,7 @@ class KimiK3Format(TaggedFormat):
         return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
-        """See `ToolFormat`. The texts end before the function's name, because other attributes may precede it."""
+        """See `ToolFormat`. The texts end before the function's name, because other attributes may precede the name."""
         return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:

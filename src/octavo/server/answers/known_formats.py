@@ -97,10 +97,14 @@ def find_tool_format(
 ) -> ToolFormat | None:
     """Return the format named `wanted`, or None if `wanted` is "none".
 
-    If several formats have the name, return the format that the chat templates use, otherwise the first. For "auto",
-    return the format that the templates use, or `GenericFormat` if they use no known format. If the model has no
-    template, "auto" returns None. written: Sample call of `template_probe`, rendered by the templates, or None if they
-    refuse the call.
+    If several formats have this name, return the format that the chat templates use, otherwise the first.
+
+    For "auto", return one of these:
+    - The format that the chat templates use.
+    - `GenericFormat` if the chat templates use no known format.
+    - None if the model has no chat template.
+
+    written: Sample call of `template_probe`, as the templates render it, or None if they refuse the call.
     """
     if wanted == "none":
         return None
@@ -114,10 +118,10 @@ def find_tool_format(
 
 
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
-    """Return the format that writes the sample call exactly as the templates do, or the first that can read the call.
+    """Return the format that the chat templates use, or None.
 
-    If the templates do not render the call, or copy the client's JSON, return the first format that matches in
-    `_MARKS`.
+    A format that writes the sample call exactly as the templates do is preferred to a format that only reads the call.
+    If the templates do not render the call, or copy the client's JSON, `_MARKS` decides.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

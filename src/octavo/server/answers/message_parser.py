@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 class MessageParser(ToolParser):
     """Reads messages. Text without a head is content.
 
-    If the recipient is not a known function, the head decides whether the text is content or reasoning. begins: Texts
-    that begin a head. head_parts: Markers within a head. head_closes: Marker that ends a head. ends: Markers that end a
-    message. breaks: Markers that end a message and begin the next message.
+    If the recipient is not a known function, the head decides whether the text is content or reasoning.
+
+    begins: Texts that begin a head.
+    head_parts: Markers within a head.
+    head_closes: Marker that ends a head.
+    ends: Markers that end a message.
+    breaks: Markers that end a message and begin the next message.
     """
 
     begins: ClassVar[tuple[str, ...]]
@@ -32,7 +36,10 @@ class MessageParser(ToolParser):
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length of a head without `head_closes` and the kind of the message's text, otherwise None."""
+        """Return the length of a head that has no `head_closes`, and the kind of the message's text.
+
+        Return None if the message has no such head.
+        """
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:
@@ -79,7 +86,6 @@ class MessageParser(ToolParser):
         return self._text[:end]
 
     def _drop_cut_head(self) -> None:
-        """Drop a head that was cut off. If text follows a head without `head_closes`, keep the head and the text."""
         bare = self._bare_head()
         rest = "" if bare is None else self._text[bare[0] :].rstrip(HALF)
         if not rest or any(each.startswith(rest) for each in (*self.head_parts, self.head_closes)):

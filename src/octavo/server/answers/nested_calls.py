@@ -132,7 +132,7 @@ def _written(value: Any) -> str:
 
 
 class NestedParser(ValueParser):
-    """Reads MiniMax M3's calls. If a value has no schema, its text decides the type."""
+    """Reads MiniMax M3's calls. If a value has no schema, the value's text decides the type."""
 
     def __init__(self, form: MiniMaxM3Format, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
@@ -165,7 +165,7 @@ class NestedParser(ValueParser):
         self._report("arguments", "]", call)
 
     def _next_tag(self, around: str) -> Wait[str]:
-        """Return the name in the next opening tag, or "" after the closing tag of `around`."""
+        """Return the name of the next opening tag, or "" if the closing tag of `around` comes first."""
         if (yield from self._takes_next(f"{MARK}</{around}>")):
             self._drop()
             return ""

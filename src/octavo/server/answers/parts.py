@@ -25,9 +25,9 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    text: Tool's name if `kind` is `call`, JSON if `kind` is `arguments`. The JSON is incomplete if the answer was cut
-    off, and broken if a long call was malformed. start: Index of the part's first character in the answer. For calls
-    and arguments, `start` may be an earlier index.
+    text: Tool's name if `kind` is `call`. JSON if `kind` is `arguments`. The JSON is incomplete if the answer was cut
+    off, and broken if a long call was malformed.
+    start: Index of the part's first character in the answer, or an earlier index for calls and arguments.
     """
 
     kind: PartKind
@@ -61,7 +61,7 @@ class AnswerParser(Protocol):
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return the remaining parts. If the answer was cut off, drop a marker or call's head that is incomplete."""
+        """Return the remaining parts. If the answer was cut off, drop an incomplete marker or call head at the end."""
         ...
 
 
@@ -96,7 +96,7 @@ def without_space(text: str) -> int:
 
 
 class CallStarts:
-    """Finds the texts with which calls begin. Up to `MAX_BLANKS` blanks may separate two characters."""
+    """Finds the texts with which calls begin. Up to `MAX_BLANKS` blanks between two characters are ignored."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = sorted(texts)
@@ -135,9 +135,11 @@ class PlainParser:
 class ReasoningParser:
     """Emits the reasoning at the beginning of an answer, and passes the rest to `next_parser`.
 
-    White space around the reasoning is dropped. is_open: True if the prompt ends with the opening marker. interrupts:
-    Maps a marker to the texts that may follow the marker in a call. If one of these texts follows, the reasoning ends
-    before the marker.
+    White space around the reasoning is dropped.
+
+    is_open: True if the prompt ends with the opening marker.
+    interrupts: Maps a marker to the texts that may follow the marker in a call. If one of these texts follows, the
+    reasoning ends before the marker.
     """
 
     def __init__(

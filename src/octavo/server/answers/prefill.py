@@ -27,9 +27,9 @@ class Prefilled(Struct):
 
 
 def prefill_of(job: Job) -> Job:
-    """Return a job that only computes another job's prompts.
+    """Return a job that only computes the prompts of `job`.
 
-    The engine samples one token for each prompt, because it cannot compute a prompt otherwise. The decode engine
+    The returned job generates one token for each prompt, because the engine always generates a token. The decode engine
     applies the client's parameters.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -101,11 +101,7 @@ class PythonicFormat(PythonFormat):
         return PythonListParser(self, functions, only_one=only_one)
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """Return a grammar that allows text and a list of calls.
-
-        An answer that begins with a bracket must be a list of calls. After other text, a bracket begins a list of calls
-        only if the call of a function follows.
-        """
+        """See `ToolFormat` and `PythonListParser`."""
         call_starts = [f"\\[{BLANKS_WITHIN}{pattern(each.name)}{BLANKS_WITHIN}\\(" for each in functions]
         is_call = f"{_BEFORE_LIST}({'|'.join(call_starts)}){_BLANKS}({_KEY}{_BLANKS}=|\\){_BLANKS}[,\\]])"
         ends = f"{FEW_BLANKS} & ~/{pattern(self.markers[0])}(.|\\n)*/ & ~/{is_call}(.|\\n)*/"
@@ -132,7 +128,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """For each argument that may be first, return a pattern of the name and the rules for the text after the name."""
+    """For each argument that may come first, return a pattern of the name and the rules that follow the name."""
     properties, required = schema.get("properties"), schema.get("required")
     named = list(properties) if isinstance(properties, dict) else []
     if not named:

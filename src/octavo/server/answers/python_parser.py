@@ -89,9 +89,9 @@ class PythonParser(ValueParser):
 class PythonListParser(PythonParser):
     """Reads lists of calls, with or without Llama 4's markers.
 
-    A list without markers may be code. After other text, such a list is therefore read only if it begins with the name
-    of a function, and is neither a subscript nor within Markdown code. Calls without markers must begin with a keyword
-    argument or have no arguments.
+    A list without markers may be code, so it is read only under these conditions:
+    - Each call has no arguments, or begins with a keyword argument.
+    - After other text, the list begins with a function's name, and is neither a subscript nor Markdown code.
     """
 
     _is_tagged = False

@@ -28,7 +28,7 @@ REASONING_FORMS = (
 
 
 def find_reasoning_form(wanted: str, templates: Sequence[str]) -> ReasoningForm | None:
-    """Return the form named `wanted`, or None. For "auto", return the first form with a marker in a chat template."""
+    """Return the form named `wanted`, or None. For "auto", return the first form that a chat template uses."""
     if wanted == "auto":
         return next((each for each in REASONING_FORMS if _is_shown(each, templates)), None)
     return next((each for each in REASONING_FORMS if each.name == wanted), None)

@@ -25,10 +25,13 @@ _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 class TaggedFormat(SectionFormat):
     """A call is `call_opens`, the name, `named`, the arguments, and `call_closes`.
 
-    An argument is `argument_opens`, its name, `argument_named`, its value, `value_closes`, and `argument_closes`.
-    is_padded: True if the line feeds directly before and after a value do not belong to the value. raw_marks: Pair of
-    markers that may enclose any value. head_pattern: Matches the text between `call_opens` and `named`. text_mark:
-    Marker after the name of a string argument. json_mark: Marker after the name of any other argument.
+    An argument is `argument_opens`, the name, `argument_named`, the value, `value_closes`, and `argument_closes`.
+
+    is_padded: True if the line feeds directly before and after a value do not belong to the value.
+    raw_marks: Pair of markers that may enclose any value.
+    head_pattern: Matches the text between `call_opens` and `named`.
+    text_mark: Marker after the name of a string argument.
+    json_mark: Marker after the name of any other argument.
     """
 
     named: ClassVar[str]

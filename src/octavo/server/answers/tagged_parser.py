@@ -25,8 +25,8 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 class TaggedParser(ValueParser):
     """Emits strings piece by piece, and other values when they are complete.
 
-    If a call has an argument, or if the function has no parameters, the closing tag of the section also ends the call.
-    Any other call without a closing tag is content.
+    If the closing tag of a call is missing, the closing tag of the section ends the call. Such a call is content if its
+    function has parameters but no argument was read.
     """
 
     _given: set[str]  # names of the call's arguments so far; empty after a complete call
@@ -46,7 +46,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content, because calls in the rest may be part of a value."""
+        """Emit the rest of a malformed call as content, including any calls. Such calls may be part of a value."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):
@@ -106,7 +106,7 @@ class TaggedParser(ValueParser):
     def _argument(self, call: Call, separator: str) -> Wait[str]:
         """Emit `separator` and an argument.
 
-        Return "" if no argument of the call was emitted yet, otherwise any other string.
+        Return "" if the call has no emitted argument yet, otherwise another string.
         """
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
@@ -144,7 +144,7 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Raise `MalformedError` if the value begins with a repetition of the argument's opening markers."""
+        """Raise `MalformedError` if the value begins with the argument's opening markers again."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):
@@ -163,7 +163,10 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Return the argument's name, and whether a marker declares a string (None without such a marker)."""
+        """Return an argument's name, and whether its tag declares a string.
+
+        The second value is None if the tag declares no type.
+        """
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

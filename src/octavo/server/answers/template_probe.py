@@ -30,7 +30,7 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
-    """What a chat template writes for a test question and a test call.
+    """The text that a chat template renders for a test question and a test call.
 
     prompt: Prompt with the question. call: Text that the call adds to the prompt. A field is None if the template
     refuses the messages.
@@ -41,7 +41,10 @@ class TemplateProbe:
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render the prompt and the call. render: Raises `RequestError` if the template refuses the messages."""
+        """Render the prompt and the call.
+
+        render: Function that renders messages. Raises `RequestError` if the template refuses the messages.
+        """
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])

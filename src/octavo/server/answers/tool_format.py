@@ -34,12 +34,14 @@ class Function:
 class ToolFormat:
     """A format of tool calls. Grammars are in llguidance's dialect of Lark.
 
+    markers: Texts around calls. The detokenizer keeps markers even if they are special tokens.
     takes_one: True if chat templates refuse several calls in one message. An answer then has several calls only if the
-    client asks for parallel calls. frames_content: True if markers also enclose content. The parser then also reads
-    answers to requests without tools. reserved_names: Names that no tool may have. describes_tools: True if chat
-    templates do not render tools. `messages_with_tools` then writes the tools as text. markers: Texts around calls. The
-    detokenizer keeps markers even if they are special tokens. token_name: Function that returns a token's name in a
-    grammar, such as `<[123]>`, or None if the text is not one token.
+    client asks for parallel calls.
+    frames_content: True if markers also enclose content. The parser then also reads answers to requests without tools.
+    describes_tools: True if chat templates do not render tools. `messages_with_tools` then writes the tools as text.
+    reserved_names: Names that no tool may have.
+    token_name: Function that returns a token's name in a grammar, such as `<[123]>`, or None if the text is not one
+    token.
     """
 
     name: ClassVar[str]
@@ -59,7 +61,10 @@ class ToolFormat:
         raise NotImplementedError
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
-        """Map markers to texts. Within reasoning, a marker begins a call if one of the mapped texts follows."""
+        """Return the markers that can begin a call within reasoning.
+
+        Each marker is mapped to texts. The marker begins a call only if one of its texts follows.
+        """
         return {}
 
     def new_call_id(self) -> str:
@@ -82,11 +87,11 @@ class ToolFormat:
         raise NotImplementedError
 
     def shows(self, text: str, name: str) -> bool:  # noqa: ARG002
-        """Return True if a chat template's text has the call in a spelling that `write` does not produce."""
+        """Return True if `text` contains a call of `name` in a spelling that only chat templates use."""
         return False
 
     def content(self, schema: str) -> str | None:  # noqa: ARG002
-        """Return a grammar for JSON of this schema within markers, or None if no markers enclose content."""
+        """Return a grammar for JSON of this schema between markers, or None if no markers enclose content."""
         return None
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -129,10 +134,12 @@ def choice_of(count: int) -> str:
 
 
 def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> list[str]:
-    """Return rules for arguments in the schema's order. A call uses the rule `first<place>_0`.
+    """Return grammar rules for the arguments of a call, in the schema's order.
 
-    `first<place>_<i>` allows argument i and later arguments at the beginning of a call. `further<place>_<i>` allows
-    these arguments after another argument. are_needed: True for each required argument.
+    - `first<place>_<i>`: Argument i and later arguments, if no argument precedes them. A call uses `first<place>_0`.
+    - `further<place>_<i>`: The same arguments, if another argument precedes them.
+
+    are_needed: True for each required argument.
     """
     rules = []
     for number, is_needed in enumerate(are_needed):

@@ -68,11 +68,7 @@ class LlamaFormat(ToolFormat):
         return f"start: {self._all(only_one)}\n{object_rules(functions, 'name', 'parameters')}"
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """See `ToolFormat`.
-
-        An object at the beginning must be a call. After other text, an object is a call if it begins with a function's
-        name and the key of the arguments.
-        """
+        """See `ToolFormat`."""
         text = f"/([^{{ \\t\\r\\n](.|\\n)*)?/ {FEW_BLANKS} & ~/{pattern(LlamaParser.opener)}(.|\\n)*/"
         rules = [f"TEXT: {text}", f"BEFORE: {text}", object_rules(functions, "name", "parameters")]
         for index, function in enumerate(functions):

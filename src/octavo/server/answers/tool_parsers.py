@@ -33,8 +33,8 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """Reads {"name": ..., "parameters": ...}. Semicolons or line feeds separate several calls.
 
-    After other text, an object is a call only if the name is first and the arguments are second, because other objects
-    may describe a tool.
+    After other text, an object is a call only if it begins with the name and the arguments, because other objects may
+    describe a tool.
     """
 
     opener = "<|python_tag|>"
@@ -123,7 +123,10 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Skip a call's head, or raise `MalformedError`. If the head is cut off, first skip the rest of the answer."""
+        """Move to the arguments after a call's head.
+
+        If the head is invalid, raise `MalformedError`. If the head is cut off, also move to the end of the answer.
+        """
         if head is not None:
             self._position = brace
             return

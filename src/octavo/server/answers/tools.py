@@ -46,9 +46,11 @@ class Choice:
 class Toolbox:
     """A request's tools.
 
-    functions: Tools that may be called. given: All tools, as chat templates take them. is_limited: True if some tools
-    of `given` may not be called. is_required: True if the answer must have a call. format: None if no tool may be
-    called.
+    functions: Tools that may be called.
+    given: All tools, in the form that chat templates expect.
+    is_limited: True if some tools of `given` may not be called.
+    is_required: True if the answer must have a call.
+    format: None if no tool may be called.
     """
 
     functions: tuple[Function, ...] = ()
@@ -178,7 +180,7 @@ def _lenient(function: Function) -> Function:
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Return the functions. Each schema gets the name of the request's field, for the grammar compiler's errors."""
+    """Return the functions. Adds the name of the request's field to each schema, for errors of the grammar compiler."""
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
     for each in marked:
@@ -218,7 +220,7 @@ def read_function(fields: Any, place: str, parameters_name: str = "parameters") 
 
 
 def check_tool_type(tool: Any, place: str, served: str, form: str) -> None:
-    """Raise `RequestError` unless the tool's type is `served`. form: Example of a tool, for the error."""
+    """Raise `RequestError` if the tool's type is not `served`. form: Example of a tool, for the error."""
     if not isinstance(tool, dict):
         raise RequestError(f"{place} must be {form}", parameter=place)
     kind = tool.get("type")

@@ -32,9 +32,10 @@ class CompletionTokensDetails(Struct):
 class Receipt(Struct):
     """The cost of a request. This object is octavo's extension.
 
-    computed_tokens: Positions that the model computed. recomputed_tokens: Positions computed again after a preemption,
-    and rejected drafts. wasted_tokens: Tokens generated after a stop string. Positions after a request's end are not
-    counted.
+    computed_tokens: Positions that the model computed.
+    recomputed_tokens: Positions computed again after a preemption, and rejected drafts.
+    wasted_tokens: Tokens generated after a stop string.
+    Positions after a request's end are not counted.
     """
 
     computed_tokens: int = 0
@@ -78,7 +79,7 @@ class UsageCounter:
         return [*self._ended.values()]
 
     def add(self, output: RequestOutput, completions: Iterable[CompletionOutput]) -> None:
-        """Count the tokens of `completions` and, once, the prompt's tokens."""
+        """Count the tokens of `completions`. A prompt's tokens are counted only once."""
         self._prompts[output.request_id] = (len(output.prompt_token_ids), output.num_cached_tokens)
         if output.finished and output.metrics is not None:
             self._ended.setdefault(output.request_id, output.metrics)

@@ -21,7 +21,7 @@ _NO_BLANK = re.compile(r"\S")
 
 
 def slips_of(tag: str) -> str:
-    """Return a pattern of a marker.
+    """Return a pattern that matches a marker.
 
     For a closing tag such as `</a>`, the pattern also matches the misspellings `</a/>`, `</a >` and `</a`.
     """
@@ -36,7 +36,7 @@ def _after_blanks(text: str, place: int) -> int:
 
 
 class ValueEnd(Protocol):
-    """Searches a growing text for the end of a value. looked_at: Index before which the value does not end."""
+    """Searches a growing text for the end of a value. looked_at: Index at which the next search begins."""
 
     looked_at: int
 
@@ -45,7 +45,7 @@ class ValueEnd(Protocol):
         ...
 
     def drop(self, text: str) -> None:
-        """Adjust the indices, because the caller removes `text` from the beginning."""
+        """Subtract the length of `text` from the indices, because the caller removes `text` from the beginning."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -86,12 +86,13 @@ class MarkEnd:
 class TagEnd:
     """Ends a value at its closing tag, or before another marker.
 
-    A closing tag is part of the value unless an argument, the end of the call or the end of the answer follows. If the
-    closing tag is missing, the value ends before the end of the call, or before an argument that is in the schema and
-    not yet in the call.
+    - A closing tag ends the value only if an argument, the end of the call or the end of the answer follows.
+    - If the closing tag is missing, the value ends before the end of the call, or before an argument that is in the
+      schema and not yet in the call.
 
-    call_starts: Opening texts of the arguments that may follow. is_text: False if the value is JSON, which contains no
-    tag. Private methods return None if more text is needed.
+    call_starts: Opening texts of the arguments that may follow.
+    is_text: False if the value is JSON, which contains no tag.
+    Private methods return None if more text is needed.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class TagEnd:
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._call_starts, self._opens, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
-        # Markers that begin a call, in order, with "" for the name. One of `_call_follows` must come next.
+        # Markers that begin a call, in order. "" represents the name. One of `_call_follows` must come next.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
         self._num_open = 0  # open calls within the value
@@ -168,7 +169,7 @@ class TagEnd:
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return True if a marker belongs to a call within the value.
 
-        If so, all open calls within the value end after the marker, and then one more call ends.
+        The text after such a marker ends all open calls within the value, and also the outer call.
         """
         if not self._num_open:
             return False
@@ -218,7 +219,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # If a section's closing marker comes first, it is part of the value, because two tags would be missing.
+        # A section's closing marker is part of the value, because the closing tags of value and call are missing.
         is_placed = self._is_alone_on_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -239,7 +240,10 @@ class TagEnd:
         return self._broken_off(text, place) if is_line else False
 
     def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
-        """Treat an unknown argument as text of the value. Raises `MalformedError` after a damaged closing tag."""
+        """Treat the tag of an unknown argument as part of the value.
+
+        Raises `MalformedError` if a damaged closing tag precedes the unknown tag.
+        """
         rest = text[place : place + _MAX_MARK_CHARS]
         if not is_over and any(each.startswith(rest) for each in self._call_starts):
             return None
@@ -250,7 +254,7 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if the marker ends the call. A call or section must end or begin directly after the marker."""
+        """Return True if the marker ends the call, because a marker of a call or section follows directly."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:
@@ -277,8 +281,10 @@ class TagEnd:
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
         """Return True if a closing tag ends the value.
 
-        The tag ends the value if a known argument follows, or exactly the text that the format writes after a value.
-        Any other closing tag ends the value only if no later closing tag can.
+        The tag ends the value in these cases:
+        - A known argument follows.
+        - Exactly the text that the format writes after a value follows.
+        - No later closing tag can end the value.
         """
         if follows == "head":
             return True
@@ -317,8 +323,10 @@ class TagEnd:
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
         """Return the kind of the text after a closing tag.
 
-        "head": A known argument begins, or the answer ends here or within a marker. "argument": An unknown argument
-        begins, or the closing tag is repeated. "end": The call or its section ends. "": None of these.
+        - "head": A known argument begins, or the answer ends here or within a marker.
+        - "argument": An unknown argument begins, or the closing tag is repeated.
+        - "end": The call or its section ends.
+        - "": None of these.
         """
         place = _after_blanks(text, place)
         rest = text[place : place + _MAX_MARK_CHARS]
@@ -332,7 +340,7 @@ class TagEnd:
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if another closing tag precedes the next call. The end of the answer may cut off this tag."""
+        """Return True if another closing tag precedes the next call. The answer may end within this tag."""
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
@@ -350,7 +358,10 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return the index of the next call (or the text's length), and whether the call is certain."""
+        """Return the index of the next call, and whether the call is certain.
+
+        If no call follows, return the text's length.
+        """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
         while (found := text.find(opener, self._call_at)) >= 0:

@@ -68,7 +68,7 @@ class ValueParser(SectionParser):
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
         """Return the indices at which a string and its closing marker end, or None if more text is needed.
 
-        If the answer was cut off, emit the known text and raise `MalformedError`.
+        If the answer was cut off, emit the text that is certain and raise `MalformedError`.
         """
         try:
             return ends.find(self._text, is_over=self._is_over)
