@@ -44,8 +44,8 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: The decode engine's figures at the request's start. num_new: Tokens not expected in the decode engine's
-    cache.
+    before: The decode engine's figures at the request's start. num_new: Number of prompt tokens that were not expected
+    in the decode engine's cache.
     """
 
     prefill: EngineHandle
@@ -58,8 +58,9 @@ class _Unknown:
 class Partners:
     """Compares engines' KV formats, and counts requests for which no KV arrived.
 
-    Engines with different formats are never paired, because they cannot find each other's blocks. A pair pauses after
-    `_VAIN_IN_A_ROW` consecutive requests without KV. Each further request without KV doubles the pause.
+    Engines with different formats are never paired, because they cannot find each other's blocks. After
+    `_VAIN_IN_A_ROW` consecutive requests without KV, a pair is not used for a while. Each further request without KV
+    doubles this pause.
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))

@@ -114,7 +114,6 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         self._answers: dict[int, _Answer] = {}
 
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
-        """Return the next chunk, or None while the parser holds back all text."""
         completion = update.completion
         if update.choice not in self._answers:
             self._answers[update.choice] = _Answer(self._form, self._reasoning_field)
