@@ -115,8 +115,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was its tenant's first waiter. Each unit counts as this
-    tenant's weight, divided by the weight of the tenant that took the unit.
+    passed: Units that later requests took while this request was its tenant's first waiter. The units are
+    weighted. For example, a unit counts half if a tenant with twice the weight took it.
     """
 
     tenant: Tenant
@@ -304,8 +304,8 @@ class RequestLimiter:
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take output streams for a request, which `begin` must have counted.
 
-        at_least: Smallest number of streams with which the request can be served in parts. The permit has a multiple of
-        this number, within the tenant's limit and share. If None, the permit has all `num_streams`.
+        at_least: Number of streams that a part needs, if the request can be served in parts. The permit has a multiple
+        of this number, within the tenant's limit and share. If None, the permit has all `num_streams`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())

@@ -35,7 +35,7 @@ class EngineHandle:
     incarnation: Identifies a run of the engine's process.
     open_tokens: Estimated tokens of this router's open requests.
     other_tokens: Estimated tokens of other clients.
-    num_paired: Number of requests that this engine answered after a prefill on another engine.
+    num_paired: Number of answered requests with a prefill on another engine.
     num_paired_in_vain: Number of paired requests for which no KV arrived.
     """
 

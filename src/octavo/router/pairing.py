@@ -60,7 +60,7 @@ def without_kv_transfer(scope: Scope) -> Scope:
 
 
 class Pair:
-    """A request for which engine `prefill` computes the prompt, and `decode` the answer.
+    """A request to two engines. `prefill` computes the prompt, and `decode` generates the answer.
 
     If KV is sent directly, both engines get the request at the same time. If KV is sent through a store, `decode` gets
     the request after the prefill. The answer never depends on the prefill, because `decode` itself computes any KV that

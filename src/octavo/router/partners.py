@@ -102,7 +102,7 @@ class Partners:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: EngineHandle, now: float) -> None:
-        """Decide for each ended request whether its KV arrived, from the tokens that `decode` has loaded and computed.
+        """Record whether KV arrived for ended requests. Uses the counts of tokens that `decode` loaded and computed.
 
         If `decode` loaded and computed no tokens, the prompt was in the cache of `decode`. Then nothing is recorded.
         """
@@ -143,7 +143,7 @@ class Partners:
 
 
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
-    """Return True if the request's new tokens were computed, assuming that all other prompts were computed, too."""
+    """Return True if the request's new tokens were computed. Assumes that all other prompts were computed, too."""
     before = request.before
     if before.num_computed is None or after.num_computed is None:
         return False

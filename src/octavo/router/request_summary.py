@@ -77,7 +77,7 @@ class RequestSummary:
 
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
-        """(hashes, ends) of the prompt's pieces. A hash covers the prompt up to the piece's end, in bytes."""
+        """The hashes and the ends of the prompt's pieces. A hash covers all bytes up to the piece's end."""
         hashes: list[bytes] = []
         ends: list[int] = []
         digest = hashlib.blake2b(self.owner, digest_size=16).digest()

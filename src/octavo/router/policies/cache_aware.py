@@ -28,12 +28,12 @@ class CacheAware(RoutingPolicy):
     A prompt goes to the engine with the longest cached prefix. In two cases, the prompt goes to the engine with the
     least load and work instead. Work is the number of uncached tokens that the engine got recently.
 
-    - No engine has a prefix.
-    - Different prompts begin with the prefix, and the prefix is short or the engine has too much work.
+    - The prefix is a small part of the prompt.
+    - Prompts with this prefix continue differently, and the prefix is short or the engine has too much work.
 
     balance_tokens, balance_ratio: An engine has too much work if its work exceeds the smallest work by more than
-    balance_tokens, and also exceeds balance_ratio times the smallest work. An engine whose load exceeds the same limits
-    gets no prompt.
+    balance_tokens, and also exceeds balance_ratio times the smallest work. An engine with a load above the same limits gets
+    no prompt.
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
