@@ -115,8 +115,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was its tenant's first waiter. The units are
-    weighted. For example, a unit counts half if a tenant with twice the weight took it.
+    passed: Units that later requests took while this request was its tenant's first waiter. The units are weighted.
+    For example, a unit counts half if a tenant with twice the weight took it.
     """
 
     tenant: Tenant
@@ -135,7 +135,7 @@ class WaitingLine:
     """Requests that wait for units of a pool. Requests of one tenant wait in order of arrival.
 
     Later requests may overtake a tenant's first waiter until they have taken the number of units that the waiter
-    requested. Two rules then prevent that large requests starve:
+    requested. Then two rules prevent starvation:
 
     - No request of the same tenant overtakes the waiter.
     - If the tenant holds no units, other tenants cannot take the units that the waiter needs.

@@ -28,7 +28,7 @@ class EngineHandle:
     """One engine. A field that is None is not known yet.
 
     is_member: True until the engine is removed.
-    models: Served models. Empty if the engine has no valid list.
+    models: Empty if the engine has no valid list.
     role: "prefill", "decode" or "both".
     kv_format: Properties by name. Only engines with the same properties can exchange KV.
     prefills_from: Earliest time for the next prefill, on the event loop's clock.

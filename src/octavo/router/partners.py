@@ -44,8 +44,8 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: The decode engine's figures at the request's start. num_new: Number of prompt tokens that were not expected
-    in the decode engine's cache.
+    before: The decode engine's figures at the request's start. num_new: Prompt tokens that were not expected in the
+    decode engine's cache.
     """
 
     prefill: EngineHandle

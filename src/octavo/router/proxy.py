@@ -159,7 +159,7 @@ class _Exchange:
             raise failure or NoEngineError(self._service.config.health_interval_s)
 
     async def _try(self, engine: EngineHandle) -> _Refusal | None:
-        """Send the request to an engine. Return the engine's refusal, or None if the client got an answer."""
+        """Send the request. Return the engine's refusal, or None if the client got an answer."""
         pool, summary = self._service.pool, self._routed.summary
         usage = ReportedUsage()
         with Share(self._routed, engine) as share:

@@ -32,8 +32,8 @@ class CacheAware(RoutingPolicy):
     - Prompts with this prefix continue differently, and the prefix is short or the engine has too much work.
 
     balance_tokens, balance_ratio: An engine has too much work if its work exceeds the smallest work by more than
-    balance_tokens, and also exceeds balance_ratio times the smallest work. An engine with a load above the same limits gets
-    no prompt.
+    balance_tokens, and also exceeds balance_ratio times the smallest work. The same limits apply to the load. An engine
+    with too much load gets no prompt.
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:

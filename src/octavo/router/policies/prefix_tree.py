@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class Expected:
     """The prefix of a prompt that is expected in an engine's cache.
 
-    num_bytes: Length of the prefix. It is 0 if the engine may not have computed the prefix yet, because only open
-    requests have sent it.
+    num_bytes: Length of the prefix. It is 0 if only open requests have sent the prefix.
     since: The oldest of the times at which the prefix's pieces were last sent.
     """
 

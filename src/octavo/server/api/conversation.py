@@ -242,7 +242,7 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], to_response: Callable[[int], Any]
 ) -> Response:
-    """Count the tokens of a conversation's prompt. Return the response that `to_response` makes."""
+    """Count the tokens of a conversation's prompt."""
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)

@@ -217,7 +217,6 @@ def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
-# Fields of vLLM that few routes support.
 _TOKEN_FIELDS = {
     **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),

@@ -43,8 +43,7 @@ class Answer(Struct):
     """A whole answer, or a line of a stream.
 
     message: set by /api/chat. response, thinking: set by /api/generate. cached_tokens: prompt tokens found in the
-    prefix cache. The counts are the last fields, so that a router that searches from the end finds them before the
-    model's text.
+    prefix cache. The counts are the last fields, because a router searches for counts from the end.
     """
 
     model: str
