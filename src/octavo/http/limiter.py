@@ -304,8 +304,8 @@ class RequestLimiter:
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take output streams for a request, which `begin` must have counted.
 
-        at_least: Number of streams that each part needs, if the request can be served in parts. The permit has a multiple
-        of this number, within the tenant's limit and share. If None, the permit has all `num_streams`.
+        at_least: Number of streams that each part needs, if the request can be served in parts. The permit has a
+        multiple of this number, within the tenant's limit and share. If None, the permit has all `num_streams`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())
