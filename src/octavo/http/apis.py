@@ -26,14 +26,17 @@ class _LastToken(msgspec.Struct):
 class Api:
     """Formats of a client API.
 
-    below: Path prefix. Errors of unknown paths with this prefix have this API's format. error: Returns an error's JSON
-    object. event: Returns the last event of a stream that fails. last_event: Matches the last event of a complete
-    stream. If None, the last event is the one with a field of `_LastToken`. statuses: Maps an HTTP status to the status
-    that this API sends instead. any_type: True if any Content-Type is accepted. lines: True if each event is a line of
-    JSON.
+    below: Path prefix. Errors for unknown paths with this prefix have this API's format.
+    event: Returns the last event of a stream that fails.
+    last_event: Matches the last event of a complete stream. If None, the last event has a field of `_LastToken`.
+    statuses: Maps an HTTP status to the status that this API sends instead.
+    any_type: True if any Content-Type is accepted.
+    lines: True if each event is a line of JSON.
 
-    The router reads the other fields. limits: Request fields that limit the answer's tokens; "a.b" is field b of object
-    a. counted: Answer field in which the token counts begin.
+    The router reads the other fields.
+
+    limits: Request fields that limit the number of output tokens. "a.b" means field b of object a.
+    counted: Answer field at which the token counts begin.
     """
 
     name: str

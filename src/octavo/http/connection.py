@@ -42,13 +42,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """An HTTP/1.1 connection with time limits. Answers 431 if headers exceed `MAX_HEADER_BYTES`.
 
     header_timeout_s: Limit for a request's headers, from their first byte. For the first request, the time begins when
-    the client connects. idle_timeout_s: Period in which the client must take all waiting bytes, or at least
-    `MAX_UNSENT_BYTES` of them. max_connections: Number of connections for any request. Further connections are only for
-    health checks, so that a full server does not look dead. on_refused: Called for each error that the application does
-    not see.
+    the client connects.
+    idle_timeout_s: Period in which the client must take all waiting bytes, or at least `MAX_UNSENT_BYTES` of them.
+    max_connections: Number of connections that accept any request. Further connections accept only health checks, so
+    that a full server does not look dead.
+    on_refused: Called for each error that the application does not see.
 
-    Pipelined requests are answered in order. The next request is already read while an answer is sent, because only
-    reading shows a disconnect. The header Upgrade is ignored (RFC 9110, section 7.8).
+    Pipelined requests are answered in order. The next request is read while an answer is sent, because a disconnect is
+    noticed only by reading. The header Upgrade is ignored (RFC 9110, section 7.8).
     """
 
     def __init__(
@@ -229,7 +230,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._close()
 
     def _refuse(self, error: HttpError, state: dict[str, Any] | None = None) -> None:
-        """Answer with an error."""
         if state is None:
             self._on_refused(self.client, error)
         else:

@@ -192,7 +192,8 @@ def to_http(error: Exception) -> HttpError:
 def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
-    names: Maps octavo's fields to the client's. in_text: Also rename fields in the message, except names of one word.
+    names: Maps octavo's field names to the client's field names. in_text: Also rename fields in the message, except
+    names of one word.
     """
     try:
         yield

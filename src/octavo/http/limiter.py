@@ -33,7 +33,10 @@ class Bucket:
         self._level, self._time = per_minute, now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` units are available, or the bucket is full."""
+        """Return the seconds until `amount` units are available.
+
+        If `amount` exceeds the bucket's size, return the seconds until the bucket is full.
+        """
         missing = min(amount, self.per_minute) - self._fill(now)
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
@@ -50,7 +53,7 @@ class Bucket:
 class Pool:
     """Counts how many units of a resource each tenant holds.
 
-    If `is_shared` is true, a tenant with units may hold at most its weight times the number of free units. So one
+    If `is_shared` is true, a tenant that holds units may hold at most its weight times the number of free units. So one
     tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
     switch", 1998).
     """
@@ -80,7 +83,10 @@ class Pool:
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
     def share(self, tenant: Tenant) -> float:
-        """Return how many units a tenant may take so that it then holds at most its weight times the free units."""
+        """Return how many units a tenant may take.
+
+        After taking them, the tenant holds at most its weight times the number of free units.
+        """
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
 
@@ -109,8 +115,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was its tenant's first waiter, scaled by the ratio of the
-    tenants' weights.
+    passed: Units that later requests took while this request was its tenant's first waiter. The units are weighted.
+    For example, a unit counts half if a tenant with twice the weight took it.
     """
 
     tenant: Tenant
@@ -121,16 +127,18 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """True if enough units were taken by later requests. Then units are reserved for this request."""
+        """True if later requests took at least `amount` units. Then free units are reserved for this request."""
         return self.passed >= self.amount
 
 
 class WaitingLine:
     """Requests that wait for units of a pool. Requests of one tenant wait in order of arrival.
 
-    New requests and the first waiters of other tenants may overtake a waiter until they have taken as many units as the
-    waiter requested. Then no request of the same tenant overtakes the waiter. If this tenant holds no units, other
-    tenants cannot take the units that the waiter needs. So large requests do not starve.
+    Later requests may overtake a tenant's first waiter until they have taken the number of units that the waiter
+    requested. Then two rules prevent starvation:
+
+    - No request of the same tenant overtakes the waiter.
+    - If the tenant holds no units, other tenants cannot take the units that the waiter needs.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -215,8 +223,8 @@ class _Account:
 class Permit:
     """The output streams that one HTTP request may use.
 
-    is_kept: True if the streamed answer releases the permit instead of the `with` block. is_in: True if a prompt was
-    admitted. Then further prompts wait.
+    is_kept: True if the streamed answer releases the permit instead of the `with` block. is_in: True after the first
+    prompt was admitted.
     """
 
     tenant: Tenant
@@ -235,9 +243,10 @@ class Permit:
             self.release()
 
     async def hold_tokens(self, num_tokens: int) -> None:
-        """Take tokens for a waiting prompt. A request's second and later prompts wait until tokens are free.
+        """Take tokens for a waiting prompt.
 
-        Raises `RequestError`, and `QueueFullError` for the first prompt.
+        If too few tokens are free, `QueueFullError` is raised for the request's first prompt, and later prompts wait.
+        Raises `RequestError` for a prompt that can never be admitted.
         """
         async with self._queue:
             await self._limiter.hold_tokens(self, num_tokens)
@@ -293,10 +302,10 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take output streams for a request that `begin` counted.
+        """Take output streams for a request, which `begin` must have counted.
 
-        at_least: Number of streams with which the request can be served in parts. The permit has a multiple of this
-        number of streams, within the tenant's limit and share. If None, the permit has all `num_streams`.
+        at_least: Number of streams that each part needs, if the request can be served in parts. The permit has a
+        multiple of this number, within the tenant's limit and share. If None, the permit has all `num_streams`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())

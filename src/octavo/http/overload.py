@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 
 class OverloadMiddleware:
-    """Checks the limits when a request's headers are read.
-
-    begin: Counts a request of the tenant, or raises an error.
-    """
+    """Checks the limits when a request's headers are read."""
 
     def __init__(self, app: ASGIApp, begin: Callable[[Tenant], None], routes: Routes) -> None:
         self.app = app

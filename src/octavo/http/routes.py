@@ -22,10 +22,12 @@ _FEED, _REQUESTS = "/dashboard/events", "/dashboard/requests/"  # show the reque
 class Route:
     """One route.
 
-    endpoint: `module:name` below `octavo.server.api`. aliases: Older paths. work: "answer" if a model generates text,
-    "vectors" if it embeds texts, "count" if texts are only read. Requests with `work` count for their tenant's limits,
-    and the router balances them. methods: Allowed HTTP methods. The OpenAPI document shows only the first. operators:
-    Action that needs the permission `read_metrics`.
+    endpoint: `module:name` below `octavo.server.api`.
+    work: "answer" if a model generates text, "vectors" if a model embeds texts, "count" if texts are only read. The
+    tenant's limits apply to requests with `work`, and the router balances these requests.
+    methods: Allowed HTTP methods. The OpenAPI document shows only the first method.
+    aliases: Older paths.
+    operators: Action that needs the permission `read_metrics`.
     """
 
     path: str

@@ -31,7 +31,7 @@ class Timeout:
 class TimeoutQueue:
     """Calls expired timeouts in order, `SPACING_S` apart, so that the event loop serves connections in between.
 
-    Each timeout that expired earlier may delay a call by `SPACING_S`. Used on one event loop only.
+    Used on one event loop only.
     """
 
     def __init__(self) -> None:

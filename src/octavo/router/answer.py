@@ -161,7 +161,7 @@ class Answer:
     async def relay(self, take: Callable[[bytes], bool], wait_for_space: Callable[[], Awaitable[None]]) -> None:
         """Pass the rest of the body to `take` as it arrives. Raises `OSError`, and errors of `take`.
 
-        take: Returns False when it is full. Then `wait_for_space` is awaited.
+        take: Returns False if the receiver is full. Then `wait_for_space` is awaited.
         """
         self._take = take
         try:

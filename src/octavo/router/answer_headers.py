@@ -27,8 +27,8 @@ def headers_for_client(
 ) -> list[tuple[bytes, bytes]]:
     """Return an answer's headers, except headers that concern only the connection.
 
-    The engine's address is removed. headers: Names in lower case. has_length: True to keep `Content-Length`. An invalid
-    `Retry-After` is dropped.
+    The engine's address and an invalid `Retry-After` are removed. headers: Names in lower case. has_length: True to
+    keep `Content-Length`.
     """
     origin = engine_url.encode()
     dropped = of_connection(headers) | _OF_ROUTER | (set() if has_length else {b"content-length"})
@@ -40,7 +40,7 @@ def headers_for_client(
 
 
 def retry_after_s(value: bytes) -> float | None:
-    """Return a `Retry-After` in seconds, 0 for a past date, None if invalid."""
+    """Return a `Retry-After` in seconds. Return 0 for a past date, and None for an invalid value."""
     text = value.strip()
     if text.isdigit():
         return float(text) if len(text) <= _MAX_DIGITS else None

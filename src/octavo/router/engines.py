@@ -27,12 +27,16 @@ _numbers = itertools.count()
 class EngineHandle:
     """One engine. A field that is None is not known yet.
 
-    is_member: True until the engine is removed. models: Empty if the engine has no valid list. role: "prefill",
-    "decode" or "both". incarnation: Identifies a run of the engine's process. kv_format: Properties, by name, on which
-    KV depends in addition to tokens. prefills_from: Time of the event loop's clock from which prefills may be
-    requested. open_tokens: Estimated tokens of this router's open requests. other_tokens: Estimated tokens of other
-    clients. num_paired: Requests that the engine answered and another engine prefilled. num_paired_in_vain: Those for
-    which no KV arrived.
+    is_member: True until the engine is removed.
+    models: Empty if the engine has no valid list.
+    role: "prefill", "decode" or "both".
+    kv_format: Properties by name. Only engines with the same properties can exchange KV.
+    prefills_from: Earliest time for the next prefill, on the event loop's clock.
+    incarnation: Identifies a run of the engine's process.
+    open_tokens: Estimated tokens of this router's open requests.
+    other_tokens: Estimated tokens of other clients.
+    num_paired: Number of answered requests with a prefill on another engine.
+    num_paired_in_vain: Number of paired requests for which no KV arrived.
     """
 
     url: str

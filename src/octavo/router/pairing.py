@@ -36,7 +36,7 @@ _FULL, _SERVERS = 429, 500  # from 500 on, the engine is at fault
 def pair(
     service: RouterService, routed: RoutedRequest, engine: EngineHandle, scope: Scope, body: bytes, known: float
 ) -> Pair | None:
-    """Start a prefill on another engine, or return None if no engine is suitable or few tokens are new.
+    """Start a prefill on another engine. Return None if no engine is suitable or too few tokens are new.
 
     known: Share of the prompt that is expected in the cache of `engine`.
     """
@@ -60,7 +60,7 @@ def without_kv_transfer(scope: Scope) -> Scope:
 
 
 class Pair:
-    """A request for which engine `prefill` computes the prompt, and `decode` the answer.
+    """A request to two engines. `prefill` computes the prompt, and `decode` generates the answer.
 
     If KV is sent directly, both engines get the request at the same time. If KV is sent through a store, `decode` gets
     the request after the prefill. The answer never depends on the prefill, because `decode` itself computes any KV that
@@ -92,7 +92,7 @@ class Pair:
         self._task.add_done_callback(share.__exit__)
 
     async def scope(self) -> Scope:
-        """Wait until `decode` may get the request. Return its scope, which is unchanged if the prefill failed."""
+        """Wait until `decode` may get the request. Return the scope to send, which is unchanged after a failure."""
         if self._params.source is None and not await self._is_computed():
             return self._scope
         self._decode.num_paired += 1
@@ -102,8 +102,8 @@ class Pair:
     def close(self, usage: ReportedUsage | None) -> None:
         """Cancel the prefill, and record whether its KV arrived. usage: None if the answer is incomplete.
 
-        Nothing is recorded for fewer than `min_prefill_tokens` new tokens, because these tokens may have been in the
-        decode engine's cache.
+        If fewer than `min_prefill_tokens` tokens were new, nothing is recorded, because the decode engine may have had
+        these tokens in its cache.
         """
         has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()
@@ -131,7 +131,6 @@ class Pair:
         return self._task.result()
 
     async def _compute(self) -> bool:
-        """Request the prefill."""
         params = KVTransferParams(self._params.transfer_id, is_prefill=True)
         scope = _with_headers(self._scope, kv_transfer_headers(params))
         is_computed = False

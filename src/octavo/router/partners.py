@@ -44,8 +44,8 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: The decode engine's figures at the request's start. num_new: Tokens not expected in the decode engine's
-    cache.
+    before: The decode engine's figures at the request's start. num_new: Prompt tokens that were not expected in the
+    decode engine's cache.
     """
 
     prefill: EngineHandle
@@ -58,8 +58,9 @@ class _Unknown:
 class Partners:
     """Compares engines' KV formats, and counts requests for which no KV arrived.
 
-    Engines with different formats are never paired, because they cannot find each other's blocks. A pair pauses after
-    `_VAIN_IN_A_ROW` consecutive requests without KV. Each further request without KV doubles the pause.
+    Engines with different formats are never paired, because they cannot find each other's blocks. After
+    `_VAIN_IN_A_ROW` consecutive requests without KV, a pair is not used for a while. Each further request without KV
+    doubles this pause.
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
@@ -101,7 +102,7 @@ class Partners:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: EngineHandle, now: float) -> None:
-        """Decide for each ended request whether its KV arrived, from the tokens that `decode` has loaded and computed.
+        """Record whether KV arrived for ended requests. Uses the counts of tokens that `decode` loaded and computed.
 
         If `decode` loaded and computed no tokens, the prompt was in the cache of `decode`. Then nothing is recorded.
         """
@@ -142,7 +143,7 @@ class Partners:
 
 
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
-    """Return True if the request's new tokens were computed, assuming that all other prompts were computed, too."""
+    """Return True if the request's new tokens were computed. Assumes that all other prompts were computed, too."""
     before = request.before
     if before.num_computed is None or after.num_computed is None:
         return False

@@ -159,7 +159,7 @@ class _Exchange:
             raise failure or NoEngineError(self._service.config.health_interval_s)
 
     async def _try(self, engine: EngineHandle) -> _Refusal | None:
-        """Send the request to an engine. Return the engine's refusal, or None if the client got an answer."""
+        """Send the request. Return the engine's refusal, or None if the client got an answer."""
         pool, summary = self._service.pool, self._routed.summary
         usage = ReportedUsage()
         with Share(self._routed, engine) as share:
@@ -195,7 +195,7 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> ReportedUsage:
-        """Send JSON when it is complete or too large. Until then, another engine can answer."""
+        """Send a JSON answer after it is complete or too large. Until then, another engine can answer instead."""
         async with self._routed.guarded():
             body, is_whole = await answer.read_held()
             if not is_whole:

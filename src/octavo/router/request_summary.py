@@ -48,11 +48,15 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 class RequestSummary:
     """The facts of a request that a router needs.
 
-    prompt: Parts of the body, not copied. A prompt that continues another prompt begins with the same bytes. owner:
-    JSON of model, salt and tenant. Requests with the same owner share a prefix cache. num_tokens: Estimated tokens of
-    all prompts. max_tokens: Estimated tokens of each answer. num_choices: Answers per prompt. num_streams: Answers to
-    all prompts. session: Key of the policy "affinity". scores_prompt: True if the whole prompt is computed for log
-    probabilities. is_answered: False for embeddings and token counts.
+    prompt: Parts of the body, not copied. If a prompt continues another prompt, both begin with the same bytes.
+    owner: JSON of model, salt and tenant. Requests with the same owner share a prefix cache.
+    num_tokens: Estimated tokens of all prompts.
+    max_tokens: Estimated tokens of each answer.
+    num_choices: Number of answers per prompt.
+    num_streams: Number of answers to all prompts.
+    session: Key of the policy "affinity".
+    scores_prompt: True if the whole prompt is computed for log probabilities.
+    is_answered: False for embeddings and token counts.
     """
 
     prompt: tuple[memoryview, ...] = ()
@@ -73,7 +77,7 @@ class RequestSummary:
 
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
-        """For each piece, the hash of the prompt up to the piece's end, and this end in bytes."""
+        """The hashes and the ends of the prompt's pieces. A hash covers all bytes up to the piece's end."""
         hashes: list[bytes] = []
         ends: list[int] = []
         digest = hashlib.blake2b(self.owner, digest_size=16).digest()
@@ -132,7 +136,7 @@ def read_request_summary(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Return the prompt without final quotes and brackets, because another prompt may continue this prompt."""
+    """Return the prompt without final quotes and brackets. So a longer prompt can begin with the same bytes."""
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])

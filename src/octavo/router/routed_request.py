@@ -112,7 +112,7 @@ class Share:
         return self
 
     def note_returned(self, num_events: int) -> None:
-        """Subtract one token per event from the load, and the prompt's tokens at the first event."""
+        """Subtract one token per event from the load. At the first event, also subtract the prompt's tokens."""
         done = min(num_events, self._num_left)
         self._num_left -= done
         self.engine.open_tokens -= done + self._num_prompt

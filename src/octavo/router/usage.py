@@ -9,7 +9,7 @@ from octavo.http.apis import APIS
 
 
 def _number(*names: str) -> re.Pattern[bytes]:
-    """Match a JSON field with a number, but not in a model's text, because quotes are escaped there."""
+    """Match a JSON field with a number. Text of a model does not match, because its quotes are escaped."""
     return re.compile(rb'(?<!\\)"(?:%b)":\s*(\d+)' % "|".join(names).encode())
 
 
@@ -21,7 +21,7 @@ COUNTS_BYTES = 2048
 
 
 class ReportedUsage(NamedTuple):
-    """Token counts, None if not reported. num_tokens: Sum of prompt and answer."""
+    """Token counts. A count that was not reported is None. num_tokens: Sum of prompt and answer."""
 
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None

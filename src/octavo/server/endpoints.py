@@ -22,7 +22,7 @@ _ROOM = "octavo.server.api"
 class Endpoint:
     """A route's handler.
 
-    handler: Takes the service, the HTTP request and, unless `body` is None, the checked body. answer: Type of the
+    handler: Takes the service, the HTTP request, and the checked body if `body` is not None. answer: Type of the
     answer's body, or None if the OpenAPI document shows no type.
     """
 

@@ -279,7 +279,7 @@ class Service(HttpService):
             logger.warning("the engine is already dead; its requests have failed")
 
     def _announce(self, open_ids: list[str]) -> None:
-        """Fail the requests that the engine has not ended yet. The engine may be in a long step."""
+        """Fail the requests that are still open, even if the engine is in a long step."""
         for request_id in open_ids:
             opened = self._open.get(request_id)
             if opened is not None and opened.cut_off is not None:

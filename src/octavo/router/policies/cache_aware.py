@@ -23,14 +23,17 @@ _REMEMBERED = 64  # times balance_tokens; above this limit, the work of all engi
 
 
 class CacheAware(RoutingPolicy):
-    """Predicts each engine's cache from the prompts that the engine got and the hits that it reports.
+    """Predicts each engine's cache from the prompts that were sent to the engine and the reported cache hits.
 
-    A prompt goes to the engine with the longest cached prefix. If no engine has a prefix, or other prompts share the
-    prefix, the prompt is new work. New work is spread over the engines, so that their caches differ.
+    A prompt goes to the engine with the longest cached prefix. In two cases, the prompt goes to the engine with the
+    least load and work instead. Work is the number of uncached tokens that the engine got recently.
 
-    balance_tokens, balance_ratio: An engine is overloaded if its load exceeds the smallest load by more than
-    balance_tokens, and also exceeds balance_ratio times the smallest load. If other prompts share the prefix, the same
-    limits apply to the engine's new work.
+    - The prefix is a small part of the prompt.
+    - Prompts with this prefix continue differently, and the prefix is short or the engine has too much work.
+
+    balance_tokens, balance_ratio: An engine has too much work if its work exceeds the smallest work by more than
+    balance_tokens, and also exceeds balance_ratio times the smallest work. The same limits apply to the load. An engine
+    with too much load gets no prompt.
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
@@ -40,7 +43,7 @@ class CacheAware(RoutingPolicy):
         self._work: dict[EngineHandle, float] = {}  # new tokens; older tokens count less
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
-        """Return the engine with the longest prefix, or with least load and work. Overloaded engines are excluded."""
+        """Return the best engine for a prompt. See `CacheAware`."""
         least = min(engine.load for engine in engines)
         able = [engine for engine in engines if not self._is_more(engine.load, least)]
         found = self._tree.find(summary, able)
@@ -70,7 +73,7 @@ class CacheAware(RoutingPolicy):
         return known
 
     def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:
-        """Record a request's end. If the engine evicted the prompt, assume that it evicted all older prompts, too."""
+        """Record a request's end. If the engine had evicted the prompt, assume that older prompts are evicted, too."""
         expected = self._open.pop((id(summary), engine))
         self._tree.close(engine, expected)
         if cached_share is None or not expected.num_bytes:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Expected:
     """The prefix of a prompt that is expected in an engine's cache.
 
-    num_bytes: Length, or 0 if only open requests have sent the prefix, because it may not be computed yet. since:
-    Earliest of the times at which the prefix's pieces were last sent.
+    num_bytes: Length of the prefix. It is 0 if only open requests have sent the prefix.
+    since: The oldest of the times at which the prefix's pieces were last sent.
     """
 
     num_bytes: int
@@ -40,17 +40,17 @@ class Found:
 
 @dataclass(slots=True)
 class _Node:
-    """A piece of a prompt. times: Time at which the piece was last sent to an engine, by the engine's number."""
+    """A piece of a prompt. times: By engine number, the time at which the piece was last sent to the engine."""
 
     times: dict[int, int] = field(default_factory=dict)
     has_more: bool = False
 
 
 class PrefixTree:
-    """Prompts that were sent to engines. Each piece has a node, keyed by a hash of all bytes up to the piece's end.
+    """Prompts that were sent to engines. Each piece of a prompt has a node.
 
-    Engines are assumed to evict the least recently used content first. So one time per engine is enough to know what
-    the engine evicted.
+    The node's key is a hash of the prompt up to the piece's end. Engines are assumed to evict the least recently used
+    content first. So for each engine, the tree stores only the time up to which all content was evicted.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -78,7 +78,7 @@ class PrefixTree:
         return node.times.get(number, 0) > self._lost.get(number, 0)
 
     def add(self, summary: RequestSummary, engine: EngineHandle) -> Expected:
-        """Record a sent prompt. Returns the expected prefix. The caller must call `close` later."""
+        """Record a sent prompt. Return the prefix that the engine's cache should have. `close` must be called later."""
         self._now += 1
         number, now = engine.number, self._now
         hashes, _ = summary.pieces

@@ -143,7 +143,7 @@ def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Return the chat template's arguments for a reasoning effort, also as `enable_thinking` for simpler templates."""
+    """Return the chat template's arguments for a reasoning effort. Some templates only know `enable_thinking`."""
     if effort is None:
         return {}
     if not isinstance(effort, str):
@@ -185,8 +185,8 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation with the chat template, and tokenize the text.
 
-    is_prompt: True to refuse a prompt after which no answer fits in the context. Returns the prompt's text and token
-    ids, and the token ids of the prediction if the engine uses draft tokens.
+    is_prompt: True to refuse a prompt that fills the context, without room for an answer. Returns the prompt's text and
+    token ids, and the token ids of the prediction if the engine uses draft tokens.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
@@ -242,7 +242,7 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], to_response: Callable[[int], Any]
 ) -> Response:
-    """Count the tokens of a conversation's prompt. to_response: makes the response from the number of tokens."""
+    """Count the tokens of a conversation's prompt."""
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)

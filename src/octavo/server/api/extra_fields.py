@@ -130,7 +130,6 @@ LLAMA_CPP: Table = {
     "backend_sampling": "chooses the device that samples tokens",
     "sse_ping_interval": "interval of comments in a silent stream: an option of the server sets it",
 }
-# Fields of llama.cpp that limit penalties to some tokens.
 PENALTY_RANGE: dict[str, Off] = {"repeat_last_n": Off(-1), "penalize_nl": Off(True)}
 SGLANG: Table = {
     "ebnf": As("structured_outputs.grammar"),
@@ -218,13 +217,11 @@ def _joined(kind: type[Any], *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 ALIASES: dict[str, As] = _joined(As, *_OTHERS)
 UNSUPPORTED: dict[str, tuple[Any, ...]] = _joined(Off, *_OTHERS)
-# Fields of vLLM that few routes support.
 _TOKEN_FIELDS = {
     **each(Off(False), "return_token_ids", "return_tokens_as_token_ids"),
     "truncate_prompt_tokens": OffPrompt(),
     "truncation_side": OffPrompt("left", "right"),
 }
-# Fields that routes without aliases refuse.
 UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **_TOKEN_FIELDS,
@@ -232,7 +229,7 @@ UNSUPPORTED_OR_ALIAS: dict[str, tuple[Any, ...]] = {
     **{name: Off(*value.nothing) for name, value in ALIASES.items()},
 }
 HARMLESS: dict[str, str] = _joined(str, OPENAI, *_OTHERS)
-# Routes that generate no answer refuse OF_PROMPTS and ignore OF_ANSWERS.
+# Routes that generate no answer refuse the fields OF_PROMPTS and ignore the fields OF_ANSWERS.
 OF_PROMPTS: dict[str, tuple[Any, ...]] = _joined(OffPrompt, UNSUPPORTED_OR_ALIAS)
 OF_ANSWERS = HARMLESS.keys() | (UNSUPPORTED_OR_ALIAS.keys() - OF_PROMPTS.keys())
 ANTHROPIC_HARMLESS: dict[str, str] = _joined(str, ANTHROPIC)
@@ -254,8 +251,8 @@ class ExtraFields:
     ) -> None:
         """Raise `RequestError` for an unsupported field that would change the answer.
 
-        unsupported: maps a name to the values that, like null, change nothing. harmless: names of ignored fields. All
-        other fields are also ignored, but logged once per process at `level`.
+        unsupported: maps a field's name to the allowed values, in addition to null. harmless: names of ignored fields.
+        All other fields are also ignored, but logged once per process at `level`.
         """
         if not extra:
             return

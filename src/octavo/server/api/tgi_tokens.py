@@ -37,11 +37,10 @@ class TokenTexts:
         self._num_chars = 0
 
     def share(self, tokens: list[Token], whole: str | None) -> str:
-        """Set the texts of the next visible tokens. Return text that was given to no token.
+        """Set the texts of visible tokens. Return text that no token got, because no token is visible.
 
-        whole: the answer's text if `tokens` are the answer's last tokens, otherwise None. The answer may end within a
-        token, at a stop string. The text of incomplete characters goes to the last visible token, or is returned if no
-        token is visible.
+        whole: the answer's text if `tokens` are the answer's last tokens, otherwise None. A stop string may cut off the
+        end of a token's text. Incomplete characters at the answer's end are added to the last visible token.
         """
         visible = None
         for token in tokens:

@@ -22,7 +22,7 @@ class Truncation:
 
     @classmethod
     def of(cls, request: TruncationFields, num_output_tokens: int, max_model_len: int) -> Truncation:
-        """Read vLLM's fields. -1 means as many tokens as fit in the context together with `num_output_tokens`."""
+        """Read vLLM's fields. The value -1 keeps room for `num_output_tokens` in the context."""
         num_tokens = request.truncate_prompt_tokens
         if num_tokens == -1:
             num_tokens = max(1, max_model_len - num_output_tokens)

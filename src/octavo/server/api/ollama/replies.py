@@ -43,8 +43,7 @@ class Answer(Struct):
     """A whole answer, or a line of a stream.
 
     message: set by /api/chat. response, thinking: set by /api/generate. cached_tokens: prompt tokens found in the
-    prefix cache. The counts are the last fields, so that a router that reads from the end does not mistake the model's
-    text for counts.
+    prefix cache. The counts are the last fields, because a router searches for counts from the end.
     """
 
     model: str

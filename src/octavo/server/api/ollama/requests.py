@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 _LOADING = "configures the loading of a model: it is already loaded"
-# Ollama has no options outside these tables and `Options`.
 _HARMLESS_OPTIONS = {
     **each(HARMLESS["mirostat_eta"], "mirostat_eta", "mirostat_tau"),
     **each(_LOADING, "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu"),

@@ -114,14 +114,13 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         self._answers: dict[int, _Answer] = {}
 
     def _grown(self, update: ChoiceUpdate) -> ChatChunkChoice | None:
-        """Return the next chunk, or None while the parser holds back all text."""
         completion = update.completion
         if update.choice not in self._answers:
             self._answers[update.choice] = _Answer(self._form, self._reasoning_field)
         answer = self._answers[update.choice]
         delta = answer.grow(completion)
         token_ids = completion.token_ids if self._request.return_token_ids else None
-        # If all text is content, each step sends a chunk, so that clients see when tokens arrive.
+        # If all text is content, each step sends a chunk, even without text, so that clients see when tokens arrive.
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
             return None

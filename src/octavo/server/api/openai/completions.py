@@ -125,7 +125,7 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Repeats prompts in answers, if requested. is_alone: True if an answer is only its prompt."""
+    """Repeats prompts in answers, if requested. is_alone: True if an answer is only the repeated prompt."""
 
     is_wanted: bool
     is_alone: bool

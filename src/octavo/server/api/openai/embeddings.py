@@ -127,7 +127,7 @@ async def embed_prompts(
     dimensions: int | None = None,
     **options: Any,
 ) -> Response:
-    """Compute embeddings of prompts. Raises `RequestError` if `dimensions` is not 1 to the hidden size.
+    """Compute embeddings of prompts. Raises `RequestError` if `dimensions` is not between 1 and the hidden size.
 
     options: further fields of the `Job`.
     """

@@ -88,7 +88,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the log probabilities of the answer's next part. A token in two parts is returned once."""
+        """Return the log probabilities of the answer's next part. A token that spans two parts is returned once."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_returned = False
@@ -114,9 +114,8 @@ def completion_logprobs(
 ) -> replies.CompletionLogprobs:
     """Convert the log probabilities of a completion choice.
 
-    positions: log probabilities at each token. They are None for the first token of an echoed prompt, and
-    `TokenLogprobs` for the prompt's other tokens, because making objects for up to 40,000 alternatives would take too
-    long.
+    positions: log probabilities at each token. The first token of an echoed prompt has None. The prompt's other tokens
+    have `TokenLogprobs`, because making objects for up to 40,000 alternatives would take too long.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))
@@ -143,7 +142,6 @@ def _scores(position: Position | TokenLogprobs) -> dict[int, float]:
 
 
 def _by_text(scores: dict[int, float], place: TokenPlace, texts_by_id: TokenTexts[str]) -> dict[str, float]:
-    """Return log probabilities by text, or by id if an earlier token has the same text."""
     texts = list(map(texts_by_id.__getitem__, scores))
     is_start = texts[0] == " " + place.text  # the tokenizer strips a space at the start
     texts[0] = place.text

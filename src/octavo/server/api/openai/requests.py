@@ -162,9 +162,9 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         return client_field_names(self._sent_as, in_text=True)
 
     def client_names(self, **names: str) -> dict[str, str]:
-        """Map the engine's names of fields to the client's names.
+        """Map the engine's field names to the names in the client's request.
 
-        names: maps the engine's names to the API's names.
+        names: the API's names of fields that the engine names differently.
         """
         return {**self._sent_as, **{engine_name: self._sent_as.get(name, name) for engine_name, name in names.items()}}
 

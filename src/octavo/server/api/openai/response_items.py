@@ -132,7 +132,6 @@ def _texts(content: str | list[dict[str, str]]) -> list[str]:
 
 
 def _read_thoughts(item: dict[str, Any], place: str) -> list[str]:
-    """Return a reasoning item's content, or its summary if it has no content."""
     for name, types in (("content", THOUGHTS), ("summary", SUMMARIES)):
         parts = item.get(name)
         texts = []

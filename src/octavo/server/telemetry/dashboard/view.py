@@ -32,7 +32,7 @@ _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
 
 class Times:
-    """Durations in seconds, for percentiles. Of many durations, only every n-th one is kept."""
+    """Durations in seconds, for percentiles. If there are many durations, only every n-th is kept."""
 
     __slots__ = ("_every", "_num_seen", "values")
 
@@ -166,7 +166,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state from a snapshot. If the snapshot `is_first`, drop all earlier state first."""
+        """Update the state from a snapshot. If `snapshot.is_first` is true, drop all earlier state."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -190,13 +190,14 @@ class LiveView:
         return [(shown.number, name) for name, shown in self._shown.items() if shown.number > number]
 
     def live_numbers(self) -> list[int]:
-        """Return the numbers of started, open requests."""
+        """Return the numbers of requests that have started and not ended."""
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return rows for the seconds before `now` that changed after `revision`, or that begin at or after `second`.
+        """Return chart rows of new and changed seconds before `now`.
 
-        A past second can change, because prompt tokens count in the second in which their step was scheduled.
+        second: The first new second. revision: The last revision that the page knows. A past second can change, because
+        prompt tokens count in the second in which their step was scheduled.
         """
         self._fill(now)
         return [
@@ -213,7 +214,7 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Return the steps after the first `number` steps, if they are still kept."""
+        """Return the steps after the first `number` steps. Steps that were dropped are missing."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
