@@ -142,16 +142,33 @@ def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], Non
     return call
 
 
-def grouped_linear() -> None:
-    """Call products with the weights of 128 groups."""
+def grouped_linear(*, is_gathered: bool) -> Callable[[], None]:
+    """Return a call of products with the weights of 128 groups."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
+
+        start, sources = torch.arange(129, dtype=torch.int32), torch.zeros(128, dtype=torch.int64)
+        x, weights = torch.empty(128, 2048, dtype=torch.bfloat16), torch.empty(128, 256, 2048, dtype=torch.bfloat16)
+        kernels = TritonKernels()
+        packed = kernels.pack_groups([kernels.pack_linear(each) for each in weights])
+        kernels.grouped_linear(x, packed, start, sources=sources if is_gathered else None)
+
+    return call
+
+
+def head_linear() -> None:
+    """Call products with the weights of 16 heads."""
     import torch  # noqa: PLC0415
 
     from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
 
-    start = torch.arange(129, dtype=torch.int32)
-    x, weights = torch.empty(128, 2048, dtype=torch.bfloat16), torch.empty(128, 256, 2048, dtype=torch.bfloat16)
-    kernels = TritonKernels()
-    kernels.grouped_linear(x, kernels.pack_groups([kernels.pack_linear(each) for each in weights]), start)
+    kernels, weights = TritonKernels(), torch.empty(16, 512, 128, dtype=torch.bfloat16)
+    x, queries = torch.empty(64, 16, 192, dtype=torch.bfloat16), torch.empty(64, 16, 576, dtype=torch.bfloat16)
+    packed = kernels.pack_groups([kernels.pack_linear(each) for each in weights])
+    kernels.head_linear(x[..., :128], packed, queries[..., :512])
 
 
 def rows(name: str) -> Callable[[], None]:
@@ -233,7 +250,9 @@ CASES: dict[str, Callable[[], None]] = {
         for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
     },
     **{f"linear {kind} 1 row": linear(1, "bfloat16", kind) for kind in ("Q8_0", "Q5_K", "Q6_K", "MXFP4")},
-    "grouped_linear bfloat16": grouped_linear,
+    "grouped_linear bfloat16": grouped_linear(is_gathered=False),
+    "grouped_linear bfloat16 gathered": grouped_linear(is_gathered=True),
+    "head_linear bfloat16": head_linear,
     "rms_norm bfloat16 2048": operation("rms_norm", (8, 2048), (2048,), eps=1e-6),
     "rms_norm bfloat16 heads of 128": operation("rms_norm", (8, 16, 128), (128,), eps=1e-6),
     "add_rms_norm bfloat16 4096": operation("add_rms_norm", (8, 4096), (8, 4096), (4096,), eps=1e-6),

@@ -187,6 +187,26 @@ def _integers(check: Check, entries: Entries) -> None:
 
     entries.add("grouped_linear", by_groups)
 
+    def gathered() -> dict[str, bool]:
+        packed = check.kernels.pack_groups(
+            [check.kernels.pack_linear(each) for each in check.random(3, 96, 544, seed=2)]
+        )
+        start = torch.tensor([0, 2, 2, 5], dtype=torch.int32, device=check.device)
+        sources = torch.tensor([4, 0, 1, 1, 3], device=check.device)
+        found = check.kernels.grouped_linear(x, packed, start, sources=sources)
+        return _equal(found, check.kernels.grouped_linear(x[sources], packed, start))
+
+    entries.add("grouped_linear gathered", gathered)
+
+    def by_heads() -> dict[str, bool]:
+        weights, heads = check.random(3, 96, 544, seed=2), check.random(5, 3, 544, seed=3)
+        linears = [check.kernels.pack_linear(each) for each in weights]
+        found = check.kernels.head_linear(heads, check.kernels.pack_groups(linears))
+        alone = [check.kernels.linear(heads[:, i].contiguous(), each) for i, each in enumerate(linears)]
+        return _equal(found, torch.stack(alone, dim=1))
+
+    entries.add("head_linear", by_heads)
+
 
 def _blocks(check: Check, kinds: list[BlockKind]) -> dict[str, bool]:
     """Compare products with a weight in blocks, for few and many rows, with the definition computed on the CPU."""

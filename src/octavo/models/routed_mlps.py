@@ -1,4 +1,4 @@
-"""Reads MLPs of DeepSeek's form: dense layers first, then routed experts next to shared experts."""
+"""Reads MLPs of DeepSeek's form: dense layers first, then experts."""
 
 from __future__ import annotations
 
