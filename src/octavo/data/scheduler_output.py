@@ -121,7 +121,7 @@ def are_whole(block_ids: list[list[int]]) -> list[bool]:
 
 
 def need_parts(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each block of a load whether its part in any bounded group must be loaded."""
+    """Return for each block of a load whether the content of at least one bounded group must be loaded."""
     return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
 
 

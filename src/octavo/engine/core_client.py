@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class CoreClient(Protocol):
     """A client of a core in this process or another one. Only `wake` and the properties are thread-safe.
 
-    Each added request is answered once. An accepted request ends with outputs of its n streams, or with a call of
-    `lose` if the core dies (see `on_lost`).
+    After a request is accepted, `step` returns outputs until all its streams have ended. If the core dies before,
+    the callback of `on_lost` is called.
     """
 
     @property

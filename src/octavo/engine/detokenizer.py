@@ -1,4 +1,4 @@
-"""Decode tokens one by one, with the results of tokenizer.json's decoder."""
+"""Decode tokens one by one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import tokenizers
 
-REPLACEMENT = "\ufffd"  # replaces invalid bytes
+REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

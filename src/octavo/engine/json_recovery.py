@@ -221,8 +221,9 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes. Two such strings could also be read as one long string. If the string
-    has an odd number of quotes, the interpretation is accepted only if no other interpretation exists.
+    At most one string may have unescaped quotes, because two of these strings and the text in between could also be one
+    long string. If that one string has an odd number of quotes, the interpretation is accepted only if no other
+    interpretation exists.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:

@@ -81,7 +81,7 @@ class ValueScanner:
     def begun_json(self, text: str) -> str | None:
         """Return the JSON of a cut-off string, list or dict, or None for any other value.
 
-        Incomplete members and closing brackets are omitted.
+        A list or dict ends after its last complete member. For example, `[1, 2` becomes `[1`.
         """
         if self._whole is None:
             return begun_string_json(self.value(text, len(text)).lstrip())

@@ -77,15 +77,15 @@ class Pool:
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
         """Return how many units a tenant may take, or a negative number if it holds too many.
 
-        besides: Number of held units that do not count.
+        besides: Number of held units to ignore, because the same request holds them.
         """
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
     def share(self, tenant: Tenant) -> float:
-        """Return how many units a tenant may take.
+        """Return the largest number of units that a tenant may take.
 
-        After taking them, the tenant holds at most its weight times the number of free units.
+        Afterwards the tenant holds at most its weight times the number of units that remain free.
         """
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
@@ -115,8 +115,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was its tenant's first waiter. The units are weighted.
-    For example, a unit counts half if a tenant with twice the weight took it.
+    passed: Units that later requests took while this request was its tenant's first waiter. A unit counts half
+    if a tenant with twice the weight took it.
     """
 
     tenant: Tenant

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.router.engines import EngineHandle
 
 logger = logging.getLogger(__name__)
-_VAIN_IN_A_ROW = 3  # requests without KV before a pause
+_VAIN_IN_A_ROW = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _MAX_UNKNOWN = 1024
 _LEAST_SHARE = 0.1  # of new tokens; if fewer were found, no KV arrived
@@ -102,9 +102,9 @@ class Partners:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: EngineHandle, now: float) -> None:
-        """Record whether KV arrived for ended requests. Uses the counts of tokens that `decode` loaded and computed.
+        """Record whether KV arrived for ended requests, by the token counts of `decode`.
 
-        If `decode` loaded and computed no tokens, the prompt was in the cache of `decode`. Then nothing is recorded.
+        If `decode` loaded and computed no tokens, the prompt was in its cache. Then nothing is recorded.
         """
         figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
         if figures is None:
@@ -143,7 +143,10 @@ class Partners:
 
 
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
-    """Return True if the request's new tokens were computed. Assumes that all other prompts were computed, too."""
+    """Return True if the decode engine itself computed the request's new tokens.
+
+    The engine counts the tokens of all prompts together. The other prompts are assumed to be fully computed.
+    """
     before = request.before
     if before.num_computed is None or after.num_computed is None:
         return False

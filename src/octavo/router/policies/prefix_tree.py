@@ -18,7 +18,7 @@ class Expected:
     """The prefix of a prompt that is expected in an engine's cache.
 
     num_bytes: Length of the prefix. It is 0 if only open requests have sent the prefix.
-    since: The oldest of the times at which the prefix's pieces were last sent.
+    since: Time at which the prefix's least recently sent piece was last sent.
     """
 
     num_bytes: int
@@ -40,7 +40,7 @@ class Found:
 
 @dataclass(slots=True)
 class _Node:
-    """A piece of a prompt. times: By engine number, the time at which the piece was last sent to the engine."""
+    """A piece of a prompt. times: When the piece was last sent to an engine, by engine number."""
 
     times: dict[int, int] = field(default_factory=dict)
     has_more: bool = False
@@ -56,7 +56,7 @@ class PrefixTree:
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first, parents after children
-        self._lost: dict[int, int] = {}  # by engine's number: content up to this time was evicted
+        self._lost: dict[int, int] = {}  # by engine number
         self._open: dict[int, set[int]] = {}
         self._now = 0
 

@@ -138,8 +138,8 @@ class ReasoningParser:
     White space around the reasoning is dropped.
 
     is_open: True if the prompt ends with the opening marker.
-    interrupts: Maps a marker to the texts that may follow the marker in a call. If one of these texts follows, the
-    reasoning ends before the marker.
+    interrupts: For each marker that begins a tool call, the texts that may follow the marker. If one of these texts
+    follows, the reasoning ends before the marker.
     """
 
     def __init__(

@@ -33,8 +33,8 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """Reads {"name": ..., "parameters": ...}. Semicolons or line feeds separate several calls.
 
-    After other text, an object is a call only if it begins with the name and the arguments, because other objects may
-    describe a tool.
+    After other text, an object is a call only if it begins with the name and the arguments, because an object of
+    another form may be a tool's description.
     """
 
     opener = "<|python_tag|>"

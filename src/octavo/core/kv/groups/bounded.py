@@ -1,4 +1,4 @@
-"""All KV groups except the first, for example of sliding-window layers.
+"""Bounded KV groups, for example for sliding-window layers.
 
 A request holds only the blocks that later tokens can still read. A block of a bounded group is called a part of the
 first group's block with the same positions.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class FullAttentionGroup:
     """The `KVGroup` of layers with full attention, with the blocks of a `BlockPool`.
 
-    In a model without such layers, the blocks have no bytes, but lookups still use the blocks.
+    In a model without full-attention layers, the group's blocks store no KV, but are needed for prefix lookups.
     """
 
     index = 0

@@ -52,7 +52,7 @@ class PlacedLogprobs:
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return (place, position) for each token whose place is now known.
+        """Add tokens. Return (place, log probabilities) for each added token whose place became known.
 
         is_over: True for the last tokens.
         """

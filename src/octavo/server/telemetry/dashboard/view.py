@@ -196,8 +196,8 @@ class LiveView:
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
         """Return chart rows of new and changed seconds before `now`.
 
-        second: The first new second. revision: The last revision that the page knows. A past second can change, because
-        prompt tokens count in the second in which their step was scheduled.
+        second: The first new second. revision: The last revision that the page knows. An event counts in the second of
+        its `time`, even if the event arrives later. So past seconds can change.
         """
         self._fill(now)
         return [
