@@ -1,4 +1,4 @@
-"""Extension points that no family uses yet, tried with stubs: an MLP that reads the batch, and weights by row group."""
+"""Extension points for LoRA, tried with stubs: an MLP that reads the batch, and weights by group of rows."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
