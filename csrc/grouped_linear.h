@@ -95,7 +95,7 @@ struct HeadLinearArgs {
 #if defined(OCTAVO_ISA)
 
 #include <atomic>
-#include <new>
+#include <exception>
 
 #include "linear_int4_tiles.h"  // linear, over all of its parts
 
@@ -157,15 +157,16 @@ LinearArgs product_of(const Args& args, const GroupTask& task) {
 template <class Args, class ToProduct>
 void run_tasks(ThreadPool& pool, const Args& args, const ToProduct& to_product) {
   const auto [tasks, count] = list_tasks(pool, args);
-  std::atomic<bool> is_out_of_memory{false};  // a thread of the pool must not throw
+  std::atomic<bool> has_failed{false};
+  std::exception_ptr error;  // a thread of the pool must not throw
   parallel(pool, count, [&, tasks = tasks](int64_t i, int thread) {
     try {
       linear(pool.alone(thread), to_product(tasks[i], thread));
-    } catch (const std::bad_alloc&) {
-      is_out_of_memory.store(true, std::memory_order_relaxed);
+    } catch (...) {
+      if (!has_failed.exchange(true)) error = std::current_exception();
     }
   });
-  if (is_out_of_memory.load()) throw std::bad_alloc();
+  if (error) std::rethrow_exception(error);
 }
 
 // Weights of groups without rows are not read. Rows that are not in order are copied to the memory of the thread.

@@ -166,12 +166,13 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
             return {key: value for key, value in keys.items() if value is not None}
         case "DeepseekV2" | "DeepseekV3":
             rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
-            keys = {
-                "attention.head_count_kv": 1,
-                "attention.key_length": rank + rotated,
-                "attention.value_length": rank,
-                "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
-                "attention.value_length_mla": config["v_head_dim"],
+            widths = {"key_length": config["qk_nope_head_dim"] + rotated, "value_length": config["v_head_dim"]}
+            keys = {f"attention.{key}": width for key, width in widths.items()}
+            if config.get("kv_b_is_split"):  # since April 2025
+                keys = {f"attention.{key}_mla": width for key, width in widths.items()}
+                keys |= {"attention.key_length": rank + rotated, "attention.value_length": rank}
+                keys |= {"attention.head_count_kv": 1}
+            keys |= {
                 "attention.kv_lora_rank": rank,
                 "attention.q_lora_rank": config["q_lora_rank"],
                 "rope.dimension_count": rotated,

@@ -13,6 +13,7 @@ from octavo.kernels import create_kernels
 from octavo.models.config_file import ConfigFile
 from octavo.models.kv_layout import LatentShape
 from octavo.models.loader import load_model
+from octavo.models.quantized_weights import describe_stored, read_quantized, stored_tensors
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import architecture_of, read_architecture
 from octavo.models.weight_bytes import weight_bytes
@@ -165,3 +166,42 @@ def test_score_factor_of_yarn_is_squared():
     assert found.scale == pytest.approx(24**-0.5 * 1.2608**2, rel=1e-4)
     assert found.rope.attention_factor == 1.0
     assert replace(found, rope=replace(found.rope, interleaved=True)) == found
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_integers_of_keys_and_values_are_dequantized(precision, tmp_path, prompt_logits):
+    """Quantizers list neither kv_b_proj nor routers as ignored: the first is stored as integers, routers as floats."""
+    config = tiny_config("DeepseekV3ForCausalLM", kv_lora_rank=32, q_lora_rank=32, v_head_dim=16)
+    path = write_checkpoint(tmp_path, config, std=0.1)
+    floats = load_file(path / "model.safetensors")
+    quantized = {}
+    for name, weight in floats.items():
+        if weight.dim() == 2 and "_proj" in name:
+            quantized |= stored_tensors(name.removesuffix(".weight"), weight, precision, 32)
+        else:
+            quantized[name] = weight
+    save_file(quantized, path / "model.safetensors", metadata={"format": "pt"})
+    write_config(path, config | {"quantization_config": describe_stored(precision, 32, ["lm_head"])})
+    found = prompt_logits(load(path), TOKENS)
+    architecture = read_architecture(path)
+    for name in [name for name in floats if "kv_b_proj" in name]:
+        module, rounded = name.removesuffix(".weight"), create_kernels(CPU, "auto").round_weight
+        stored = read_quantized(architecture.stored, module, tuple(floats[name].shape), quantized.get, rounded)
+        quantized = {key: each for key, each in quantized.items() if not key.startswith(f"{module}.")}
+        quantized[name] = stored.dequantize()
+    save_file(quantized, path / "model.safetensors", metadata={"format": "pt"})
+    write_config(path, config | {"quantization_config": describe_stored(precision, 32, ["lm_head", "kv_b_proj"])})
+    assert torch.equal(found, prompt_logits(load(path), TOKENS))
+
+
+def test_quantized_prediction_layers_are_left_out(tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("DeepseekV3ForCausalLM"), std=0.1)
+    stored = load_file(path / "model.safetensors")
+    more = {f"model.layers.2.{name}": torch.zeros(4) for name in ("eh_proj.qweight", "enorm.weight")}
+    save_file(stored | more, path / "model.safetensors", metadata={"format": "pt"})
+    load(path)
+
+
+def test_biases_without_latent_of_queries_are_refused():
+    with pytest.raises(ModelError, match="attention_bias = True: octavo supports biases only with q_lora_rank"):
+        architecture(attention_bias=True, q_lora_rank=None)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _RESIDENT_BYTES = 32 << 20  # of tensors that stay in memory, in addition to the last one
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_PREDICTION = "eh_proj.weight"  # only layers of multi-token prediction have this tensor
+_PREDICTION = "eh_proj."  # only layers of multi-token prediction have this tensor
 # Tensors that octavo computes itself.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
@@ -117,7 +117,7 @@ class CheckpointFiles:
 
     def _without_prediction_layers(self, extra: list[str]) -> list[str]:
         """Remove layers of multi-token prediction (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2)."""
-        layers = tuple(name.removesuffix(_PREDICTION) for name in extra if name.endswith(_PREDICTION))
+        layers = tuple(dict.fromkeys(name.partition(_PREDICTION)[0] for name in extra if _PREDICTION in name))
         if layers:
             names = ", ".join(layer.removesuffix(".") for layer in layers)
             logger.info("%s: %s is not loaded: octavo does not predict several tokens", self.directory, names)

@@ -11,7 +11,7 @@ from octavo.models.decoder_layer import LayerConfig
 from octavo.models.experts import Router
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.rope_config import read_rope
-from octavo.models.routed_mlps import read_routed_mlps, read_sigmoid_router, require, without_fp8_routers
+from octavo.models.routed_mlps import read_routed_mlps, read_sigmoid_router, require, with_float_routers
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
@@ -37,7 +37,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     mlps = read_routed_mlps(config, router, num_dense=_NUM_DENSE[name], bias=bias)
     layers = tuple(LayerConfig(attention=attention, mlp=mlp) for mlp in mlps)
     max_context_tokens = rope.max_context_tokens(max_positions)
-    return without_fp8_routers(read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens))
+    return with_float_routers(read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens))
 
 
 def _score_factor(config: ConfigFile) -> float:

@@ -399,14 +399,22 @@ def _read_deepseek2(fields: GGUFFields) -> dict[str, Any]:
         "model_type": f"deepseek_v{3 if is_sigmoid else 2}",
         "kv_lora_rank": fields.count("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": fields.count("attention.key_length_mla") - rotated,
-        "v_head_dim": fields.count("attention.value_length_mla"),
+        "qk_nope_head_dim": _head_width(fields, "key") - rotated,
+        "v_head_dim": _head_width(fields, "value"),
         "kv_b_is_split": not fields.has("blk.0.attn_kv_b.weight"),
         "attention_bias": fields.has("blk.0.attn_kv_a_mqa.bias"),
         "rope_parameters": rope,
     }
     rank = fields.optional("attention.q_lora_rank")
     return config if rank is None else config | {"q_lora_rank": int(rank)}
+
+
+def _head_width(fields: GGUFFields, part: str) -> int:
+    """Return the width of a head's keys or values. Files with whole kv_b have no widths of latents."""
+    key = f"attention.{part}_length"
+    return fields.count(
+        key if fields.has("blk.0.attn_kv_b.weight") and f"{key}_mla" not in fields.values.values else f"{key}_mla"
+    )
 
 
 def _read_routed(fields: GGUFFields, *, is_sigmoid: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from octavo.models.architecture import Architecture, read_decoder
 from octavo.models.attention import AttentionConfig
 from octavo.models.decoder_layer import LayerConfig
 from octavo.models.rope_config import read_rope
-from octavo.models.routed_mlps import read_routed_mlps, read_sigmoid_router, without_fp8_routers
+from octavo.models.routed_mlps import read_routed_mlps, read_sigmoid_router, with_float_routers
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
@@ -29,4 +29,4 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     mlps = read_routed_mlps(config, read_sigmoid_router(config), num_dense=1)
     layers = tuple(LayerConfig(attention=attention, mlp=mlp) for mlp in mlps)
     max_context_tokens = rope.max_context_tokens(max_positions)
-    return without_fp8_routers(read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens))
+    return with_float_routers(read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens))

@@ -71,6 +71,9 @@ class LatentAttentionConfig:
                 "kv_lora_rank",
                 f"octavo's kernels support at most {_MOST_VALUES} with qk_rope_head_dim, not {kv_rank + rope_dim}",
             )
+        bias = config.flag("attention_bias", default=False)
+        if bias and not config.has("q_lora_rank"):
+            raise config.error("attention_bias", "octavo supports biases only with q_lora_rank")
         rope.check(config, rope_dim)
         return cls(
             num_heads=config.count("num_attention_heads"),
@@ -81,7 +84,7 @@ class LatentAttentionConfig:
             value_dim=config.count("v_head_dim"),
             rope=rope,
             scale=scale * (nope_dim + rope_dim) ** -0.5,
-            bias=config.flag("attention_bias", default=False),
+            bias=bias,
             is_split=config.flag("kv_b_is_split", default=False),
         )
 

@@ -240,7 +240,7 @@ class _Packer:
         self.norm_offset = architecture.norm_offset
         self.norm_dtype = torch.float32 if self.norm_offset else norm_dtype
         self.device = device
-        self.whole: tuple[str, Tensor] | None = None
+        self.last_matrix: tuple[str, Tensor] | None = None  # of which a head was packed
         self.done_bytes = 0
         self.total_bytes = total_bytes
         self.progress = progress or (lambda _done, _total: None)
@@ -252,7 +252,7 @@ class _Packer:
         if declared.has_bias:
             fused_bias = self._fuse([(f"{name}.bias", (rows,)) for name, rows in declared.parts])
         elif self.stored is not None:
-            self._refuse_biases(declared.names)
+            self._refuse_biases(declared.whole.names if isinstance(declared, HeadPart) else declared.names)
         return self.kernels.pack_linear(weight, fused_bias)
 
     def _check_scales(self) -> None:
@@ -279,9 +279,10 @@ class _Packer:
     def _of_head(self, declared: HeadPart) -> WeightToPack:
         """Return a head's rows. The next head usually needs the same matrix."""
         name = f"{declared.whole.names[0]}.weight"
-        if self.whole is None or self.whole[0] != name:
-            self.whole = name, self.source.tensor(name)
-        rows = self.whole[1][slice(*declared.rows)]
+        if self.last_matrix is None or self.last_matrix[0] != name:
+            stored = self.source.weight(name)
+            self.last_matrix = name, stored if isinstance(stored, Tensor) else stored.dequantize()
+        rows = self.last_matrix[1][slice(*declared.rows)]
         return [self._counted((rows.T if declared.is_transposed else rows).to(self.device, self.dtype), rows.numel())]
 
     def _fused(self, stored: Mapping[str, StoredWeight]) -> WeightToPack:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _DENSE, _SPARSE = "dense", "sparse"
 _LEAST_SUM = 1e-20  # as in transformers
-_NEVER_FP8 = ("mlp.gate", "lm_head")  # published checkpoints do not list them
+_ROUTER = "mlp.gate"
 
 
 def read_routed_mlps(
@@ -48,12 +48,17 @@ def read_sigmoid_router(config: ConfigFile) -> Router:
     return replace(router, scoring=SIGMOID, least_sum=least_sum, has_choice_bias=True)
 
 
-def without_fp8_routers(architecture: Architecture) -> Architecture:
-    """Return the architecture with float routers and lm_head, whatever the checkpoint lists."""
-    floats = architecture.stored_floats
-    if floats is None:
-        return architecture
-    return replace(architecture, stored_floats=replace(floats, ignored=(*floats.ignored, *_NEVER_FP8)))
+def with_float_routers(architecture: Architecture) -> Architecture:
+    """Return the architecture with routers, and lm_head of FP8 checkpoints, as floats.
+
+    Quantizers skip routers without listing them, because routers are not linear layers in transformers.
+    """
+    floats, integers = architecture.stored_floats, architecture.stored
+    if floats is not None:
+        floats = replace(floats, ignored=(*floats.ignored, _ROUTER, "lm_head"))
+    if integers is not None:
+        integers = replace(integers, ignored=(*integers.ignored, _ROUTER))
+    return replace(architecture, stored_floats=floats, stored=integers)
 
 
 def require(config: ConfigFile, key: str, value: str) -> None:

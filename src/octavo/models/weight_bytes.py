@@ -65,7 +65,7 @@ def _order_bytes(architecture: Architecture) -> int:
     stored = architecture.stored
     if stored is None or not stored.may_reorder:
         return 0
-    linears = (each for each in in_order(architecture.tensors()) if isinstance(each, Linear))
+    linears = (each for each in in_order(architecture.tensors()) if type(each) is Linear)
     return sum(4 * each.in_features for each in linears if stored.covers(each.names[0]))
 
 
@@ -80,7 +80,7 @@ def _rounding(
     architecture: Architecture, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
 ) -> tuple[int | None, int, bool]:
     """Return (bits, scales per row, whether zero points exist)."""
-    if len(shape) != 2:
+    if len(shape) != 2 or is_absorbed(name):
         return None, 0, False
     stored = architecture.stored
     if stored is not None and stored.covers(name.removesuffix(".weight")):
