@@ -51,7 +51,7 @@ def read_sigmoid_router(config: ConfigFile) -> Router:
 def with_float_routers(architecture: Architecture) -> Architecture:
     """Return the architecture with routers, and lm_head of FP8 checkpoints, as floats.
 
-    Quantizers skip routers without listing them, because routers are not linear layers in transformers.
+    Quantizers skip routers without listing them, because routers are not linear layers.
     """
     floats, integers = architecture.stored_floats, architecture.stored
     if floats is not None:
