@@ -333,7 +333,7 @@ def test_eos_token_may_be_ordinary_token_of_file(tmp_path):
     assert tokenizer.bos_token_id is None
 
 
-@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+@pytest.mark.parametrize("name", ["tokenizer.model", "tiktoken.model", "vocab.json"])
 def test_unsupported_tokenizer_files_are_refused_with_instructions(name, tmp_path):
     (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.raises(ModelError, match=r"AutoTokenizer\.from_pretrained\(DIR\)\.save_pretrained\(DIR\)") as caught:

@@ -213,7 +213,7 @@ def _flags(token: tokenizers.AddedToken) -> list[bool]:
 
 def _explain_missing(directory: Path) -> str:
     convert = "Convert it with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-    for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"):
+    for name in ("tokenizer.model", "spiece.model", "tiktoken.model", "vocab.json", "vocab.txt"):
         if (directory / name).is_file():
             return f"{directory} has {name} but no tokenizer.json, the one kind of tokenizer octavo reads. {convert}"
     return f"{directory} has no tokenizer.json; download the checkpoint again, or send token ids (skip_tokenizer_init)"
