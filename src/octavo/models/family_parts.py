@@ -40,6 +40,7 @@ _DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
     "kv_lora_rank": 32,
+    "q_lora_rank": 32,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
