@@ -176,7 +176,7 @@ def test_halves_of_heads_undoes_llama_cpp_permutation():
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_tensor_names_equal_llama_cpp(name):
     """The name of each part in Hugging Face's layout equals the one in llama.cpp's own conversion."""
-    architecture = gguf.MODEL_ARCH[name.upper().replace("-", "_")]
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     theirs, writes = gguf.get_tensor_name_map(architecture, 4), gguf.MODEL_TENSORS[architecture]
     parts = {gguf.TENSOR_NAMES[each].split(".")[-1] for each in writes if "{bid}" in gguf.TENSOR_NAMES[each]}
     for part, ours in (_LAYER_NAMES | _FAMILIES[name].names).items():
