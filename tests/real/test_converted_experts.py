@@ -48,6 +48,8 @@ def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_
     config = tiny_config(f"{family}ForCausalLM", **SIZES)
     if family in LATENT:
         config |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": config["qk_rope_head_dim"]}
+    if family == "GraniteMoe":  # its files have no other head_dim
+        config["head_dim"] = SIZES["hidden_size"] // SIZES["num_attention_heads"]
     if "mlp_layer_types" in config:
         config |= {"mlp_layer_types": ["dense", *["sparse"] * 3], "first_k_dense_replace": 1}
     if "layer_types" in config:
