@@ -111,7 +111,7 @@ inline void merge_sums(const AttentionShape& s, int64_t rows, const float* sums,
 template <class T>
 void write_rows(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, const float* totals) {
   for (int64_t row = 0; row < task.tokens * s.group; ++row, totals += s.sums_size) {
-    const int64_t head = task.kv_head * s.group + row % s.group;
+    const int64_t head = task.head_group * s.group + row % s.group;
     T* out = static_cast<T*>(args.out) + (task.first_token + row / s.group) * args.out_stride + head * s.value_dim;
     Vec weight = splat(sum_lanes(load(totals + s.padded_values))), keep = splat(1.0f);
     if (args.sinks != nullptr) {
@@ -230,8 +230,9 @@ void for_each_chunk(const AttentionArgs& args, const AttentionShape& s, const Sh
     for (int64_t i = divide_up(end - begin, chunk) - 1; i >= 0; --i) {
       const int64_t first = begin + i * chunk, tokens = smaller(chunk, end - first);
       const int64_t last_position = args.positions[first + tokens - 1];
-      for (int64_t head = 0; head < args.num_kv_heads; ++head) {
-        AttentionTask task{sequence, head, first, tokens, 0, last_position + 1, 0, 0, nullptr, nullptr, nullptr};
+      for (int64_t group = 0; group < s.head_groups; ++group) {
+        AttentionTask task{sequence, group, group / s.parts, first, tokens, 0, last_position + 1, 0, 0, nullptr, nullptr,
+                           nullptr};
         if (shares) prefix->go_on_with(s, task);
         task.first_partition = larger(task.begin, first_seen(args, args.positions[first])) / kPartitionPositions;
         task.partitions = last_position / kPartitionPositions - task.first_partition + 1;
@@ -255,9 +256,9 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
   });
   const bool split = pool.num_threads() > 1 && partitions > chunks && chunks < kFewChunksPerThread * pool.num_threads();
   const int64_t count = split ? partitions : chunks;
-  const int64_t num_prefix_tasks = static_cast<int64_t>(prefixes.size()) * args.num_kv_heads;
+  const int64_t num_prefix_tasks = static_cast<int64_t>(prefixes.size()) * s.head_groups;
   int64_t begun_size = 0;
-  for (const SharedPrefix& prefix : prefixes) begun_size += prefix.size(s) * args.num_kv_heads;
+  for (const SharedPrefix& prefix : prefixes) begun_size += prefix.size(s) * s.head_groups;
   const size_t plan_bytes = divide_up(static_cast<size_t>(num_prefix_tasks + count) * sizeof(AttentionTask), size_t{64}) * 64;
   void* memory = pool.shared(plan_bytes + static_cast<size_t>(begun_size + (split ? partial_size : 0)) * sizeof(float));
   auto* prefix_tasks = static_cast<AttentionTask*>(memory);
@@ -267,8 +268,8 @@ void paged_attention_of(ThreadPool& pool, const AttentionArgs& args) {
   int64_t next = 0;
   for (SharedPrefix& prefix : prefixes) {
     prefix.begun = begun;
-    begun += prefix.size(s) * args.num_kv_heads;
-    for (int64_t head = 0; head < args.num_kv_heads; ++head) prefix_tasks[next++] = prefix.task(s, head);
+    begun += prefix.size(s) * s.head_groups;
+    for (int64_t group = 0; group < s.head_groups; ++group) prefix_tasks[next++] = prefix.task(s, group);
   }
   next = 0;
   for_each_chunk(args, s, prefixes, [&](AttentionTask task) {

@@ -22,23 +22,24 @@ struct SharedPrefix {
   int64_t first_sequence, sequences;
   int64_t first_token, tokens;
   int64_t positions;
-  float* begun;  // state after the prefix: for each KV head the totals of all rows, then their sums; see AttentionTask
+  float* begun;  // state after the prefix: for each head group the totals of all rows, then their sums; see AttentionTask
 
   int64_t rows_size(const AttentionShape& s) const { return tokens * s.group * s.sums_size; }
   int64_t size(const AttentionShape& s) const { return 2 * rows_size(s); }
 
   // The task that computes the rows' state after the prefix.
-  AttentionTask task(const AttentionShape& s, int64_t kv_head) const {
-    float* totals = begun + kv_head * size(s);
+  AttentionTask task(const AttentionShape& s, int64_t head_group) const {
+    float* totals = begun + head_group * size(s);
     const int64_t partitions = divide_up(positions, kPartitionPositions);
-    return {first_sequence, kv_head, first_token, tokens, 0, positions, 0, partitions, nullptr, totals, totals + rows_size(s)};
+    return {first_sequence, head_group, head_group / s.parts, first_token, tokens, 0, positions, 0, partitions, nullptr, totals,
+            totals + rows_size(s)};
   }
 
   // Makes a task of one of the sequences begin after the prefix.
   void go_on_with(const AttentionShape& s, AttentionTask& task) const {
     task.begin = positions;
     if (begun == nullptr) return;  // memory is not allocated yet
-    task.totals = begun + task.kv_head * size(s) + (task.first_token - first_token) * s.group * s.sums_size;
+    task.totals = begun + task.head_group * size(s) + (task.first_token - first_token) * s.group * s.sums_size;
     task.sums = task.totals + rows_size(s);
   }
 };
@@ -56,10 +57,10 @@ inline int64_t shared_positions(const AttentionArgs& args, int64_t sequence, int
 }
 
 // The most tokens of one prefix: limited by the rows of a task, and so that all threads have equal work.
-inline int64_t most_tokens_of_prefix(const AttentionArgs& args, const AttentionShape& s, int64_t tokens, int64_t threads) {
+inline int64_t most_tokens_of_prefix(const AttentionShape& s, int64_t tokens, int64_t threads) {
   int64_t pieces = divide_up(tokens, s.max_rows / s.group);
   const auto is_even = [&] {
-    const int64_t tasks = pieces * args.num_kv_heads;
+    const int64_t tasks = pieces * s.head_groups;
     return tasks % threads == 0 || tasks >= kManyTasksPerThread * threads;
   };
   while (!is_even()) ++pieces;
@@ -81,7 +82,7 @@ inline SharedPrefixes find_shared_prefixes(const AttentionArgs& args, const Atte
   int64_t tokens = 0;
   for (int64_t i = 0; i < args.num_seqs; ++i) tokens += may_share(i) ? tokens_of(i) : 0;
   if (tokens < 2) return found;
-  const int64_t most_tokens = most_tokens_of_prefix(args, s, tokens, threads);
+  const int64_t most_tokens = most_tokens_of_prefix(s, tokens, threads);
   for (int64_t first = 0, next = 1; first < args.num_seqs; first = next, ++next) {
     if (!may_share(first)) continue;
     SharedPrefix prefix{first, 1, args.query_start[first], tokens_of(first), first_position(first), nullptr};

@@ -16,11 +16,13 @@ constexpr int64_t kLeastChunkRows = 224, kChunkRows = 448;
 constexpr int64_t kLeastChunkRows = 168, kChunkRows = 168;
 #endif
 constexpr int64_t kFewChunksPerThread = 4;
+constexpr int64_t kLeastHeadsOfPart = 8;
 
-// Consecutive rows of one KV head, of one sequence or of several sequences that share the positions of the task. A row is a
+// Consecutive rows of one head group, of one sequence or of several sequences that share the positions of the task. A row is a
 // (token, query head of the group), token-major.
 struct AttentionTask {
   int64_t sequence;  // the one that has the blocks
+  int64_t head_group;
   int64_t kv_head;
   int64_t first_token;
   int64_t tokens;
@@ -32,7 +34,9 @@ struct AttentionTask {
 };
 
 struct AttentionShape {
-  int64_t group;       // query heads per KV head
+  int64_t parts;       // head groups per KV head
+  int64_t head_groups;
+  int64_t group;       // query heads of a head group: consecutive heads of one KV head
   int64_t dim;         // head_dim
   int64_t padded_dim;  // a multiple of the panel
   int64_t value_dim;
@@ -42,7 +46,9 @@ struct AttentionShape {
   int64_t max_rows;    // of one task
 
   AttentionShape(const AttentionArgs& args, int64_t threads)
-      : group(args.num_heads / args.num_kv_heads),
+      : parts(parts_of_kv_head(args, threads)),
+        head_groups(args.num_kv_heads * parts),
+        group(args.num_heads / head_groups),
         dim(args.head_dim),
         padded_dim(divide_up(args.head_dim, kPanelColumns) * kPanelColumns),
         value_dim(args.value_dim),
@@ -50,6 +56,22 @@ struct AttentionShape {
         num_sums(padded_values + kLanes),
         sums_size(num_sums + kLanes),
         max_rows(larger(int64_t{1}, chunk_rows(args, threads) / group) * group) {}
+
+  // Query heads of one KV head are divided among tasks if a step has fewer tasks than threads. Each task gathers the keys and values
+  // again, so it needs several heads that share them.
+  static int64_t parts_of_kv_head(const AttentionArgs& args, int64_t threads) {
+    const int64_t heads = args.num_heads / args.num_kv_heads;
+    if (args.num_seqs * args.num_kv_heads >= threads || heads < 2 * kLeastHeadsOfPart) return 1;
+    const int64_t chunk = larger(int64_t{1}, chunk_rows(args, threads) / heads);
+    int64_t tasks = 0, parts = 1;
+    for (int64_t i = 0; i < args.num_seqs; ++i) {
+      tasks += divide_up(args.query_start[i + 1] - args.query_start[i], chunk) * args.num_kv_heads;
+    }
+    for (int64_t i = 2; tasks * parts < threads && heads / i >= kLeastHeadsOfPart; ++i) {
+      if (heads % i == 0) parts = i;
+    }
+    return parts;
+  }
 
   static int64_t chunk_rows(const AttentionArgs& args, int64_t threads) {
     const int64_t share = args.query_start[args.num_seqs] * args.num_heads / (kFewChunksPerThread * threads);
@@ -59,7 +81,7 @@ struct AttentionShape {
 
 template <class T>
 OCTAVO_INLINE const T* query_row(const AttentionArgs& args, const AttentionShape& s, const AttentionTask& task, int64_t row) {
-  const int64_t head = task.kv_head * s.group + row % s.group;
+  const int64_t head = task.head_group * s.group + row % s.group;
   return static_cast<const T*>(args.q) + (task.first_token + row / s.group) * args.q_strides[0] + head * args.q_strides[1];
 }
 

@@ -126,7 +126,7 @@ class Layer(nn.Module):
         self.down = nn.Parameter(torch.zeros(shape.hidden, shape.intermediate))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Add attention and the gated MLP to the residual stream."""
+        """Add attention and the MLP to the residual stream."""
         shape = self.shape
         rows, length, _ = x.shape
         normed = rms_norm(x, self.input_norm, shape.eps)
@@ -138,9 +138,12 @@ class Layer(nn.Module):
         k = rotate(rms_norm(k, self.k_norm, shape.eps), cos, sin).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + F.linear(mixed.transpose(1, 2).reshape(rows, length, -1), self.o)
-        normed = rms_norm(x, self.post_norm, shape.eps)
-        gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+        return x + self.mlp(rms_norm(x, self.post_norm, shape.eps))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Return the gated MLP's output for normalised states."""
+        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

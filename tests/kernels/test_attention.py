@@ -6,7 +6,8 @@ import pytest
 import torch
 from paged_batches import assert_attention_is_as_exact, dense_attention, floats, paged_batch, rounded_caches
 
-from octavo.kernels import AttentionBatch
+from octavo.kernels import AttentionBatch, instruction_sets
+from octavo.kernels.cpu import CpuKernels
 from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker.kv_cache import PagedKVCache
 
@@ -192,6 +193,23 @@ def test_attention_bits_are_equal_for_any_partitions_and_threads(fastest, single
         assert torch.equal(prompt.rows(single_threaded, first, first + 1), chunk[first - 2300 :][:1])
     crowd = [(5, 1)] * 20  # many rows: they do not
     assert torch.equal(prompt.rows(fastest, 2499, 2500, others=crowd), chunk[-1:])
+
+
+@pytest.mark.parametrize(("int8", "has_sinks"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 20), (1, 48), (2, 24)])
+def test_attention_bits_are_equal_if_threads_divide_the_heads_of_a_kv_head(
+    generator, num_kv_heads, group, int8, has_sinks
+):
+    """A step with fewer rows of work than threads divides the query heads of each KV head."""
+    prompt = Prompt(1100, num_kv_heads, group, 64, torch.bfloat16, generator, int8=int8, has_sinks=has_sinks)
+    for isa in instruction_sets():
+        expected = prompt.rows(CpuKernels(isa, 1), 1090, 1100)
+        for num_threads in (2, 3, 8):
+            kernels = CpuKernels(isa, num_threads)
+            for first, last in ((1090, 1091), (1099, 1100), (1096, 1099)):
+                rows = expected[first - 1090 : last - 1090]
+                assert torch.equal(prompt.rows(kernels, first, last), rows), (isa, num_threads, first)
+                assert torch.equal(prompt.rows(kernels, first, last, others=[(40, 1)]), rows), (isa, num_threads, first)
 
 
 @pytest.mark.sweep(6)

@@ -103,6 +103,17 @@ def test_mixed_shared_prefixes_in_one_batch_do_not_change_bits(compiled, generat
     assert torch.equal(sharing.together(compiled, window), sharing.alone(compiled, window))
 
 
+@pytest.mark.parametrize("threads", [3, 8])
+def test_shared_prefix_bits_are_equal_if_threads_divide_the_heads_of_a_kv_head(single_threaded, generator, threads):
+    sharing = Sharing([(1310, 1), (1400, 1)], {1: (0, 1280)}, (64, 1, 48), torch.bfloat16, generator)
+    expected = sharing.alone(single_threaded)
+    single_threaded.set_num_threads(threads)
+    try:
+        assert torch.equal(sharing.together(single_threaded), expected)
+    finally:
+        single_threaded.set_num_threads(1)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_shared_prefix_bits_are_equal_for_any_number_of_threads(single_threaded, generator, threads):
     sequences = crowd(generator, 40, 270, 400)

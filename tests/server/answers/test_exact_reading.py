@@ -357,13 +357,13 @@ def test_name_longer_than_limit_is_text(num_chars: int, is_read: bool) -> None:
         assert content_of(parts) == ("" if is_read else text)
 
 
-@pytest.mark.parametrize("num_brackets", [1, 7, 8])
-def test_few_surplus_brackets_before_closing_mark_are_dropped(num_brackets: int) -> None:
+@pytest.mark.parametrize("num_brackets", [1, 7, 8, 20])
+def test_surplus_brackets_before_closing_mark_are_dropped_if_they_are_few(num_brackets: int) -> None:
     text = f'<tool_call>{{"name": "now", "arguments": {{}}}}{"}" * num_brackets}</tool_call>'
     for pieces in ([text], list(text)):
         parts = read(HermesFormat(), pieces)
         assert valued(parts) == [("now", {})]
-        assert (content_of(parts) == "") is (num_brackets < 8)
+        assert content_of(parts) == ("" if num_brackets < 8 else "}" * num_brackets + "</tool_call>")
 
 
 # --- the ends of calls ------------------------------------------------------------------------------------------------

@@ -459,6 +459,8 @@ class ToolParser:
                 self._position = 0
                 break
             self._position += 1
+        else:
+            self._position = 0  # they stay text
         yield from self._drop_space()
 
     def _drop_space(self) -> Wait[None]:

@@ -90,7 +90,7 @@ class Toolbox:
         if choice.mode == "none" or not names:
             return cls()
         if format is None:
-            message = "this model's chat template shows no form of tool calls that is known; see --tool-call-parser"
+            message = "this model's chat template shows no known format of tool calls; see --tool-call-parser"
             raise RequestError(message, parameter="tools")
         if taken := format.reserved_names & {*names}:
             message = f"a tool cannot be named {min(taken)!r}: this model's calls ({format.name}) mean no tool by that"
