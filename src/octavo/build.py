@@ -95,8 +95,8 @@ def build_core(
 ) -> EngineCore:
     """Build a scheduler and a worker with loaded weights. Raises `ConfigError` and `ModelError`.
 
-    reads_ahead: True to read the vocabulary for grammars now. Otherwise, all requests wait while the first grammar
-    reads the vocabulary. kv_store(block_bytes): Creates a store that is asked before the configured stores.
+    reads_ahead: True to read the vocabulary for grammars now. kv_store(block_bytes): Creates a store that is asked
+    before the configured stores.
     """
     check_mooncake(config.kv_transfer)
     model_config = config.model

@@ -142,7 +142,8 @@ class SamplingParams:
     structured_outputs: Structure of the answer. The answer ends when the structure is complete.
     shown_special_token_ids: Special tokens that are shown even if skip_special_tokens is True. pooling: "last" or
     "mean" asks for the prompt's hidden states as one vector. n and max_tokens must then be 1. num_speculative_tokens:
-    Maximum number of drafts in a step, or None for the engine's. No token depends on the number.
+    Maximum number of drafts in a step, or None for the engine's. Tokens depend on the number only with rejection
+    sampling.
 
     Numbers may be numpy numbers. Raises `RequestError` for an invalid value. Fields may be changed until the request is
     sent. The engine then checks the fields again and keeps a copy.

@@ -27,7 +27,7 @@ System = Annotated[
 ]
 
 
-# Used if a checkpoint sets none of these. Without filters, answers of small models become incoherent.
+# Without filters, answers of small models become incoherent.
 GENTLE_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 REAL_MODELS = (
     "This is the built-in model, a small one. A real one, from a GGUF file or the hub: octavo chat ./model.gguf, "

@@ -88,7 +88,7 @@ class ListenOptions:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
     def allowed_hosts(self, requested: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the Host names to accept, or None for any. requested: names from the user.
+        """Return the Host names to accept, or None for any.
 
         The result includes loopback names and, on a loopback address, this address.
         """

@@ -76,8 +76,6 @@ class _Described(Protocol):
 
 
 class _Folder:
-    """Reads config.json without tokenizer code."""
-
     def __init__(self, path: Path) -> None:
         from octavo.models.weight_source import FolderWeights
 

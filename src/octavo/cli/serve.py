@@ -89,7 +89,6 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     if is_drawn:  # the log has the seed, for a replay
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
-    # Without max_num_seqs, the device decides the limit of open requests.
     max_open_requests = None if engine.max_num_seqs is None else engine.max_num_seqs + waiting
     config = server.server_config(listen, max_open_requests, tokens)
     # The server refuses excess requests itself.

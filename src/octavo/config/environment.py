@@ -18,10 +18,7 @@ def cache_directory() -> Path:
 
 
 def explain_undecodable(text: str) -> str | None:
-    """Return an error message if a text has bytes that are invalid in this locale, otherwise None.
-
-    Python keeps such bytes as lone surrogates, which JSON and libraries refuse.
-    """
+    """Return an error message if a text has bytes that are invalid in this locale, otherwise None."""
     if not any("\ud800" <= character <= "\udfff" for character in text):
         return None
     encoding = sys.getfilesystemencoding()

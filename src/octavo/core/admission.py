@@ -127,10 +127,7 @@ class ReservationAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Return GATHERING if few requests wait and the last admission is at most `max_waiting_tokens` steps ago.
-
-        Running requests are delayed less if several requests start in the same step.
-        """
+        """Return GATHERING if few requests wait and the last admission is at most `max_waiting_tokens` steps ago."""
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
         if num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:

@@ -1,6 +1,6 @@
 """Chooses how many draft tokens each request gets, to maximize the tokens per second.
 
-A draft comes from a draft model or from a lookup, for example of n-grams. The choice never changes a generated token.
+A draft comes from a draft model or from a lookup, for example of n-grams.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ _REQUESTS_OF_A_TRIAL = 8  # requests with lookups in a trial step
 
 
 class DraftPolicy:
-    """Decides how many drafts of each request are proposed and verified.
-
-    The most probable drafts are chosen first.
-    """
+    """Decides how many drafts of each request are proposed and verified."""
 
     def __init__(self) -> None:
         self.step_cost = StepCost()
@@ -126,9 +123,7 @@ class DraftPolicy:
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
         """Return the maximum number of drafts to propose after a step, by request id. No entry means no maximum.
 
-        If only lookups propose drafts, every entry is 0. `allot` later chooses among the proposed drafts.
-
-        num_tokens: Scheduled tokens by request id.
+        If only lookups propose drafts, every entry is 0.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}

@@ -1,6 +1,6 @@
 """The scheduler's side of an external KV store, as in vLLM's KVConnector.
 
-The worker transfers the blocks. Missing, late or corrupt blocks cost time but never change a token.
+Missing, late or corrupt blocks cost time but never change a token.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class RequestLifecycle:
     def preempt(self, victim: Request) -> None:
         """Release a running request's blocks, and put the request back into the queue.
 
-        No step may be in flight, because that step would still use the blocks.
+        No step may be in flight.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)

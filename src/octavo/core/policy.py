@@ -42,7 +42,7 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """The budget that a prompt's tokens use. Later tokens use more, because each token attends to all earlier tokens.
+    """The budget that a prompt's tokens use.
 
     Each token of a chunk that begins at `position` uses 1 + attention_cost_tokens * position / 1000 of the budget.
     """
@@ -177,9 +177,9 @@ class Batching(Protocol):
 class MixedBatching:
     """Serves running requests, then waiting requests. Prompts and decodes share steps.
 
-    A step with decodes has a limit on prompt tokens, because decodes wait for the whole step. The limit is `most` (0
-    for no limit). If `step_s` is not 0, the limit adapts between `least` and `most`, so that a step takes `step_s`
-    seconds. Sarathi-Serve (Agrawal et al. 2024) profiles to choose a limit.
+    A step with decodes has a limit on prompt tokens. The limit is `most` (0 for no limit). If `step_s` is not 0, the
+    limit adapts between `least` and `most`, so that a step takes `step_s` seconds. Sarathi-Serve (Agrawal et al. 2024)
+    profiles to choose a limit.
     """
 
     _SHRINK, _GROW = 0.5, 1.25  # smallest and largest factor of one change
@@ -233,8 +233,7 @@ class PrefillFirstBatching:
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
     """Admit waiting requests, but serve each prompt in `outranked` before less important waiting requests.
 
-    If an outranked prompt gets no tokens, no further request is admitted. Later outranked prompts are still served,
-    because these prompts free blocks when they end.
+    If an outranked prompt gets no tokens, no further request is admitted. Later outranked prompts are still served.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

@@ -100,8 +100,7 @@ class ResultProcessor:
     ) -> EngineCoreOutput | None:
         """Advance a request by `count` computed tokens. The last `num_drafts` of these tokens are drafts.
 
-        sampled: Accepted drafts and one more token, or empty if sampling was postponed. The next step then computes the
-        last known token again.
+        sampled: Accepted drafts and one more token, or empty if sampling was postponed.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count

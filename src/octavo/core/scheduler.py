@@ -329,8 +329,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return True if another step is needed.
 
-        Reports of ended requests and cancelled transfers to the worker need a step, too. If a step with only such
-        reports fails, the reports wait for other work.
+        Reports of ended requests and cancelled transfers to the worker need a step, too.
         """
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
@@ -348,7 +347,7 @@ class Scheduler:
     def check_when_idle(self) -> list[invariants.Breach]:
         """Check all invariants every `IDLE_CHECK_INTERVAL_S` if the core is idle. Return the broken invariants.
 
-        Blocks with wrong bookkeeping are quarantined, so that a leak does not stop the engine.
+        Blocks with wrong bookkeeping are quarantined.
         """
         self._emitter.now = now = self._clock()
         if self.has_work() or now < self._next_check:

@@ -17,8 +17,8 @@ class _Measured:
 class StepCost:
     """Estimates the duration of steps, draft model passes or KV loads from the number of tokens (`rows`).
 
-    Outside the range of measured sizes, estimates are optimistic, so that the scheduler tries such sizes. Above the
-    largest measured size, the duration does not increase. Below the smallest, the duration is proportional to the size.
+    Outside the range of measured sizes, estimates are optimistic. Above the largest measured size, the duration does
+    not increase. Below the smallest, the duration is proportional to the size.
     """
 
     _WEIGHT = 0.2

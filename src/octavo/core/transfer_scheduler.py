@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PROMPT_SHARE = 16  # a step with fewer tokens per request is mostly decodes
 _EXPECTED_LOOKUP_S = 5.0  # minimum lookup timeout if another engine computes the KV
-_SAVED_TOGETHER = 8  # generated blocks per save, because each save has a fixed cost
+_SAVED_TOGETHER = 8  # generated blocks per save
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Lookup:
 class KVTransferScheduler:
     """Orders loads and saves of KV, and tracks pending transfers.
 
-    Transfer ids are never reused, so a late or repeated report matches no pending transfer.
+    Transfer ids are never reused.
     """
 
     def __init__(

@@ -23,10 +23,7 @@ class KVGroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """The limits in effect, which may be lower than the configured limits.
-
-    Names are from vLLM and TGI.
-    """
+    """The limits in effect, which may be lower than the configured limits."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -26,7 +26,7 @@ class KVGroupKind(Protocol):
     def first_position(self, num_tokens: int) -> int:
         """Return the first position that the token at position `num_tokens` attends to.
 
-        The result never decreases for a larger `num_tokens`, so a request never needs earlier positions again.
+        The result never decreases for a larger `num_tokens`.
         """
         ...
 

@@ -17,7 +17,7 @@ class Executor(Protocol):
 
     `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
     before the next step. A step with `only_waits_for_transfers` ends when a KV transfer has ended, or after a few
-    milliseconds, so that new requests do not wait.
+    milliseconds.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:

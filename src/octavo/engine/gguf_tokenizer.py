@@ -189,7 +189,7 @@ class GGUFVocabulary:
     def _strips_after(self) -> frozenset[str]:
         """Return the tokens that strip following spaces. Only Phi-3 has such tokens.
 
-        As in llama.cpp, Phi-3 is detected by name, because its files do not list these tokens.
+        As in llama.cpp, Phi-3 is detected by name.
         """
         name = str(self._metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:

@@ -76,7 +76,7 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A checked request. prompt: Text of the prompt, or None."""
+    """A checked request."""
 
     request_id: str
     prompt: str | None

@@ -1,7 +1,4 @@
-"""Parse JSON objects that a model wrote, and repair syntax errors if only one repair is plausible.
-
-A wrong repair would call a tool with wrong arguments.
-"""
+"""Parse JSON objects that a model wrote, and repair syntax errors if only one repair is plausible."""
 
 from __future__ import annotations
 
@@ -221,9 +218,8 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes, because two of these strings and the text in between could also be one
-    long string. If that one string has an odd number of quotes, the interpretation is accepted only if no other
-    interpretation exists.
+    At most one string may have unescaped quotes. If that one string has an odd number of quotes, the interpretation is
+    accepted only if no other interpretation exists.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:

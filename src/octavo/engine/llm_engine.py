@@ -138,10 +138,7 @@ class Engine:
         self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
-        """Compute a step and return new outputs.
-
-        Outputs that `generate_batch` received for requests outside its batch come first.
-        """
+        """Compute a step and return new outputs."""
         put_by, self._put_by = self._put_by, []
         return put_by + self._step()
 

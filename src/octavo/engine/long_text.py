@@ -2,7 +2,7 @@
 
 A text is cut before a blank between two letters, or after a single line break between two visible characters. The text
 before a cut must not change the tokens after the cut. Therefore no token may span a cut, and pre-tokenizers must split
-at each cut. The vocabulary and a sample text are checked for these conditions.
+at each cut.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ DEADLINE_GRACE_S = 1.0  # the stream fails this long after the deadline if the e
 class OutputStream:
     """A queue of one request's outputs, on the event loop of its only reader.
 
-    on_unread: Called with each output that the reader does not receive. accepted: Future that succeeds when the core
-    accepts the request, and fails when the core refuses it. Only the engine's thread uses is_detached and
-    num_delivered.
+    accepted: Future that succeeds when the core accepts the request, and fails when the core refuses it. Only the
+    engine's thread uses is_detached and num_delivered.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
@@ -64,7 +63,7 @@ class OutputStream:
         self._has_reader = False
 
     def detach(self) -> None:
-        """Drop unread and later outputs, because the reader is gone."""
+        """Drop unread and later outputs."""
         self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()

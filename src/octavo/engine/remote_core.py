@@ -80,8 +80,6 @@ class RemoteCore:
         self._num_lives = self._num_failures = 0
         self._was_ready = self._is_shut_down = False
 
-    # --- process -------------------------------------------------------------------------------------------------
-
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process, and return the result of `meanwhile`, which is called while the process loads.
 
@@ -205,8 +203,6 @@ class RemoteCore:
         if self._listener is not None:
             self._send(ipc.Watch(is_on=True))
 
-    # --- requests ------------------------------------------------------------------------------------------------
-
     @property
     def core(self) -> EngineCore:
         """Raise `EngineError`."""
@@ -260,7 +256,7 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """See `CoreClient`. The socket's queue is unlimited, so no message is lost."""
+        """See `CoreClient`."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
@@ -271,8 +267,6 @@ class RemoteCore:
 
     def _send(self, message: ipc.ToEngine) -> bool:
         return self._life is not None and self._life.send(ipc.encode(message))
-
-    # --- outputs -------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         """See `CoreClient`."""

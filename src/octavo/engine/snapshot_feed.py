@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
 
 SNAPSHOT_INTERVAL_S = 0.25
-_MAX_WEIGHT = 5_000  # of a snapshot, so that it does not block the receiver for long
+_MAX_WEIGHT = 5_000  # of a snapshot
 
 
 class SnapshotFeed:

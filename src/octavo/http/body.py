@@ -55,7 +55,7 @@ def read_timeout(request: Request, limit_s: float) -> float:
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
     """Read a body. When `taken` is closed, the bytes return to `pool`.
 
-    The first `FREE_BYTES` are not taken from `pool`, because each connection has a buffer anyway.
+    The first `FREE_BYTES` are not taken from `pool`.
     """
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")

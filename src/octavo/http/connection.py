@@ -44,8 +44,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     header_timeout_s: Limit for a request's headers, from their first byte. For the first request, the time begins when
     the client connects.
     idle_timeout_s: Period in which the client must take all waiting bytes, or at least `MAX_UNSENT_BYTES` of them.
-    max_connections: Number of connections that accept any request. Further connections accept only health checks, so
-    that a full server does not look dead.
+    max_connections: Number of connections that accept any request. Further connections accept only health checks.
     on_refused: Called for each error that the application does not see.
 
     Pipelined requests are answered in order. The next request is read while an answer is sent, because a disconnect is
@@ -289,8 +288,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 class PacedAnswers:
     """Middleware that sends a large body in pieces. A piece is sent after the client has taken the previous pieces.
 
-    So the keep-alive timeout starts only when almost the whole body has arrived. Events of streams are not split,
-    because a comment could be sent between two pieces.
+    So the keep-alive timeout starts only when almost the whole body has arrived. Events of streams are not split.
     """
 
     def __init__(self, app: ASGIApp) -> None:

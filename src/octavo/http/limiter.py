@@ -77,7 +77,7 @@ class Pool:
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
         """Return how many units a tenant may take, or a negative number if it holds too many.
 
-        besides: Number of held units to ignore, because the same request holds them.
+        besides: Number of held units to ignore.
         """
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free

@@ -73,8 +73,7 @@ def check_certificate(config: AccessConfig) -> None:
 def hearing_signals() -> Iterator[None]:
     """Handle signals in the main thread until the server handles them.
 
-    SIGHUP is ignored, because it would kill the process. Without a handler, the first process of a container would
-    ignore SIGTERM.
+    SIGHUP is ignored. Without a handler, the first process of a container would ignore SIGTERM.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -113,8 +112,7 @@ def is_loopback(host: str) -> bool:
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that refuses connections until `open_door` is called. Raises `ConfigError`.
 
-    host: An address. "::" includes IPv4. While this server loads, a proxy's connections are refused, so the proxy tries
-    another server. TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client.
+    host: An address. "::" includes IPv4. TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:

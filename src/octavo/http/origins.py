@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class OriginMiddleware:
     """Answers 403 for an unknown Origin, 421 for an unknown Host, 400 for a missing or repeated Host.
 
-    Health checks may use any Host, because probes use the server's address. hosts: Allowed names without ports, or None
-    for any. origins: Origins allowed in addition to the server's own. "*" allows any.
+    Health checks may use any Host. hosts: Allowed names without ports, or None for any. origins: Origins allowed in
+    addition to the server's own. "*" allows any.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str]) -> None:

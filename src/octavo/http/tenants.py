@@ -55,8 +55,7 @@ class Tenant:
     def cache_salt(self, requested: str | None) -> str | None:
         """Return the cache salt for a request. Raises `RequestError`.
 
-        The salt contains the tenant's name, or "shared" if the tenant shares the prefix cache. So no client can request
-        another tenant's salt.
+        The salt contains the tenant's name, or "shared" if the tenant shares the prefix cache.
         """
         check_salt(requested)
         if not self.name:

@@ -42,7 +42,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RecordedClock:
-    """A clock that rounds to whole microseconds. The scheduler reads the clock once in each call."""
+    """A clock that rounds to whole microseconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -53,8 +53,7 @@ _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # with fewer chunks per thread, chu
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    All threads except the caller's are pinned if each usable core has a thread. Otherwise other processes may use the
-    cores, and no thread is pinned.
+    All threads except the caller's are pinned if each usable core has a thread. Otherwise no thread is pinned.
     """
 
     name = "cpu"
@@ -112,16 +111,12 @@ class CpuKernels:
         """The version of the packed layout, and the family of kernels that read it.
 
         Raise the version if csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` change a packed weight.
-        The family is included because a packed weight determines the kernel that reads it.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 4{who.get(self.isa, '')}"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
-        """Measure this instruction set's limits in about a second.
-
-        Each round measures every rate, so the loss of a core spoils one sample of each.
-        """
+        """Measure this instruction set's limits in about a second."""
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
         data.fill_(1)

@@ -109,8 +109,8 @@ class OutputRows:
 class DecodePlan:
     """Steps to capture as graphs.
 
-    sizes: numbers of sequences, ascending, by the highest mean number of rows per sequence, also ascending.
-    table_width: width of block tables. num_bytes: memory limit for all graphs.
+    sizes: numbers of sequences, ascending, by the highest mean number of rows per sequence, also ascending. num_bytes:
+    memory limit for all graphs.
     """
 
     sizes: Mapping[int, tuple[int, ...]]

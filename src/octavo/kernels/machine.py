@@ -60,7 +60,7 @@ def _describe_processor() -> dict[str, str]:
 def cold_bytes() -> int:
     """Return how many bytes a benchmark must read so that caches are cold.
 
-    Twice the third-level cache, but 192 to 512 MiB, because other processes share larger caches.
+    Twice the third-level cache, but 192 to 512 MiB.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 

@@ -244,10 +244,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
-    """Return True if minima more than halve the squared error of `round_rows(rows, minima)` on sampled rows.
-
-    In groups of 32, minima cost half a bit per weight. Values with half a bit more would at best halve the error.
-    """
+    """Return True if minima more than halve the squared error of `round_rows(rows, minima)` on sampled rows."""
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
     return bool(errors[1] < 0.5 * errors[0])

@@ -1,4 +1,4 @@
-"""Recorded forward passes (csrc/program.h), without Python calls, which take longer than small kernels."""
+"""Recorded forward passes (csrc/program.h), without Python calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ALIGNMENT = 64
-# Methods that make views or read properties.
 _VIEWS = frozenset({"view", "split_with_sizes", "split", "select", "unsqueeze", "transpose"})
 _QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel", "dim", "size", "__len__"})
 
@@ -198,7 +197,7 @@ def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Raises `NotRecordableError` if torch computes something, which a recording would miss."""
+    """Raises `NotRecordableError` if torch computes something."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

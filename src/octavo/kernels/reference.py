@@ -1,6 +1,6 @@
 """Every operation in plain torch, as the reference in tests and as the fallback.
 
-A row's last bits may depend on other rows, because torch chooses the order of sums by shape.
+A row's last bits may depend on other rows.
 """
 
 from __future__ import annotations

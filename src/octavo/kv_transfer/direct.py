@@ -105,5 +105,5 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def num_load_threads(config: KVTransferConfig) -> int:
-    """Return the number of load threads. Loads that wait for a prefill must not block other loads."""
+    """Return the number of load threads."""
     return config.num_threads + (RECEIVER_AREAS if config.direct and config.role == "decode" else 0)

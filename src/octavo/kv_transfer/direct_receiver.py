@@ -64,8 +64,8 @@ class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests. See `MooncakeConnector`.
 
     A faulty or malicious prefill engine only costs time. After it fails, requests that were added before the failure do
-    not ask it again. So each request waits for at most one failure. If the prefill engine still answers a new
-    connection, only the old connection has failed, and only one request is affected.
+    not ask it again. If the prefill engine still answers a new connection, only the old connection has failed, and only
+    one request is affected.
     """
 
     name = "direct"
@@ -88,8 +88,6 @@ class DirectReceiver:
         self._num_corrupt = 0
         self._num_errors = 0
         self._is_closed = False
-
-    # --- scheduler events ---------------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
         """See `MooncakeConnector`."""
@@ -126,8 +124,6 @@ class DirectReceiver:
         """See `MooncakeConnector`."""
         with self._lock:
             self._expected.pop(request_id, None)
-
-    # --- store --------------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that one prefill engine should send."""
@@ -170,8 +166,6 @@ class DirectReceiver:
             self._is_closed = True
             self._expected.clear()
         self._client.close()
-
-    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
         with self._lock:

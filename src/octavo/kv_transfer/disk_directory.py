@@ -7,7 +7,7 @@
 
 Links, files with other names and files of other users are ignored. Reading takes no lock, because a file that is
 removed meanwhile is a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it
-writes. So all files, including unfinished files, never exceed the limit.
+writes.
 """
 
 from __future__ import annotations
@@ -75,8 +75,6 @@ class DiskDirectory:
     def num_bytes(self) -> int:
         """Bytes, including unfinished files."""
         return self.index.num_bytes + sum(list(self._writing.values()))
-
-    # --- changes by other processes -----------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Update the index if the directory changed, except shortly after the last listing."""
@@ -164,8 +162,6 @@ class DiskDirectory:
             return ()
         return header.keys if header.block_bytes in self._sizes else ()
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
         """Open a file for reading. Raises `OSError` for a link."""
@@ -191,8 +187,6 @@ class DiskDirectory:
             except OSError as error:  # a process without write permission does not affect eviction
                 if error.errno not in {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}:
                     raise
-
-    # --- removing -----------------------------------------------------------------------------------------------------
 
     def set_aside(self, name: str, reason: str) -> None:
         """Stop reading a file."""
@@ -227,8 +221,6 @@ class DiskDirectory:
             for name in names:
                 self.index.drop(name)
                 (self.path / name).unlink(missing_ok=True)
-
-    # --- adding -------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_bytes: int) -> None:
         """Evict files until num_bytes fit, and remove files of dead writers."""
@@ -329,10 +321,7 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a temporary file has no writer.
-
-        Processes of this user can open the files that they write, so an unreadable file has no writer.
-        """
+        """Return True if a temporary file has no writer."""
         try:
             with self.open(name) as (descriptor, found):
                 if not is_ours(found):

@@ -1,7 +1,7 @@
 """Blocks that are stored with only the first KV group, because the content of other groups was evicted before the save.
 
 A request can use such a block if no row reads the other groups any more. The block's bytes are the beginning of the
-whole block. The whole block has another key, because the content of a key never changes.
+whole block. The whole block has another key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PREFIX = b"without its window part"  # must not change: stores have such keys
 
 
 def key_of_first_group(key: bytes) -> bytes:
-    """Return the key for the block with only the first group. key: Key of the whole block."""
+    """Return the key for the block with only the first group."""
     return hashlib.sha256(_PREFIX + key).digest()
 
 

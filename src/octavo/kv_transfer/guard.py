@@ -108,7 +108,7 @@ class GuardedStore:
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys, or no keys while the store is unusable, so that nothing is saved."""
+        """Return the missing keys, or no keys while the store is unusable."""
         store = self._store
         if store is None or not self.is_usable:
             return set()

@@ -33,7 +33,7 @@ class EventStream:
     def whole(self, piece: bytes) -> bytes:
         """Add bytes and return completed events. Raises `MalformedAnswerError`.
 
-        Spaces between events are returned immediately, because they show that the engine is alive.
+        Spaces between events are returned immediately.
         """
         if not (self._rest or piece.strip(b" ")):
             return piece

@@ -44,10 +44,7 @@ class Launcher:
 
 
 class LocalReplicas(Launcher):
-    """Runs engines as child processes. Restarts a child that dies or freezes. Children end when this process ends.
-
-    commands: Commands by the engine's address.
-    """
+    """Runs engines as child processes. Restarts a child that dies or freezes. Children end when this process ends."""
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> None:
         self._replicas = {

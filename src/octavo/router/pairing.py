@@ -102,8 +102,7 @@ class Pair:
     def close(self, usage: ReportedUsage | None) -> None:
         """Cancel the prefill, and record whether its KV arrived. usage: None if the answer is incomplete.
 
-        If fewer than `min_prefill_tokens` tokens were new, nothing is recorded, because the decode engine may have had
-        these tokens in its cache.
+        If fewer than `min_prefill_tokens` tokens were new, nothing is recorded.
         """
         has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()
@@ -162,7 +161,7 @@ class Pair:
             engine.num_cached_tokens += usage.num_cached_tokens
 
     def _failed(self, why: str, retry_after_s: float | None = None) -> None:
-        """Pause prefills after a failure, because waiting for missing KV costs time."""
+        """Pause prefills after a failure."""
         engine = self._prefill
         engine.num_failed_prefills += 1
         pause_s = _PAUSE_S if retry_after_s is None else min(retry_after_s, _LONGEST_PAUSE_S)

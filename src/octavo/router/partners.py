@@ -58,9 +58,8 @@ class _Unknown:
 class Partners:
     """Compares engines' KV formats, and counts requests for which no KV arrived.
 
-    Engines with different formats are never paired, because they cannot find each other's blocks. After
-    `_VAIN_IN_A_ROW` consecutive requests without KV, a pair is not used for a while. Each further request without KV
-    doubles this pause.
+    Engines with different formats are never paired. After `_VAIN_IN_A_ROW` consecutive requests without KV, a pair is
+    not used for a while. Each further request without KV doubles this pause.
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))

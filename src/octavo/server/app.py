@@ -54,7 +54,7 @@ class _AppRoute(AppRoute):
         self.methods = set(methods)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Store this route in the scope even for a wrong method, because metrics and traces read the route's path."""
+        """Store this route in the scope even for a wrong method."""
         match, child = super().matches(scope)
         return match, {**child, "route": self} if match is not Match.NONE else child
 

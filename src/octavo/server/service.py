@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # consecutive engine processes that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
 _ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
-_BODIES = 16  # how many bodies of the largest size fit into memory
+_BODIES = 16  # of the largest size
 
 
 @dataclass(slots=True)
@@ -184,7 +184,7 @@ class Service(HttpService):
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
         check: Called with the tokenized prompt, and may raise an error to refuse the request. unsent: Called with the
-        last output of a failed request, because this output is not yielded. For errors, see `outputs_of`.
+        last output of a failed request. For errors, see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0

@@ -1,7 +1,7 @@
 """Drafts from a smaller model with the same vocabulary, or from the quantized target model.
 
 Based on speculative decoding (Leviathan et al., arXiv 2211.17192). With exact verification, the draft model samples
-with the same random noise as the target model, so that sampled drafts are often accepted.
+with the same random noise as the target model.
 """
 
 from __future__ import annotations

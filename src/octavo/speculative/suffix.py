@@ -3,8 +3,7 @@
 Based on SuffixDecoding (Oliaro et al., arXiv 2411.04975). A client can observe accepted drafts, because accepted drafts
 make the answer faster. Therefore drafts are isolated by cache salt, like prefix cache hits:
 
-- An answer becomes a draft only for requests with an equal salt. Requests without a salt share one empty salt. The
-  server gives each tenant separate salts, unless the tenant's key shares the prefix cache.
+- An answer becomes a draft only for requests with an equal salt. Requests without a salt share one empty salt.
 - The last tokens of a prompt are kept with the answer.
 - The tokens of an unfinished request are drafts only for that request.
 """

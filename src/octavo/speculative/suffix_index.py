@@ -1,7 +1,6 @@
 """Finds earlier occurrences of a suffix and drafts the tokens that followed.
 
-Uses an n-gram index over a ring buffer instead of SuffixDecoding's suffix tree. Hits are compared token by token, so a
-hash collision never yields a draft.
+Uses an n-gram index over a ring buffer instead of SuffixDecoding's suffix tree. Hits are compared token by token.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class SuffixIndex:
         return max(self._oldest, self.num_tokens - self.capacity)
 
     def extend(self, token_ids: Iterable[int], owner: int = 0) -> None:
-        """Append tokens to the newest text. owner: Owner of the whole text."""
+        """Append tokens to the newest text."""
         capacity, tokens, owners = self.capacity, self._tokens, self._owners
         previous, heads = self._previous, self._heads
         end = self.num_tokens

@@ -30,7 +30,7 @@ MAX_MERGED = 50_000  # about 20 ms
 
 
 class MergeBudget:
-    """Limits merging, because the product of options and properties grows fast."""
+    """Limits merging."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED

@@ -175,9 +175,8 @@ class GrammarCompiler:
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
         """Start compiling a grammar in the background. If compiling fails, the future raises `GrammarError`.
 
-        The grammar is kept while the object `wanted` exists. Tenants take turns. The future is `running()` once the
-        tenant's turn comes. Raises `GrammarError` if no thread can start, and `QueueFullError` if too many of the
-        tenant's grammars wait.
+        The grammar is kept while the object `wanted` exists. Raises `GrammarError` if no thread can start, and
+        `QueueFullError` if too many of the tenant's grammars wait.
         """
         with _named_faults():
             return _turns().submit(tenant, lambda: self._prepare(wanted))
@@ -308,7 +307,7 @@ def _executor() -> ThreadPoolExecutor:
 
 @contextlib.contextmanager
 def _named_faults() -> Iterator[None]:
-    """Convert llguidance's errors and panics to `GrammarError`, which fails only one request."""
+    """Convert llguidance's errors and panics to `GrammarError`."""
     try:
         yield
     except (OctavoError, KeyboardInterrupt, SystemExit):

@@ -13,8 +13,8 @@ from octavo.structured_output.schema_rewriting import rewritten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# JSON is on one line, with an optional space after commas and colons, because small models write endless white space.
-# `oneOf` is treated as `anyOf`, because an automaton cannot count the options that match.
+# JSON is on one line, with an optional space after commas and colons. `oneOf` is treated as `anyOf`, because an
+# automaton cannot count the options that match.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",

@@ -1,8 +1,7 @@
 """Replace a regular expression with lookahead by several expressions without lookahead, which must all match.
 
-llguidance has no lookahead, but pydantic uses it for `Decimal`, zod for `email()`, and users for passwords. A positive
-assertion at the beginning becomes a separate pattern. A negative assertion becomes a pattern for the texts that the
-assertion allows. Functions return None for unknown forms.
+llguidance has no lookahead. A positive assertion at the beginning becomes a separate pattern. A negative assertion
+becomes a pattern for the texts that the assertion allows. Functions return None for unknown forms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the part of a JSON schema that llguidance refuses. llguidance's error does not name this part."""
+"""Find the part of a JSON schema that llguidance refuses."""
 
 from __future__ import annotations
 

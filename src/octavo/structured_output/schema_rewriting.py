@@ -45,8 +45,8 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 class _Rewriter:
     """Rewrites one schema.
 
-    The schema of a whole value is closed, so that further properties are forbidden. If several schemas are merged for
-    one value (`allOf`, or `$ref` with other keywords), only the merged schema is closed.
+    The schema of a whole value is closed. If several schemas are merged for one value (`allOf`, or `$ref` with other
+    keywords), only the merged schema is closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:

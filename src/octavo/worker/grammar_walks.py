@@ -65,11 +65,11 @@ class GrammarWalks:
         self._numbers = itertools.count()  # for ties
 
     def add(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
-        """Queue a walk. last_s: duration of the request's last walk."""
+        """Queue a walk."""
         self._waiting.put((time.monotonic() + _PATIENCE * last_s, next(self._numbers), walk, run))
 
     def begin(self) -> None:
-        """Start queued walks together. To wake the thread takes as long as a short walk."""
+        """Start queued walks together."""
         if not self._waiting.empty():
             self._executor.submit(self._run_all)
 

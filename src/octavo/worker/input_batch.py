@@ -324,7 +324,7 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Replace awaited tokens. A failed choice becomes 0, because its results are discarded."""
+        """Replace awaited tokens. A failed choice becomes 0."""
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)

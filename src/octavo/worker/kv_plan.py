@@ -32,7 +32,7 @@ class KVPlan:
 
     A short sequence has equally many blocks of every group, but a long sequence has few of bounded groups. Lengths are
     unknown, so a bounded group gets blocks for all sequences that may run or, if more, one per `bytes_of_all /
-    block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
+    block_bytes[0]` blocks of the first group.
     block_bytes: the first entry includes the draft model's KV. blocks_of_sequence: blocks of each bounded group that a
     sequence holds after a step.
     """

@@ -106,8 +106,7 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits: the better of `limits_each`, measured twice because a shared machine's load varies. best_limits: limits of
-    the best instruction set.
+    limits: the better of `limits_each`. best_limits: limits of the best instruction set.
     """
 
     processor: str
@@ -141,7 +140,7 @@ def examine(
     precisions: tuple[str, ...],
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Report:
-    """Measure limits and products, and check exactness. Takes 20 s and 1.8 GB for a 0.5B model on two cores.
+    """Measure limits and products, and check exactness.
 
     precisions: dtypes, "int8", "int4" (with int8 lm_head), "int4_all", or kinds of GGUF blocks. Raises `ConfigError`
     without compiled kernels for `isa`, or if a precision fits no product.
@@ -341,7 +340,6 @@ def _packed_experts(
 
 
 def _check_experts(name: str, shape: ExpertShape, precision: str, kernels: CpuKernels, one_thread: CpuKernels) -> Check:
-    """Compare a grouped product with products of one expert."""
     counts = torch.tensor([3, 0, checked_rows(precision, shape.in_features), 1])
     x = _rows(precision, int(counts.sum()), shape.in_features)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()

@@ -66,8 +66,8 @@ class SampleTasks:
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
         """Return the step's tasks by row of logits. In each row, the drafts before it count as known tokens.
 
-        Rows after a forbidden draft and rows of postponed requests get no task, because their choices are unused. Each
-        failed grammar's first row is added to `troubles`, and requests with a late walk are added to `postponed`.
+        Rows after a forbidden draft and rows of postponed requests get no task. Each failed grammar's first row is
+        added to `troubles`, and requests with a late walk are added to `postponed`.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:
@@ -94,7 +94,7 @@ class SampleTasks:
     ) -> dict[int, SampleTask]:
         """Return the tasks for one pass of a draft model, by index into `requests`.
 
-        num_known: number of known tokens and drafts. Grammars are not applied, because walks would delay the step.
+        num_known: number of known tokens and drafts. Grammars are not applied.
         """
         is_plain = self._batch.sampling.is_plain[rows]
         return {

@@ -1,7 +1,7 @@
 """Copies blocks between the KV cache and the buffers of transfers.
 
-A CPU copies with numpy in one thread, because torch would use all cores. On a GPU each buffer has a stream, so
-transfers do not wait for later steps. Blocks are gathered on the device and cross the bus in one copy.
+A CPU copies with numpy in one thread, because torch would use all cores. On a GPU each buffer has a stream. Blocks are
+gathered on the device and cross the bus in one copy.
 """
 
 from __future__ import annotations

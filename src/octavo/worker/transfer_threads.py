@@ -1,8 +1,7 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
 A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Writes and
-reads hold the transfer's lock, and check for a cancel first. So a cancelled transfer touches no block, even with a slow
-store.
+reads hold the transfer's lock, and check for a cancel first. So a cancelled transfer touches no block.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class KVTransferThreads:
     """Runs the transfers of steps, and closes the store at shutdown.
 
     report: called from any thread, once for each transfer that ends uncancelled. num_threads: threads for loads. Saves
-    have another thread, so loads do not wait for saves.
+    have another thread.
     """
 
     def __init__(

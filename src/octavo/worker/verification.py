@@ -1,7 +1,6 @@
 """Decides which drafts are accepted, and how a draft model draws drafts.
 
-Each row of logits gets a choice. Choices are accepted up to the first choice that differs from its draft. Rejection
-sampling keeps the distribution of answers, but not their tokens.
+Each row of logits gets a choice. Choices are accepted up to the first choice that differs from its draft.
 """
 
 from __future__ import annotations

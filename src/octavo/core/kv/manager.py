@@ -267,7 +267,7 @@ class KVCacheManager:
     def swap_out(self, request: Request) -> bool:
         """Save a request's KV in host memory. If the KV does not fit, change nothing and return False.
 
-        The blocks can be released immediately, because the next step begins with the copies.
+        The blocks can be released immediately.
         """
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None

@@ -140,7 +140,7 @@ class PrefixCache:
         return found
 
     def _num_useful_blocks(self, request: Request) -> int:
-        num_tokens = len(request.sequence.token_ids)  # the last token is always computed
+        num_tokens = len(request.sequence.token_ids)
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:

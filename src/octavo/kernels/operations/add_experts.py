@@ -28,7 +28,7 @@ def add_experts(
     [num_tokens, 1], or empty: its sigmoid multiplies `shared`.
 
     Outputs are added in float32, in a binary tree that halves the expert ids [0, num_experts). So a row's bits depend
-    only on its own experts, and another device can add a subtree.
+    only on its own experts.
     """
     values = outputs[places.long()] * weights.unsqueeze(2)
     for row, chosen in enumerate(ids.tolist()):

@@ -86,8 +86,7 @@ class AnswerForm:
 
     in_reasoning: True if the prompt ends with the opening marker of reasoning.
     shown_ids: Ids of the special tokens that the detokenizer keeps as markers.
-    frame: Format of calls if its markers also enclose content, otherwise None. The parser of this format also reads
-    answers to requests without tools.
+    frame: Format of calls if its markers also enclose content, otherwise None.
     is_whole: True to emit only complete calls.
     """
 

@@ -330,7 +330,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the index at which a malformed call ends.
 
-        A second call before the closing marker is included, because the second call may be text in a string.
+        A second call before the closing marker is included.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:

@@ -26,7 +26,7 @@ class SectionFormat(ToolFormat):
 
     The parser ignores white space in these markers.
 
-    opener: Beginning of `opens`. The parser searches for this text.
+    opener: Beginning of `opens`.
     strays: Markers that begin a call outside of a section.
     one_each: True if each call has its own section.
     frames: Markers around content or before calls. The parser drops these markers.

@@ -19,7 +19,7 @@ _FENCE = 3
 
 
 class CodeSpans:
-    """Tracks whether a growing text ends within Markdown code. last: Last character of the text, or ""."""
+    """Tracks whether a growing text ends within Markdown code."""
 
     def __init__(self) -> None:
         self.last = ""

@@ -43,7 +43,7 @@ class TemplateProbe:
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
         """Render the prompt and the call.
 
-        render: Function that renders messages. Raises `RequestError` if the template refuses the messages.
+        Raises `RequestError` if the template refuses the messages.
         """
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])

@@ -383,7 +383,6 @@ class TagEnd:
         return place - is_line, place
 
     def _ends_in_part_of_tag(self, written: str, num_chars: int) -> bool:
-        """Return True if a text ends with at least `num_chars` characters of a damaged closing tag."""
         pad, closes, size = "\n" if self._is_padded else "", self._closes, len(self._closes)
         nums = range(num_chars, size)
         parts = tuple(pad + closes[:end] + closes[size - num + end :] for num in nums for end in range(num + 1))

@@ -206,9 +206,9 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        Later prefix hits rarely need released blocks, so these blocks are evicted before other cached blocks.
-        Exceptions are blocks of the request's prefix hit, and blocks that the token after the last full block reads.
-        Each released private block is replaced by a block for a later position, if the first group has such a block.
+        Released blocks are evicted before other cached blocks. Exceptions are blocks of the request's prefix hit, and
+        blocks that the token after the last full block reads. Each released private block is replaced by a block for a
+        later position, if the first group has such a block.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -261,7 +261,7 @@ class BoundedGroup:
         return num_private
 
     def block_forgotten(self, block: Block) -> None:
-        """Discard a block's part, because lookups no longer find the block. A held part becomes free when released."""
+        """Discard a block's part. A held part becomes free when released."""
         block_id = self._id_of.get(block.block_id)
         if block_id is None:
             return

@@ -13,7 +13,7 @@ def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
     """Check Ollama's messages and convert them to OpenAI's messages.
 
     Some chat templates require an id for each tool call, but clients may omit ids. A missing id is made from the call's
-    position, so a call has the same id in every request.
+    position.
     """
     open_calls: dict[Any, Any] = {}  # tool names of the calls without results, by id
     return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])

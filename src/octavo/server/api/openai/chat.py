@@ -120,7 +120,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         answer = self._answers[update.choice]
         delta = answer.grow(completion)
         token_ids = completion.token_ids if self._request.return_token_ids else None
-        # If all text is content, each step sends a chunk, even without text, so that clients see when tokens arrive.
+        # If all text is content, each step sends a chunk, even without text.
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
             return None

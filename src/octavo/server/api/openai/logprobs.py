@@ -115,7 +115,7 @@ def completion_logprobs(
     """Convert the log probabilities of a completion choice.
 
     positions: log probabilities at each token. The first token of an echoed prompt has None. The prompt's other tokens
-    have `TokenLogprobs`, because making objects for up to 40,000 alternatives would take too long.
+    have `TokenLogprobs`.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))
