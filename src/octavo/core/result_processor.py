@@ -56,6 +56,8 @@ class ResultProcessor:
             self._emitter.emit(events.HostBlocksCopied, *result.host_moves)
         if result.num_compilations:
             self._emitter.emit(events.KernelsCompiled, result.num_compilations)
+        if result.experts is not None:
+            self._emitter.emit(events.ExpertsComputed, result.experts)
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, float] = defaultdict(float)
         errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens

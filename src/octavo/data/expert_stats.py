@@ -1,0 +1,56 @@
+"""Figures of mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """The work of all layers' experts in one step.
+
+    num_tokens  number of tokens, counted once for each expert that computed them
+    num_reads   number of experts with tokens, whose weights the step read
+    read_bytes  bytes of these weights
+    imbalance   tokens of each layer's busiest expert, divided by the mean of all its experts; 1 if all are equal
+    """
+
+    num_tokens: int
+    num_reads: int
+    read_bytes: int
+    imbalance: float
+
+
+@dataclass(slots=True)
+class ExpertStats:
+    """Sums of `ExpertLoad` over steps."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_reads: int = 0
+    read_bytes: int = 0
+    imbalance: float = 0.0
+
+    def add(self, load: ExpertLoad | ExpertStats, num_steps: int = 1) -> None:
+        """Add the work of one step, or the sums of `num_steps` steps."""
+        self.num_steps += num_steps
+        self.num_tokens += load.num_tokens
+        self.num_reads += load.num_reads
+        self.read_bytes += load.read_bytes
+        self.imbalance += load.imbalance
+
+    @property
+    def tokens_per_read(self) -> float:
+        """Mean number of tokens for which an expert's weights were read."""
+        return self.num_tokens / self.num_reads if self.num_reads else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTokens:
+    """Tokens of each expert since the start.
+
+    counts: int64 [layers with experts, num_experts] in the machine's byte order.
+    """
+
+    num_experts: int
+    counts: bytearray
