@@ -272,7 +272,7 @@ class StepCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsComputed(Event):
-    """A step of a mixture of experts was computed."""
+    """Experts computed a step."""
 
     load: ExpertLoad
 

@@ -1,4 +1,4 @@
-"""Figures of mixtures of experts."""
+"""Figures of experts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """The work of all layers' experts in one step.
+    """The work of all experts in one step.
 
-    num_tokens  number of tokens, counted once for each expert that computed them
-    num_reads   number of experts with tokens, whose weights the step read
+    num_tokens  tokens, counted once for each expert that computed them
+    num_reads   experts with tokens, whose weights were read
     read_bytes  bytes of these weights
-    imbalance   tokens of each layer's busiest expert, divided by the mean of all its experts; 1 if all are equal
+    imbalance   tokens of each layer's busiest expert, divided by the mean of the layer's experts
     """
 
     num_tokens: int
@@ -23,7 +23,7 @@ class ExpertLoad:
 
 @dataclass(slots=True)
 class ExpertStats:
-    """Sums of `ExpertLoad` over steps."""
+    """Sums of `ExpertLoad`."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -32,7 +32,7 @@ class ExpertStats:
     imbalance: float = 0.0
 
     def add(self, load: ExpertLoad | ExpertStats, num_steps: int = 1) -> None:
-        """Add the work of one step, or the sums of `num_steps` steps."""
+        """Add the work of `num_steps` steps."""
         self.num_steps += num_steps
         self.num_tokens += load.num_tokens
         self.num_reads += load.num_reads
@@ -41,16 +41,13 @@ class ExpertStats:
 
     @property
     def tokens_per_read(self) -> float:
-        """Mean number of tokens for which an expert's weights were read."""
+        """Mean tokens of an expert whose weights were read."""
         return self.num_tokens / self.num_reads if self.num_reads else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTokens:
-    """Tokens of each expert since the start.
-
-    counts: int64 [layers with experts, num_experts] in the machine's byte order.
-    """
+    """Total tokens of each expert. counts: int64 [layers with experts, num_experts] in the machine's byte order."""
 
     num_experts: int
     counts: bytearray

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
-from octavo.data.expert_stats import ExpertStats, ExpertTokens  # noqa: TC001 - msgspec reads these types
+from octavo.data.expert_stats import ExpertStats, ExpertTokens
 from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads this type
 from octavo.data.kv_tier_figures import KVTierCounter, KVTierFigures
 from octavo.data.kv_tiers import DEVICE, HOST
@@ -105,7 +105,7 @@ class EngineStats:
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)  # [prompt, generated] of ended requests
     drafts: DraftStats = field(default_factory=DraftStats)
     experts: ExpertStats = field(default_factory=ExpertStats)
-    expert_tokens: ExpertTokens | None = None  # None without experts; written by the worker
+    expert_tokens: ExpertTokens | None = None  # None without experts
     kv_load_tokens: int = 0
     kv_load_seconds: float = 0.0  # waiting time of loads with an estimate in `kv_computing_seconds`
     kv_computing_seconds: float = 0.0  # estimated time to compute the same tokens instead

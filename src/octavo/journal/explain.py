@@ -337,9 +337,9 @@ def _describe_drafts(drafts: DraftStats) -> str:
 
 def _describe_experts(experts: ExpertStats) -> str:
     return (
-        f"in a step, {experts.read_bytes / experts.num_steps / 2**20:,.1f} MiB of experts' weights were read; an expert "
+        f"its steps read {experts.read_bytes / experts.num_steps / 2**20:,.1f} MiB of experts' weights each; an expert "
         f"computed {experts.tokens_per_read:.2f} tokens per read, and a layer's busiest expert "
-        f"{experts.imbalance / experts.num_steps:.2f} times the mean of the layer"
+        f"{experts.imbalance / experts.num_steps:.2f} times the mean"
     )
 
 

@@ -24,7 +24,7 @@ postponed token, sampled is 0 and error is null. The last seven fields of a resu
 - [moves]: Copies to and from host memory.
 - {number: count}: Number of proposed drafts by request.
 - kernels: Number of compiled kernels.
-- experts: Fields of `ExpertLoad`. Omitted without experts.
+- experts: Fields of `ExpertLoad`, or omitted.
 
 In the header, "journal" is the version, and "kv_groups" has `KVGroupSpec.to_json` of each KV group, full attention
 first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null.

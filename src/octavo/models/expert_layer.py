@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Experts:
-    """One layer's experts. starts: if not None, receives the `starts` of `sort_by_expert`."""
+    """One layer's experts. starts: result of `sort_by_expert`, or None."""
 
     __slots__ = (
         "choice_bias", "config", "down", "gate_up", "kernels", "router", "shared_down", "shared_gate", "shared_gate_up",

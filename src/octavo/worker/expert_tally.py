@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,70 +18,35 @@ if TYPE_CHECKING:
     from octavo.worker.host_copies import HostCopies
 
 
-class ExpertTally(Protocol):
-    """Counts the tokens that each step gave to each expert. tokens: totals, or None without experts."""
+class ExpertTally:
+    """Counts the tokens of each expert in `layers`, which may be empty.
 
-    tokens: ExpertTokens | None
-
-    def begin(self) -> None:
-        """Reset the counts of the step. Call it before the forward pass."""
-        ...
-
-    def take(self, copies: HostCopies) -> Tensor | None:
-        """Return the counts after the forward pass, complete as in `HostCopies.to_host`."""
-        ...
-
-    def read(self, counts: Tensor | None) -> ExpertLoad | None:
-        """Add complete counts to the totals. Return their figures, or None if no expert had tokens."""
-        ...
-
-    def reset(self) -> None:
-        """Set the totals to 0."""
-        ...
-
-
-class NoExpertTally:
-    """The tally of models without experts."""
-
-    tokens = None
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def take(self, copies: HostCopies) -> None:
-        """Return None."""
-
-    def read(self, counts: Tensor | None) -> None:
-        """Return None."""
-
-    def reset(self) -> None:
-        """Do nothing."""
-
-
-class LayerTally:
-    """Reads `Experts.starts`, which it places in one tensor. So recorded passes write the counts, too."""
+    tokens: totals; None without layers. Recorded passes write the counts, too, because `Experts.starts` never moves.
+    """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
         num_experts = [each.config.router.num_experts for each in layers]
-        shape = len(layers), max(num_experts)
+        shape = len(layers), max(num_experts, default=0)
         self._starts = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int32, device=device)
         for layer, starts, number in zip(layers, self._starts, num_experts, strict=True):
             layer.starts = starts[: number + 1]
         self._num_experts = np.array(num_experts)
         self._expert_bytes = np.array([each.bytes_per_expert for each in layers])
-        self.tokens = ExpertTokens(shape[1], bytearray(8 * shape[0] * shape[1]))
-        self._totals = np.frombuffer(self.tokens.counts, dtype=np.int64).reshape(shape)
+        self.tokens = ExpertTokens(shape[1], bytearray(8 * shape[0] * shape[1])) if layers else None
+        self._totals = np.frombuffer(self.tokens.counts if self.tokens else b"", dtype=np.int64).reshape(shape)
 
     def begin(self) -> None:
-        """See `ExpertTally`. A pass skips the last layer if no row needs an output."""
+        """Reset the step's counts, because a pass may skip the last layer."""
         self._starts.zero_()
 
-    def take(self, copies: HostCopies) -> Tensor:
-        """See `ExpertTally`."""
-        return copies.to_host(self._starts.diff().clamp_(min=0))  # layers may have fewer experts than columns
+    def take(self, copies: HostCopies) -> Tensor | None:
+        """Return the step's counts as `HostCopies.to_host` does."""
+        if self.tokens is None:
+            return None
+        return copies.to_host(self._starts.diff().clamp_(min=0))  # columns may exceed a layer's experts
 
     def read(self, counts: Tensor | None) -> ExpertLoad | None:
-        """See `ExpertTally`."""
+        """Add complete counts to the totals. Return None if no expert had tokens."""
         if counts is None:
             return None
         rows = counts.numpy()
@@ -93,10 +58,6 @@ class LayerTally:
         return ExpertLoad(total, int(num_reads.sum()), int(num_reads @ self._expert_bytes), round(float(imbalance), 3))
 
     def reset(self) -> None:
-        """See `ExpertTally`."""
-        self._totals[:] = 0
-
-
-def create_expert_tally(layers: Sequence[Experts], device: torch.device) -> ExpertTally:
-    """Return the tally of a model's layers with experts."""
-    return LayerTally(layers, device) if layers else NoExpertTally()
+        """Reset the totals."""
+        if self.tokens is not None:
+            self._totals[:] = 0

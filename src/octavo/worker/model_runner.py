@@ -16,7 +16,7 @@ from octavo.speculative.none import NoProposer
 from octavo.speculative.prediction import PredictionProposer
 from octavo.worker.draft_model import DraftRunner
 from octavo.worker.drafting import Drafting
-from octavo.worker.expert_tally import create_expert_tally
+from octavo.worker.expert_tally import ExpertTally
 from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.host_copies import create_host_copies
 from octavo.worker.input_batch import InputBatch, ModelInputs
@@ -75,7 +75,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.kv_mover: KVMover = NoKVMover()
         self.copies = copies = create_host_copies(kv_cache.device)
-        self.expert_tally = create_expert_tally(model.experts, kv_cache.device)
+        self.expert_tally = ExpertTally(model.experts, kv_cache.device)
         self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()

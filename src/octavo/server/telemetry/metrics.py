@@ -99,11 +99,10 @@ _DRAFT_POSITIONS = (
     ("num_draft_tokens_per_pos", "Draft tokens by position in the draft."),
     ("num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft."),
 )
-# (attribute of ExpertStats, name, description)
 _EXPERT_COUNTERS = (
-    ("num_tokens", "expert_tokens", "Tokens of experts; a token counts once for each of its experts in each layer."),
-    ("num_reads", "expert_reads", "Experts that had tokens in a step, whose weights were read once."),
-    ("read_bytes", "expert_read_bytes", "Bytes of experts' weights that steps read."),
+    ("num_tokens", "expert_tokens", "Tokens of experts, once for each expert and layer."),
+    ("num_reads", "expert_reads", "Experts with tokens, whose weights a step read."),
+    ("read_bytes", "expert_read_bytes", "Bytes of these weights."),
 )
 _STORE_GAUGES = (
     ("num_blocks", "blocks", "Blocks in a KV store."),
@@ -212,7 +211,7 @@ def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
 def _experts(experts: ExpertStats, model: list[str]) -> Iterator[Metric]:
     for attribute, name, text in _EXPERT_COUNTERS:
         yield counter(name, text, _MODEL, [(model, getattr(experts, attribute))])
-    text = "Tokens of each layer's busiest expert, divided by the mean of its experts, in a step."
+    text = "Tokens of each layer's busiest expert in a step, divided by the layer's mean."
     family = SummaryMetricFamily("octavo:expert_imbalance", text, labels=_MODEL)
     family.add_metric(model, experts.num_steps, experts.imbalance)
     yield family

@@ -9,13 +9,13 @@ if TYPE_CHECKING:
 
 
 class ExpertMap:
-    """The tokens of each expert, as one viewer has received them."""
+    """One viewer's map."""
 
     def __init__(self) -> None:
         self._sent = b""
 
     def changed(self, tokens: ExpertTokens | None) -> list[list[int]] | None:
-        """Return each expert's tokens in percent of its layer's mean, by layer, or None if nothing changed."""
+        """Return tokens in percent of the layer's mean, by layer and expert, or None if unchanged."""
         if tokens is None or tokens.counts == self._sent:
             return None
         self._sent = bytes(tokens.counts)

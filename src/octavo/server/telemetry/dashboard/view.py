@@ -306,6 +306,17 @@ class LiveView:
             case events.PrefixCacheQueried():
                 self.num_queried += event.num_query_tokens
                 self.num_hit += event.num_hit_tokens
+            case events.KVLoadEnded():
+                self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
+            case events.RequestEvent():
+                shown = self._shown.get(event.request_id)
+                if shown is not None:  # otherwise the request began before the first snapshot
+                    self._follow_one(shown, event)
+            case _:
+                self._follow_bytes(event)
+
+    def _follow_bytes(self, event: Event) -> None:
+        match event:
             case events.ExpertsComputed():
                 self._second(event.time).experts.add(event.load)
             case events.KVSaveEnded():
@@ -314,12 +325,6 @@ class LiveView:
                 second = self._second(event.time)
                 second.saved_bytes += event.saved.num_bytes
                 second.loaded_bytes += event.loaded.num_bytes
-            case events.KVLoadEnded():
-                self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
-            case events.RequestEvent():
-                shown = self._shown.get(event.request_id)
-                if shown is not None:  # otherwise the request began before the first snapshot
-                    self._follow_one(shown, event)
 
     def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
         match event:
