@@ -272,8 +272,9 @@ class StepCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsComputed(Event):
-    """Experts computed a step."""
+    """Experts computed a step, which may precede `step`."""
 
+    computed_step: int
     load: ExpertLoad
 
 

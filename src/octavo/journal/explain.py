@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -128,7 +128,7 @@ class _Explainer:
         self.drafts = DraftStats()
         self.drafted_step = -1
         self.experts = ExpertStats()
-        self.own_steps: set[int] = set()
+        self.own_steps = deque[int](maxlen=2)  # steps in flight
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
@@ -152,7 +152,7 @@ class _Explainer:
         elif isinstance(event, events.DraftsTimed) and event.step == self.drafted_step:
             self.drafts.add(event)
         elif isinstance(event, events.ExpertsComputed):
-            if event.step in self.own_steps:
+            if event.computed_step in self.own_steps:
                 self.experts.add(event.load)
         elif isinstance(event, events.TokenPostponed):
             self.num_postponed += event.request_id == self.request_id
@@ -229,7 +229,7 @@ class _Explainer:
             self.tokens_while_queued.update(event.num_scheduled_tokens)
         if self.request_id not in event.num_scheduled_tokens:
             return
-        self.own_steps.add(event.step)
+        self.own_steps.append(event.step)
         self.rivals = list(event.num_scheduled_tokens)
         self.num_steps += 1
         self.num_chunks += not self.has_output

@@ -17,33 +17,36 @@ if TYPE_CHECKING:
     from octavo.models.expert_layer import Experts
     from octavo.worker.host_copies import HostCopies
 
+_ALIGNMENT = 4  # int32 numbers; Triton compiles a kernel again for tensors without it
+
 
 class ExpertTally:
     """Counts the tokens of each expert in `layers`, which may be empty.
 
-    tokens: totals; None without layers. Recorded passes write the counts, too, because `Experts.starts` never moves.
+    tokens: totals; None without layers. Recorded passes write `Experts.starts`, too, because it never moves. In a
+    GPU's decode graphs, padding rows count as tokens.
     """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
-        num_experts = [each.config.router.num_experts for each in layers]
-        shape = len(layers), max(num_experts, default=0)
-        self._starts = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int32, device=device)
-        for layer, starts, number in zip(layers, self._starts, num_experts, strict=True):
-            layer.starts = starts[: number + 1]
-        self._num_experts = np.array(num_experts)
+        numbers = [each.config.router.num_experts for each in layers]
+        shape = len(layers), max(numbers, default=0)
+        starts = torch.zeros(shape[0], -(-(shape[1] + 1) // _ALIGNMENT) * _ALIGNMENT, dtype=torch.int32, device=device)
+        for layer, number, row in zip(layers, numbers, starts, strict=True):
+            layer.starts = row[len(row) - number - 1 :]  # zeros precede the starts of fewer experts
+        self._starts = starts[:, starts.shape[1] - shape[1] - 1 :]
+        self._shares = 1 / np.array(numbers)
         self._expert_bytes = np.array([each.bytes_per_expert for each in layers])
         self.tokens = ExpertTokens(shape[1], bytearray(8 * shape[0] * shape[1])) if layers else None
         self._totals = np.frombuffer(self.tokens.counts if self.tokens else b"", dtype=np.int64).reshape(shape)
 
-    def begin(self) -> None:
-        """Reset the step's counts, because a pass may skip the last layer."""
-        self._starts.zero_()
+    def begin(self, num_outputs: int) -> None:
+        """Begin a step. Without output rows it skips the last layer's experts."""
+        if not num_outputs:
+            self._starts.zero_()
 
     def take(self, copies: HostCopies) -> Tensor | None:
         """Return the step's counts as `HostCopies.to_host` does."""
-        if self.tokens is None:
-            return None
-        return copies.to_host(self._starts.diff().clamp_(min=0))  # columns may exceed a layer's experts
+        return None if self.tokens is None else copies.to_host(self._starts.diff())
 
     def read(self, counts: Tensor | None) -> ExpertLoad | None:
         """Add complete counts to the totals. Return None if no expert had tokens."""
@@ -51,11 +54,12 @@ class ExpertTally:
             return None
         rows = counts.numpy()
         self._totals += rows
-        num_tokens, num_reads = rows.sum(axis=1), (rows > 0).sum(axis=1)
-        if not (total := int(num_tokens.sum())):
+        num_tokens, num_reads = np.add.reduce(rows, axis=1), np.add.reduce(rows > 0, axis=1)
+        if not (total := sum(num_tokens.tolist())):
             return None
-        imbalance = rows.max(axis=1).sum() / (num_tokens / self._num_experts).sum()
-        return ExpertLoad(total, int(num_reads.sum()), int(num_reads @ self._expert_bytes), round(float(imbalance), 3))
+        imbalance = sum(np.maximum.reduce(rows, axis=1).tolist()) / float(num_tokens @ self._shares)
+        read_bytes = int(num_reads @ self._expert_bytes)
+        return ExpertLoad(total, sum(num_reads.tolist()), read_bytes, round(imbalance, 3))
 
     def reset(self) -> None:
         """Reset the totals."""

@@ -154,7 +154,7 @@ class ModelRunner:
         if scheduled.num_scheduled_tokens:
             step.inputs = inputs = self.batch.prepare_inputs(scheduled)
             self._tasks.begin(inputs)
-            self.expert_tally.begin()
+            self.expert_tally.begin(int(inputs.output_start[-1]))
             hidden = self.forward(inputs)
             step.experts = self.expert_tally.take(self.copies)
             assert hidden.shape[0] == inputs.output_start[-1]
