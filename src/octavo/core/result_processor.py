@@ -87,7 +87,7 @@ class ResultProcessor:
         if result.num_compilations:
             self._emitter.emit(events.KernelsCompiled, result.num_compilations)
         if result.experts is not None:
-            self._emitter.emit(events.ExpertsComputed, result.step, result.experts)
+            self._emitter.emit(events.ExpertsComputed, result.experts)
 
     def _end_transfer(self, ended: EndedTransfer) -> None:
         load = self._state.transfers.end(ended)

@@ -272,9 +272,8 @@ class StepCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsComputed(Event):
-    """Experts computed a step, which may precede `step`."""
+    """Experts computed a step."""
 
-    computed_step: int
     load: ExpertLoad
 
 

@@ -152,7 +152,7 @@ class _Explainer:
         elif isinstance(event, events.DraftsTimed) and event.step == self.drafted_step:
             self.drafts.add(event)
         elif isinstance(event, events.ExpertsComputed):
-            if event.computed_step in self.own_steps:
+            if event.step in self.own_steps:
                 self.experts.add(event.load)
         elif isinstance(event, events.TokenPostponed):
             self.num_postponed += event.request_id == self.request_id
