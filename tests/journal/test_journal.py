@@ -479,8 +479,8 @@ def test_explain_reports_experts_of_own_steps(make_core):
             scheduled.append(core.scheduler.schedule())
     assert [each.step for each in core.log.of_type(ExpertsComputed)] == [1, 2, 3]
     told = explained(core, "first")
-    assert "its steps read 6.0 MiB of experts' weights each; an expert computed 2.33 tokens per read" in told
-    assert "a layer's busiest expert 1.25 times the mean" in told
+    assert "its steps read 6.0 MiB of experts each, for 2.33 tokens per expert" in told
+    assert "the busiest had 1.25 times the mean" in told
     assert "its steps read 80.0 MiB" in explained(core, "second")
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """The work of all experts in one step.
+    """The work of experts in one step.
 
-    num_tokens  tokens, counted once for each expert that computed them
-    num_reads   experts with tokens, whose weights were read
-    read_bytes  bytes of these weights
-    imbalance   tokens of each layer's busiest expert, divided by the mean of the layer's experts
+    num_tokens  tokens, once for each chosen expert
+    num_reads   experts with tokens
+    read_bytes  packed weights of these experts
+    imbalance   tokens of layers' busiest experts, divided by the layers' means
     """
 
     num_tokens: int
@@ -41,13 +41,13 @@ class ExpertStats:
 
     @property
     def tokens_per_read(self) -> float:
-        """Mean tokens of an expert whose weights were read."""
+        """Mean tokens of a read expert."""
         return self.num_tokens / self.num_reads if self.num_reads else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTokens:
-    """Total tokens of each expert. counts: int64 [layers with experts, num_experts] in the machine's byte order."""
+    """Total tokens. counts: int64 [layers, num_experts], native byte order."""
 
     num_experts: int
     counts: bytearray

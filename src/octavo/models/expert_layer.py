@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Experts:
-    """One layer's experts. starts: result of `sort_by_expert`, or None."""
+    """One layer's experts. starts: memory for `sort_by_expert`."""
 
     __slots__ = (
         "choice_bias", "config", "down", "gate_up", "kernels", "router", "shared_down", "shared_gate", "shared_gate_up",

@@ -58,7 +58,7 @@ class ModelContext:
     cos_sin         (rope, head_dim) -> float32 [max_model_len, rotary_dim], cached
     query_scale     rope -> float32 [max_model_len] or None, cached
     linears, norms  the recorded weights
-    experts         in order of layers
+    experts         by layer
     """
 
     architecture: Architecture

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from octavo.models.expert_layer import Experts
     from octavo.worker.host_copies import HostCopies
 
-_ALIGNMENT = 4  # int32 numbers; Triton compiles a kernel again for tensors without it
+_ALIGNMENT = 4  # numbers; Triton compiles again for other alignments
 
 
 class ExpertTally:
-    """Counts the tokens of each expert in `layers`, which may be empty.
+    """Counts tokens by layer and expert.
 
-    tokens: totals; None without layers. Recorded passes write `Experts.starts`, too, because it never moves. In a
-    GPU's decode graphs, padding rows count as tokens.
+    tokens: totals; None without layers. Recorded passes write `Experts.starts`, too, because it never moves. Padding
+    rows of decode graphs count.
     """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
@@ -32,7 +32,7 @@ class ExpertTally:
         shape = len(layers), max(numbers, default=0)
         starts = torch.zeros(shape[0], -(-(shape[1] + 1) // _ALIGNMENT) * _ALIGNMENT, dtype=torch.int32, device=device)
         for layer, number, row in zip(layers, numbers, starts, strict=True):
-            layer.starts = row[len(row) - number - 1 :]  # zeros precede the starts of fewer experts
+            layer.starts = row[len(row) - number - 1 :]  # after zeros, if shorter
         self._starts = starts[:, starts.shape[1] - shape[1] - 1 :]
         self._shares = 1 / np.array(numbers)
         self._expert_bytes = np.array([each.bytes_per_expert for each in layers])
@@ -40,16 +40,16 @@ class ExpertTally:
         self._totals = np.frombuffer(self.tokens.counts if self.tokens else b"", dtype=np.int64).reshape(shape)
 
     def begin(self, num_outputs: int) -> None:
-        """Begin a step. Without output rows it skips the last layer's experts."""
+        """Begin a step. Without outputs it skips the last layer."""
         if not num_outputs:
             self._starts.zero_()
 
     def take(self, copies: HostCopies) -> Tensor | None:
-        """Return the step's counts as `HostCopies.to_host` does."""
+        """Return a step's counts; see `HostCopies.to_host`."""
         return None if self.tokens is None else copies.to_host(self._starts.diff())
 
     def read(self, counts: Tensor | None) -> ExpertLoad | None:
-        """Add complete counts to the totals. Return None if no expert had tokens."""
+        """Add counts to the totals. Return None without tokens."""
         if counts is None:
             return None
         rows = counts.numpy()

@@ -100,5 +100,3 @@ def test_engine_process_sends_expert_tokens_as_bytes() -> None:
     stats.experts.add(LOAD)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats)
     assert (sent.expert_tokens, sent.experts) == (stats.expert_tokens, stats.experts)
-
-

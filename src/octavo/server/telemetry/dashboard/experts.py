@@ -15,7 +15,7 @@ class ExpertMap:
         self._sent = b""
 
     def changed(self, tokens: ExpertTokens | None) -> list[list[int]] | None:
-        """Return tokens in percent of the layer's mean, by layer and expert, or None if unchanged."""
+        """Return percent of the mean by layer and expert, or None if unchanged."""
         if tokens is None or tokens.counts == self._sent:
             return None
         self._sent = bytes(tokens.counts)
