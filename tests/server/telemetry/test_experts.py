@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,7 @@ def test_expert_map_is_sent_after_changes_only() -> None:
     assert ExpertMap().changed(None) is None
     assert shown.changed(tokens) == [[0, 0, 0, 0], [400, 0, 0, 0]]
     assert shown.changed(tokens) is None
-    tokens.counts[:8] = (1 << 40).to_bytes(8, "little")
+    tokens.counts[:8] = (1 << 40).to_bytes(8, sys.byteorder)
     assert shown.changed(tokens) == [[400, 0, 0, 0], [400, 0, 0, 0]]
 
 
