@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import mul, truediv
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,12 +31,13 @@ class ExpertTally:
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
         numbers = [each.config.router.num_experts for each in layers]
         shape = len(layers), max(numbers, default=0)
-        starts = torch.zeros(shape[0], -(-(shape[1] + 1) // _ALIGNMENT) * _ALIGNMENT, dtype=torch.int32, device=device)
-        for layer, number, row in zip(layers, numbers, starts, strict=True):
-            layer.starts = row[len(row) - number - 1 :]  # after zeros, if shorter
-        self._starts = starts[:, starts.shape[1] - shape[1] - 1 :]
-        self._shares = 1 / np.array(numbers)
-        self._expert_bytes = np.array([each.bytes_per_expert for each in layers])
+        width = -(-(shape[1] + 1) // _ALIGNMENT) * _ALIGNMENT
+        self._starts = torch.zeros(shape[0], width, dtype=torch.int32, device=device)
+        for layer, number, row in zip(layers, numbers, self._starts, strict=True):
+            layer.starts = row[width - number - 1 :]  # after zeros
+        self._first = width - shape[1]  # column of the first end
+        self._num_experts = numbers
+        self._expert_bytes = [each.bytes_per_expert for each in layers]
         self.tokens = ExpertTokens(shape[1], bytearray(8 * shape[0] * shape[1])) if layers else None
         self._totals = np.frombuffer(self.tokens.counts if self.tokens else b"", dtype=np.int64).reshape(shape)
 
@@ -45,21 +47,24 @@ class ExpertTally:
             self._starts.zero_()
 
     def take(self, copies: HostCopies) -> Tensor | None:
-        """Return a step's counts; see `HostCopies.to_host`."""
-        return None if self.tokens is None else copies.to_host(self._starts.diff())
+        """Return `Experts.starts` of all layers; see `HostCopies.to_host`."""
+        return None if self.tokens is None else copies.to_host(self._starts)
 
-    def read(self, counts: Tensor | None) -> ExpertLoad | None:
-        """Add counts to the totals. Return None without tokens."""
-        if counts is None:
+    def read(self, starts: Tensor | None) -> ExpertLoad | None:
+        """Add a step to the totals. Return None without tokens."""
+        if starts is None:
             return None
-        rows = counts.numpy()
-        self._totals += rows
-        num_tokens, num_reads = np.add.reduce(rows, axis=1), np.add.reduce(rows > 0, axis=1)
-        if not (total := sum(num_tokens.tolist())):
+        ends = starts.numpy()
+        num_tokens: list[int] = ends[:, -1].tolist()
+        if not (total := sum(num_tokens)):
             return None
-        imbalance = sum(np.maximum.reduce(rows, axis=1).tolist()) / float(num_tokens @ self._shares)
-        read_bytes = int(num_reads @ self._expert_bytes)
-        return ExpertLoad(total, sum(num_reads.tolist()), read_bytes, round(imbalance, 3))
+        counts = ends[:, self._first :] - ends[:, self._first - 1 : -1]
+        self._totals += counts
+        num_reads: list[int] = np.add.reduce(counts > 0, axis=1).tolist()
+        busiest: list[int] = np.maximum.reduce(counts, axis=1).tolist()
+        imbalance = sum(busiest) / sum(map(truediv, num_tokens, self._num_experts))
+        read_bytes = sum(map(mul, num_reads, self._expert_bytes))
+        return ExpertLoad(total, sum(num_reads), read_bytes, round(imbalance, 3))
 
     def reset(self) -> None:
         """Reset the totals."""

@@ -252,7 +252,7 @@ class ModelRunner:
             self.batch.append_sampled(tokens)
         if errors:
             self.batch.fail(each for each in requests if each.request_id in errors)
-        drafting = self.drafting
+        experts, drafting = self.expert_tally.read(step.experts), self.drafting
         drafts = drafting.propose(tokens, step.scheduled.max_drafts)
         return ModelOutput(
             step.scheduled.step,
@@ -267,7 +267,7 @@ class ModelRunner:
             drafting_s=drafting.seconds,
             num_drafting_passes=drafting.num_passes,
             computed_drafts=drafting.computed,
-            experts=self.expert_tally.read(step.experts),
+            experts=experts,
         )
 
     def _read(
