@@ -24,8 +24,8 @@ NUM_EXPERTS, NUM_CHOSEN = 4, 2
 BOTH = pytest.mark.parametrize("kernels", ["reference", pytest.param("cpu", marks=needs_kernels)])
 
 
-def layer(num_experts: int, num_bytes: int) -> Any:
-    config = SimpleNamespace(router=SimpleNamespace(num_experts=num_experts))
+def layer(num_experts: int, num_bytes: int, num_chosen: int = 1) -> Any:
+    config = SimpleNamespace(router=SimpleNamespace(num_experts=num_experts, num_chosen=num_chosen))
     return SimpleNamespace(config=config, bytes_per_expert=num_bytes, starts=None)
 
 
@@ -50,6 +50,18 @@ def test_counts_of_layers_with_different_experts() -> None:
     assert totals(tally.tokens) == [[1, 3, 1, 0], [0, 0, 2, 3], [0, 1, 0, 4]], "fewer experts are in the last columns"
     tally.reset()
     assert not any(tally.tokens.counts)
+
+
+def test_step_of_one_row_reads_each_chosen_expert() -> None:
+    layers = [layer(8, 1000, 2), layer(4, 50, 1)]
+    tally, expected = ExpertTally(layers, CPU), ExpertLoad(3, 3, 2050, 4.0)  # busiest: 1 + 1; means: 2 / 8 + 1 / 4
+    for _ in range(2):
+        fill(layers, [[0, 1, 0, 0, 0, 0, 1, 0], [0, 0, 1, 0]])
+        assert tally.read(tally.take(SharedMemory())) == expected
+    tally._num_chosen = []  # counted like other steps
+    assert tally.read(tally.take(SharedMemory())) == expected
+    assert tally.tokens is not None
+    assert totals(tally.tokens) == [[0, 3, 0, 0, 0, 0, 3, 0], [0, 0, 0, 0, 0, 0, 3, 0]]
 
 
 def test_counts_are_read_on_device_that_copies_late() -> None:

@@ -38,6 +38,8 @@ class ExpertTally:
         self._first = width - shape[1]  # column of the first end
         self._num_experts = numbers
         self._expert_bytes = [each.bytes_per_expert for each in layers]
+        self._num_chosen = [each.config.router.num_chosen for each in layers]
+        self._load_of_row = self._load(self._num_chosen, self._num_chosen, [1] * len(layers)) if layers else None
         self.tokens = ExpertTokens(shape[1], bytearray(8 * shape[0] * shape[1])) if layers else None
         self._totals = np.frombuffer(self.tokens.counts if self.tokens else b"", dtype=np.int64).reshape(shape)
 
@@ -56,15 +58,20 @@ class ExpertTally:
             return None
         ends = starts.numpy()
         num_tokens: list[int] = ends[:, -1].tolist()
-        if not (total := sum(num_tokens)):
+        if not any(num_tokens):
             return None
         counts = ends[:, self._first :] - ends[:, self._first - 1 : -1]
         self._totals += counts
-        num_reads: list[int] = np.add.reduce(counts > 0, axis=1).tolist()
-        busiest: list[int] = np.maximum.reduce(counts, axis=1).tolist()
+        if num_tokens == self._num_chosen:
+            return self._load_of_row
+        return self._load(
+            num_tokens, np.add.reduce(counts > 0, axis=1).tolist(), np.maximum.reduce(counts, axis=1).tolist()
+        )
+
+    def _load(self, num_tokens: list[int], num_reads: list[int], busiest: list[int]) -> ExpertLoad:
         imbalance = sum(busiest) / sum(map(truediv, num_tokens, self._num_experts))
         read_bytes = sum(map(mul, num_reads, self._expert_bytes))
-        return ExpertLoad(total, sum(num_reads), read_bytes, round(imbalance, 3))
+        return ExpertLoad(sum(num_tokens), sum(num_reads), read_bytes, round(imbalance, 3))
 
     def reset(self) -> None:
         """Reset the totals."""
