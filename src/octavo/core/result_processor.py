@@ -52,10 +52,7 @@ class ResultProcessor:
         self._state.transfers.end_cancels(scheduled.kv_cancels)
         for ended in result.kv_transfers:
             self._end_transfer(ended)
-        if result.host_moves:
-            self._emitter.emit(events.HostBlocksCopied, *result.host_moves)
-        if result.num_compilations:
-            self._emitter.emit(events.KernelsCompiled, result.num_compilations)
+        self._emit_work(result)
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, float] = defaultdict(float)
         errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens
@@ -83,6 +80,14 @@ class ResultProcessor:
         if scheduled.num_scheduled_tokens:
             self._emitter.emit(events.StepCompleted, new_tokens)
         return outputs
+
+    def _emit_work(self, result: ModelOutput) -> None:
+        if result.host_moves:
+            self._emitter.emit(events.HostBlocksCopied, *result.host_moves)
+        if result.num_compilations:
+            self._emitter.emit(events.KernelsCompiled, result.num_compilations)
+        if result.experts is not None:
+            self._emitter.emit(events.ExpertsComputed, result.experts)
 
     def _end_transfer(self, ended: EndedTransfer) -> None:
         load = self._state.transfers.end(ended)

@@ -16,6 +16,7 @@ from octavo.speculative.none import NoProposer
 from octavo.speculative.prediction import PredictionProposer
 from octavo.worker.draft_model import DraftRunner
 from octavo.worker.drafting import Drafting
+from octavo.worker.expert_tally import ExpertTally
 from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.host_copies import create_host_copies
 from octavo.worker.input_batch import InputBatch, ModelInputs
@@ -74,6 +75,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.kv_mover: KVMover = NoKVMover()
         self.copies = copies = create_host_copies(kv_cache.device)
+        self.expert_tally = ExpertTally(model.experts, kv_cache.device)
         self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
@@ -152,7 +154,9 @@ class ModelRunner:
         if scheduled.num_scheduled_tokens:
             step.inputs = inputs = self.batch.prepare_inputs(scheduled)
             self._tasks.begin(inputs)
+            self.expert_tally.begin(int(inputs.output_start[-1]))
             hidden = self.forward(inputs)
+            step.experts = self.expert_tally.take(self.copies)
             assert hidden.shape[0] == inputs.output_start[-1]
             step.prompt_scores = self._prompts.score(inputs, hidden, step.errors)
             step.pooled_rows = self._pooler.take(inputs, hidden, self.batch, self.copies, step.errors)
@@ -248,7 +252,7 @@ class ModelRunner:
             self.batch.append_sampled(tokens)
         if errors:
             self.batch.fail(each for each in requests if each.request_id in errors)
-        drafting = self.drafting
+        experts, drafting = self.expert_tally.read(step.experts), self.drafting
         drafts = drafting.propose(tokens, step.scheduled.max_drafts)
         return ModelOutput(
             step.scheduled.step,
@@ -263,6 +267,7 @@ class ModelRunner:
             drafting_s=drafting.seconds,
             num_drafting_passes=drafting.num_passes,
             computed_drafts=drafting.computed,
+            experts=experts,
         )
 
     def _read(
