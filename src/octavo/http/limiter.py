@@ -23,7 +23,7 @@ _NUM_ENDINGS = 64
 
 
 class Bucket:
-    """A token bucket. It gains `per_minute` units a minute, and holds at most this number.
+    """A token bucket. It gains `per_minute` units a minute, and holds at most `per_minute` units.
 
     The level may be negative, because tokens are taken after use.
     """
@@ -77,7 +77,7 @@ class Pool:
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
         """Return how many units a tenant may take, or a negative number if it holds too many.
 
-        besides: Number of held units to ignore.
+        besides: Number of the tenant's held units to ignore.
         """
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
@@ -223,8 +223,8 @@ class _Account:
 class Permit:
     """The output streams that one HTTP request may use.
 
-    is_kept: True if the streamed answer releases the permit instead of the `with` block. is_in: True after the first
-    prompt was admitted.
+    is_kept: True if the streamed answer, not the `with` block, releases the permit. is_in: True after the first prompt
+    was admitted.
     """
 
     tenant: Tenant
@@ -271,8 +271,8 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: Pool of the tokens of prompts that have no output yet. Methods raise `RequestError` if a request can
-    never be served, and `QueueFullError` if it may be served later.
+    Methods raise `RequestError` if a request can never be served, and `QueueFullError` if it may be served later.
+    waiting_tokens: Counts the prompt tokens of requests without output.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Pair:
         self._task.add_done_callback(share.__exit__)
 
     async def scope(self) -> Scope:
-        """Wait until `decode` may get the request. Return the scope to send, which is unchanged after a failure."""
+        """Return the scope to send to `decode`, unchanged if the prefill failed. Wait for a prefill through a store."""
         if self._params.source is None and not await self._is_computed():
             return self._scope
         self._decode.num_paired += 1

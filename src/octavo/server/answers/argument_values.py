@@ -181,7 +181,7 @@ class LookaheadError(RequestError):
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
     """Return a Lark lexeme for the strings that a merged schema allows.
 
-    ending: Regular expression after the string. Raises `LookaheadError` if a pattern has a lookahead.
+    ending: Regular expression for the text after the string. Raises `LookaheadError` if a pattern has a lookahead.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]

@@ -254,7 +254,7 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if the marker ends the call, because a marker of a call or section follows directly."""
+        """Return True if the marker ends the call. A marker of a call or section must follow directly."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:
@@ -283,7 +283,7 @@ class TagEnd:
 
         The tag ends the value in these cases:
         - A known argument follows.
-        - Exactly the text that the format writes after a value follows.
+        - The text after the tag is exactly the text that the format writes after a value.
         - No later closing tag can end the value.
         """
         if follows == "head":

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Piece: TypeAlias = Callable[[int], str | bytes]  # text of a token id, also of a special token
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
-Position = dict[int, "Logprob"]  # by token id, first the token at the position
+Position = dict[int, "Logprob"]  # by token id; the first entry is the token at the position
 _LOWEST = -9999.0  # as in vLLM, replaces -infinity, which JSON lacks
 
 
@@ -52,7 +52,7 @@ class PlacedLogprobs:
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return (place, log probabilities) for each added token whose place became known.
+        """Add tokens. Return (place, log probabilities) for each token whose place is now known.
 
         is_over: True for the last tokens.
         """
@@ -165,7 +165,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         entries = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, entries, strict=True))
-        by_id[names[0]] = entries[0]  # in a tie, the chosen token's rank may differ
+        by_id[names[0]] = entries[0]  # the chosen token may occur twice, in a tie with another rank
         result.append(by_id)
     return result
 
