@@ -75,7 +75,7 @@ class Pool:
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
-        """Return how many units a tenant may take, or a negative number if it holds too many.
+        """Return how many units a tenant may take, or a negative number if the tenant holds too many.
 
         besides: Number of the tenant's held units to ignore.
         """
@@ -134,8 +134,8 @@ class _Waiter:
 class WaitingLine:
     """Requests that wait for units of a pool. Requests of one tenant wait in order of arrival.
 
-    Later requests may overtake a tenant's first waiter until they have taken the number of units that the waiter
-    requested. Then two rules prevent starvation:
+    Later requests may overtake a tenant's first waiter. After the later requests have taken as many units as the waiter
+    requested, two rules prevent starvation:
 
     - No request of the same tenant overtakes the waiter.
     - If the tenant holds no units, other tenants cannot take the units that the waiter needs.
@@ -302,7 +302,7 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take output streams for a request, which `begin` must have counted.
+        """Take output streams for a request. The caller must have called `begin`.
 
         at_least: Number of streams that each part needs, if the request can be served in parts. The permit has a
         multiple of this number, within the tenant's limit and share. If None, the permit has all `num_streams`.

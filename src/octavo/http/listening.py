@@ -156,9 +156,9 @@ def open_door(sock: socket.socket) -> None:
 
 
 def bytes_taken(sock: socket.socket | None) -> int | None:
-    """Return how many bytes the client has acknowledged, TLS overhead included, or None if unknown.
+    """Return the number of acknowledged bytes, including TLS overhead, or None if unknown.
 
-    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h).
+    Only Linux reports the number, as tcpi_bytes_acked of tcp_info (linux/tcp.h).
     """
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):

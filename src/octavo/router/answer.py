@@ -55,8 +55,8 @@ class AnswerLimits:
 class Answer:
     """An engine's answer, used in an `async with` block.
 
-    The end of the block releases the connection of a complete answer, and closes the connection of an incomplete
-    answer. The time limits do not run while received bytes wait for the reader.
+    The end of the block releases the connection, or closes the connection if the answer is incomplete. The time limits
+    do not run while received bytes wait for the reader.
     """
 
     def __init__(self, connection: EngineConnection, limits: AnswerLimits, *, is_head: bool) -> None:

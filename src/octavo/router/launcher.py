@@ -19,7 +19,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _LONG_S = 60.0  # a longer run counts as a successful start
 _MAX_FAILED_STARTS = 3
 _STOP_S = 15.0
-_FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default
+_FROZEN_TIMES = 8  # unanswered checks in a row, which take half a minute by default
 
 
 class Launcher:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
-_OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to requests that were open when it restarted
+_OK, _FULL, _NOT_SERVING = 200, 429, 503  # after a restart, an engine answers 503 to requests that were open
 _REFUSED = frozenset({_FULL, _NOT_SERVING})
 _MAX_FAILURES = 2
 _END_BYTES = 2 * COUNTS_BYTES

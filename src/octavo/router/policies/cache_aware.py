@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from octavo.router.policies.prefix_tree import Expected
     from octavo.router.request_summary import RequestSummary
 
-_LEAST_SHARE = 0.1  # of a prompt; a smaller prefix is ignored
-_COMMON_SHARE = 0.5  # of a prompt; a smaller shared prefix is soon in every cache
-_MISSED_SHARE = 0.5  # of the expected prefix; with fewer hits, the prefix was evicted
+_LEAST_SHARE = 0.1  # a prefix below this share of a prompt is ignored
+_COMMON_SHARE = 0.5  # a common prefix below this share of a prompt is soon in every cache
+_MISSED_SHARE = 0.5  # if a smaller share of the expected prefix was cached, the prefix was evicted
 _MISSED_TOKENS = 64  # fewer tokens may be missing because of rounding and the chat template
-_REMEMBERED = 64  # times balance_tokens; above this limit, the work of all engines is halved
+_REMEMBERED = 64  # all work is halved if an engine's work exceeds this multiple of balance_tokens
 
 
 class CacheAware(RoutingPolicy):

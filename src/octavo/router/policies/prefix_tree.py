@@ -32,7 +32,7 @@ class Found:
     """The known prefixes of a prompt.
 
     num_bytes: Length of each engine's prefix. is_branch: True if other prompts begin with the longest prefix but
-    continue differently. An example is a system prompt.
+    continue differently.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -113,7 +113,7 @@ class PrefixTree:
             del self._open[engine.number]
 
     def lost(self, engine: EngineHandle, time: int) -> None:
-        """Assume that an engine evicted all content up to a time."""
+        """Assume that an engine evicted the content that was last sent at `time` or earlier."""
         self._lost[engine.number] = max(time, self._lost.get(engine.number, 0))
 
     def forget(self, engine: EngineHandle) -> None:

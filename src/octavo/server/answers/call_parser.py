@@ -280,7 +280,7 @@ class ToolParser:
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair arguments that seem to end within a string. The string contains an unescaped quote and bracket."""
+        """Repair arguments that end too early. The cause is a string with an unescaped quote and bracket."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
@@ -330,7 +330,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the index at which a malformed call ends.
 
-        A second call before the closing marker is included.
+        A second call before the closing marker belongs to the malformed call.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:

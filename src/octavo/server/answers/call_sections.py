@@ -147,7 +147,7 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Do nothing. A subclass may do work after each call."""
+        """A hook that runs after each call."""
 
     def _skips_broken_member(self) -> Wait[bool]:
         """Emit a malformed call in a list as content. Return False if the end of the call is uncertain."""

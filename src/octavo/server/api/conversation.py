@@ -152,7 +152,10 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return template arguments that continue a last message of the assistant, and otherwise begin a new message."""
+    """Return the chat template's arguments for an answer.
+
+    They continue the last message if its role is assistant, and otherwise begin a new message.
+    """
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 

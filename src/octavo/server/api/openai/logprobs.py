@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
-    Piece: TypeAlias = Callable[[int], str | bytes]  # text of a token id, also of a special token
+    Piece: TypeAlias = Callable[[int], str | bytes]  # returns a token's text, even for a special token
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
 Position = dict[int, "Logprob"]  # by token id; the first entry is the token at the position
@@ -45,7 +45,7 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs log probabilities with the places of their tokens in the text, once these places are known."""
+    """Pairs each token's log probabilities with the token's place in the text. A place may become known later."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
@@ -76,7 +76,7 @@ class ContentLogprobs:
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_returned = False  # True if `take` has returned the first of the tokens
+        self._is_returned = False  # `take` has returned the first of `_tokens`
 
     def add(self, completion: CompletionOutput) -> None:
         """Add tokens."""

@@ -30,7 +30,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Selects token counts in a stream's last event, and token counts in each event."""
+    """Options that add token counts to a stream's last event, or to each event."""
 
     model_config = ConfigDict(strict=True)
 
@@ -164,7 +164,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
     def client_names(self, **names: str) -> dict[str, str]:
         """Map the engine's field names to the names in the client's request.
 
-        names: engine fields, with the API's names as values.
+        names: Maps engine fields to the API's names of these fields.
         """
         return {**self._sent_as, **{engine_name: self._sent_as.get(name, name) for engine_name, name in names.items()}}
 
