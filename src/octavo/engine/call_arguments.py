@@ -12,11 +12,11 @@ from octavo.engine.json_recovery import recover_object
 
 _NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # cut off before its first value
 UNREADABLE_KEY = "arguments"
-"""The key of arguments that are no object."""
+"""The key under which `read_arguments` returns text that is no object."""
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return a complete call's arguments, perhaps repaired, or None if the text is no object."""
+    """Parse the arguments of a complete call, and repair syntax errors. Return None if the text is no object."""
     if not text.strip():
         return {}
     try:

@@ -58,7 +58,7 @@ class _Lookup:
 
 
 class StoreConnector:
-    """The scheduler's access to a store, a `core.kv_connector.KVConnector`.
+    """A `core.kv_connector.KVConnector` that looks up blocks in a store.
 
     The result of a lookup is kept until the request ends or needs other blocks. After a load that ended early, only
     blocks before the first missing block are looked up. Blocks that another engine saves are looked up again until all

@@ -81,8 +81,8 @@ def create_connector(
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers, or None. Raises `ConfigError`.
 
-    secret, kv_format: Must be equal in both engines. kv_format has, by name, the properties on which KV depends in
-    addition to tokens.
+    secret, kv_format: Must be equal in both engines. kv_format: Properties, by name, on which KV of equal tokens
+    depends.
     """
     if not config.direct:
         return None

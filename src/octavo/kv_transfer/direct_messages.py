@@ -1,6 +1,7 @@
 """Messages between prefill and decode engines. A message is a length, then msgpack.
 
-With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET. The decode engine's proof covers its request.
+With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET. The decode engine's proof covers its
+`ReadyToReceive`, too.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ class DirectReceiver:
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
         """Count and log a fault of a source.
 
-        is_down: True if requests that were added before must not ask the source again. Ignored if is_corrupt.
+        is_down: True if requests that were added before must not ask the source again.
         """
         with self._lock:
             self._num_errors += 1
@@ -312,8 +312,7 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 def _answers(source: str) -> bool:
     """Return True if a source accepts two new connections, and answers or closes each.
 
-    A source at its limit of connections closes each new connection. A process that is ending closes one and refuses the
-    next.
+    A source at its limit of connections closes each. A process that is ending closes one and refuses the next.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

@@ -94,7 +94,7 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait for a share of the step's time so far. is_all: wait longer, because all requests need walks."""
+    """Wait for a share of the step's time so far. is_all: True to wait longer, because all requests need walks."""
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:
         return

@@ -1,6 +1,7 @@
 """Copies between host memory and the device for steps in flight.
 
-A GPU copies later, and the source must not change before. So steps alternate between two sets of pinned memory.
+A GPU copies after the call returns, and the source must not change before. Therefore steps alternate between two sets
+of pinned memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Mark(Protocol):
     """A position in a device's queue."""
 
     def synchronize(self) -> None:
-        """Wait for all earlier work. Raises its error."""
+        """Wait for all earlier work, and raise the work's error."""
         ...
 
 

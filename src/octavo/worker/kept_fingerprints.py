@@ -1,4 +1,4 @@
-"""Compares a start's fingerprint with that of earlier starts. A start that differs is refused once."""
+"""Compares a start's fingerprint with that of earlier starts. A start with another fingerprint is refused once."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class KeptFingerprints:
         """Compare a fingerprint with the stored one. Store it if this is the engine's first start.
 
         engine: plain data about everything that affects numbers. Raises `FingerprintError` if a checksum differs. But
-        if the previous start was refused with the same fingerprint, that fingerprint is stored. An unusable directory
-        only causes a warning.
+        if the previous start was refused and its fingerprint equals `found`, `found` replaces the stored fingerprint.
+        An unusable directory only causes a warning.
         """
         path = self.path(engine)
         try:

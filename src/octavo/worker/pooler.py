@@ -40,9 +40,9 @@ class PooledRows:
 
 
 class Pooler:
-    """Takes a prompt's last hidden state, or the mean of all, after the final norm.
+    """Takes a prompt's last hidden state, or the mean of all hidden states, after the final norm.
 
-    Positions are added one by one, so bits do not depend on how the prompt is divided. Sums survive preemptions that
+    Positions are added one by one, so bits do not depend on how steps divide the prompt. Sums survive preemptions that
     keep KV.
     """
 
