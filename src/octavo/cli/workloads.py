@@ -97,6 +97,7 @@ def make_workloads(vocab_size: int, max_model_len: int, seed: int = 0) -> Worklo
 
 def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -> Timing:
     """Measure requests that run together, after emptying the prefix cache.
+
     share_prefixes: False gives each request a separate cache salt.
     """
     engine.core.scheduler.reset_prefix_cache()

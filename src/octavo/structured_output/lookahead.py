@@ -52,7 +52,6 @@ def without_lookahead(pattern: str) -> list[str] | None:
 
 
 def _decimal(found: re.Match[str]) -> str:
-    """Return pydantic's pattern without the assertion that counts digits."""
     whole, most, places = int(found["whole"]), int(found["most"]), found["places"]
     if places is not None and whole + int(places) < most:
         return rf"(?:\d{{0,{whole}}}|\d{{0,{whole}}}\.\d{{0,{places}}}0*)$"

@@ -66,7 +66,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         return name in self._num_followers
 
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
-        """Return the host block to which a device block must be copied, or None if no copy is needed or possible.
+        """Choose the host block to which a device block must be copied. Return None if no copy is needed or possible.
 
         If host memory has the content already, the content becomes the most recently used.
 
