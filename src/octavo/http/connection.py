@@ -264,8 +264,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # 0 proves nothing, because gVisor always reports 0. On Linux, the kernel itself ends a connection whose client
-        # acknowledges nothing.
+        # If `after` is 0, nothing is known, because gVisor always reports 0. On Linux, the kernel itself ends a
+        # connection whose client acknowledges nothing.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return

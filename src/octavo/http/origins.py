@@ -1,6 +1,6 @@
 """Checks of Host and Origin.
 
-Any web page can make a browser send a POST to a local server, or make its own host name resolve to 127.0.0.1 (DNS
+Any web page can make a browser send a POST to a local server, or make the page's host name resolve to 127.0.0.1 (DNS
 rebinding). So the header Origin must be allowed. On loopback, the header Host must be allowed, too.
 """
 

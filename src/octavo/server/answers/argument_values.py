@@ -131,7 +131,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
     The first matching rule applies:
     - If the schema allows only strings, the text becomes a string.
-    - JSON or a Python literal of an allowed type keeps its value.
+    - A JSON value or Python literal of an allowed type keeps its value.
     - If the schema allows strings, any other text becomes a string.
     - A value of a wrong type is kept, and plain words become a string.
     - Any other text raises `UnreadableError`.
