@@ -12,7 +12,7 @@ from octavo.engine.json_recovery import recover_object
 
 _NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # cut off before its first value
 UNREADABLE_KEY = "arguments"
-"""The key under which `read_arguments` returns text that is no object."""
+"""The key of arguments that are no object."""
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:

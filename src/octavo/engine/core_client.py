@@ -63,7 +63,7 @@ class CoreClient(Protocol):
         ...
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Call `lose` each time the core dies, after all unanswered requests are refused."""
+        """Register `lose`. When the core dies, unanswered requests are refused, and then `lose` is called."""
         ...
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:

@@ -19,8 +19,8 @@ class Patience:
 
     - frozen: Time without a message, after which the process is not ready.
     - dead: Time without a message, after which the process is killed.
-    - stuck: Time without progress, after which the process is not ready.
-    - endless: Time without progress, after which the process is killed.
+    - stuck: Like `frozen`, for time without progress.
+    - endless: Like `dead`, for time without progress.
     - loading: Replaces `dead` until the process is ready.
     - restarts: Pauses before consecutive restarts. The last pause repeats.
     - healthy: Time of service after which the first pause applies again.

@@ -123,7 +123,7 @@ class InputProcessor:
     ) -> list[int]:
         """Return a text's token ids. Raises `RequestError`, and `PromptTooLongError` above `max_model_len`.
 
-        is_prompt: True if the limit includes `least_output_tokens` ids after the text.
+        is_prompt: True to reserve room for `least_output_tokens`.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:
@@ -151,7 +151,7 @@ class InputProcessor:
         return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
 
     def encode_start(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the first `num_tokens` ids of a text, at most `max_model_len`."""
+        """Return the first `num_tokens` ids of a text. See `encode_end`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 

@@ -189,8 +189,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One interpretation of a text up to a position.
 
-    num_strays: Number of unescaped quotes within strings. is_clear: True if no other repair explains the text.
-    is_paired: True if no string with unescaped quotes has an odd number of quotes.
+    is_clear: True if no other repair explains the text. is_paired: True if no string with unescaped quotes has an odd
+    number of quotes.
     """
 
     position: int = 0
@@ -218,8 +218,8 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes. If the number of quotes in this string is odd, the text may have no
-    other interpretation.
+    At most one string may have unescaped quotes. If this string has an odd number of quotes, a second interpretation
+    makes the text ambiguous.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:

@@ -71,7 +71,7 @@ class ValueScanner:
         return None
 
     def value(self, text: str, end: int) -> str:
-        """Return the literal's text, and escape the line ends at the positions in `line_ends`."""
+        """Return the literal's text with escaped line ends."""
         pieces, start = list[str](), self._start
         for place in (each for each in self.line_ends if each < end):
             pieces += [text[start:place], "\\n" if text[place] == "\n" else "\\r"]

@@ -17,7 +17,7 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that was found. num_chars_after: Number of later characters in the searched piece."""
+    """A found stop string. num_chars_after: Number of characters after the stop string in the searched piece."""
 
     stop_string: str
     num_chars_after: int

@@ -54,7 +54,7 @@ class TemplateTraits:
     - joins_results: True if a user message must be joined with the tool result before it.
     - wants_short_ids: True if call ids must be nine letters and digits.
     - wants_single_calls: True if the template refuses a message with several calls, or drops calls.
-    - system: Positions at which the template shows system messages, such as "first".
+    - system: Positions at which the template shows system messages.
     """
 
     part_roles: frozenset[str] = frozenset()

@@ -110,7 +110,8 @@ class CpuKernels:
     def layout(self) -> str:
         """The version of the packed layout, and the family of kernels that read it.
 
-        Raise the version if csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` change a packed weight.
+        Raise the version if a change in csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` alters
+        weights.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 4{who.get(self.isa, '')}"

@@ -149,9 +149,10 @@ class Kernels(Protocol):
 
     identity: names everything that affects the last bits of a result. KV of another identity is not used.
     has_own_threads: True if kernels run in their own thread pool. Torch's threads must then sleep, because OpenMP
-    workers would spin on the same cores. kv_cache_dtypes: supported quantized values of `CacheConfig.kv_cache_dtype`.
-    multiplies_fp8: True if fp8 weights of a checkpoint stay fp8 instead of being expanded. warm_up_rows: sizes of
-    warm-up steps that together launch every kernel; empty if kernels are not compiled at launch.
+    workers would spin on the same cores.
+    kv_cache_dtypes: supported quantized values of `CacheConfig.kv_cache_dtype`.
+    multiplies_fp8: True if fp8 weights of a checkpoint stay fp8 instead of being expanded.
+    warm_up_rows: sizes of warm-up steps that together launch every kernel; empty if kernels are not compiled at launch.
     """
 
     name: str
@@ -321,17 +322,17 @@ class Kernels(Protocol):
     ) -> None:
         """Rotate q in place (Su et al. 2021), and write rotated k and v into their slots. k is not changed.
 
-        q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride. cos_sin
-        float32 [max_positions, rotary_dim]: cosines, then sines. If interleaved, dimension 2 i of a head is paired with
-        2 i + 1 (GPT-J). Otherwise dimension i is paired with i + rotary_dim / 2 (GPT-NeoX). query_scale float32
-        [max_positions]: multiplies rotated and rounded queries.
+        q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
+        cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. If interleaved, dimension 2 i of a head is
+        paired with 2 i + 1 (GPT-J). Otherwise dimension i is paired with i + rotary_dim / 2 (GPT-NeoX).
+        query_scale float32 [max_positions]: multiplies rotated and rounded queries.
 
         k_cache and v_cache are [num_blocks, num_kv_heads, block_size, head_dim]. The last two dimensions are
         contiguous. The dtype is that of q, int8 or float8_e4m3fn. For int8 and float8_e4m3fn, rows are rounded to q's
         dtype, then by `round_kv_rows`.
 
         If the v of a head and token is not finite, zeros are written for v, and NaN for k. Then attention is NaN for
-        rows that see this position. Other rows can multiply the zeros by zero.
+        rows that see this position. Other rows can multiply v by zero.
         """
         ...
 

@@ -115,9 +115,8 @@ def read_lines(path: Path) -> list[str]:
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
     """Allocate memory by touching each page in idle processor time.
 
-    Keeps the content, even if other threads write it meanwhile.
-
-    stop: address of a byte that ends the call when it is not zero.
+    Keeps the content, even if other threads write it meanwhile. stop: address of a byte that ends the call when it is
+    not zero.
     """
     try:
         from octavo import _kernels  # noqa: PLC0415

@@ -14,10 +14,10 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Operation(Generic[*Arguments]):
-    """A kernel with a torch version, which this class decorates. Example of a call: `soft_cap(kernels, logits, 30.0)`.
+    """A kernel that is called as `soft_cap(kernels, logits, 30.0)`. Decorates the kernel's torch version.
 
-    The kernel changes tensors in place. A row's result depends only on the row. A backend's kernel has the same name,
-    in the list of `csrc/kernels.h`, or as a module and its function in `octavo.kernels.triton`.
+    The kernel changes tensors in place. A row's result depends only on the row. A backend's kernel has the same name in
+    the list of `csrc/kernels.h`, or as module and function of `octavo.kernels.triton`.
     """
 
     def __init__(self, reference: Callable[[*Arguments], None]) -> None:

@@ -219,8 +219,8 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
     """Round a weight to int4, with one bfloat16 scale per group.
 
     minima: If False, the scale maps the first value of largest magnitude in a group to -8 steps. If True, a scale and a
-    float16 zero point map min(group, 0) to 0 and max(group, 0) to 15. If None, `minima_pay` decides. Of several clipped
-    ranges, the first with the least squared error is used. NaN becomes zero.
+    float16 zero point map min(group, 0) to 0 and max(group, 0) to 15. If None, `minima_pay` decides.
+    Of several clipped ranges, the first with the least squared error is used. NaN becomes zero.
     """
     if minima is None:
         minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
@@ -333,7 +333,7 @@ def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
     is_finite, largest = (
         magnitude.isfinite(),
         torch.full_like(magnitude, most),
-    )  # a tensor, because torch may multiply by the inverse of a Python number
+    )  # a tensor, because torch may multiply by a number's inverse
     scales = torch.where(is_finite, magnitude / largest, torch.nan)
     inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), largest / magnitude, 0.0)
     inverse = inverse.unsqueeze(1)
@@ -401,7 +401,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
     """Return float32 x @ weight.T, with x rounded to int8 in groups of 32.
 
     A result is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) * minimum) *
-    (scale of x's group). Each operation is rounded once. In Q6_K, a group has two scales and two terms.
+    (scale of x's group). Each operation is rounded once. In Q6_K, 32 values have two scales and two terms.
     """
     rounded, scales = quantize_rows(x.reshape(-1, GROUP_VALUES))
     row_scales = scales.view(x.shape[0], -1, 1)

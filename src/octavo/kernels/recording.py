@@ -157,7 +157,7 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with all rows as outputs. The outputs have their own arrays."""
+    """Return the batch with all rows as outputs, in copied arrays."""
     rows = torch.arange(batch.positions.shape[0])
     return replace(batch, outputs=OutputRows(rows, _copy(batch)))
 

@@ -61,10 +61,11 @@ def rejection_sampling_batched(
 ) -> tuple[Tensor, Tensor]:
     """Return the accepted tokens of each request: the accepted drafts, then one more token.
 
-    Other arguments, the result and `IndexError` are as in `Kernels.rejection_sample`. target_sampled is used only in a
-    request's last row if all drafts are accepted. target_probs [num_logits, vocab]: p, from `filtered_probs`.
-    draft_probs [num_logits, vocab]: q of the next row's draft, or None if drafts were looked up, which means q = 1. If
-    a row's p sums to 0 or to NaN, its token is -1, and no token follows.
+    Other arguments, the result and `IndexError` are as in `Kernels.rejection_sample`. target_sampled gives only the
+    token after a request's last draft, if all its drafts are accepted.
+    target_probs [num_logits, vocab]: p, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the next row's
+    draft, or None if drafts were looked up, which means q = 1.
+    If a row's p sums to 0 or to NaN, its token is -1, and no token follows.
     """
     first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff().long()
     if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):

@@ -30,8 +30,8 @@ _RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # first and longest pause between two look
 class _Lookup:
     """A lookup of a request's blocks [first, num_blocks).
 
-    num_expected: Number of leading blocks that another engine saves. The lookup waits for these blocks until `until`
-    (monotonic time). end: Index after the last block found, or None while unknown.
+    num_expected: Number of leading blocks that another engine saves. The lookup waits for these blocks until the
+    monotonic time `until`.
     """
 
     first: int

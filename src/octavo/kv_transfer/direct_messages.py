@@ -151,7 +151,7 @@ class Channel:
 
 
 def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
-    """Describe how the KV of two engines differs, or return "" if it is equal."""
+    """Describe how the KV of two engines differs, or return "" if the KV is equal."""
     names = sorted(of_prefill.keys() | of_decode.keys())
     return "; ".join(
         f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "

@@ -282,10 +282,7 @@ class DirectReceiver:
         return head == messages.header(generation, key, checksum(key, block))
 
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
-        """Count and log a fault of a source.
-
-        is_down: True if requests that were added before must not ask the source again.
-        """
+        """Count and log a fault of a source."""
         with self._lock:
             self._num_errors += 1
             self._num_corrupt += is_corrupt
@@ -312,7 +309,7 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 def _answers(source: str) -> bool:
     """Return True if a source accepts two new connections, and answers or closes each.
 
-    A source at its limit of connections closes each. A process that is ending closes one and refuses the next.
+    A process that is ending may close one connection, but refuses the next.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

@@ -178,7 +178,7 @@ class DiskDirectory:
             raise CorruptFileError(str(error)) from error
 
     def touch(self, names: list[str]) -> None:
-        """Mark files as used now. Earlier files become newer, because later blocks are useless without earlier ones."""
+        """Mark files as used now. The first file becomes the newest, because later files are useless without it."""
         now_ns = time.time_ns()
         for place, name in enumerate(names):
             try:

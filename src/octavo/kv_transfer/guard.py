@@ -75,7 +75,7 @@ class GuardedStore:
 
     @property
     def is_usable(self) -> bool:
-        """True if the store may be called. A call may still fail."""
+        """True if the store may be called."""
         now = self._clock()
         with self._lock:
             hangs = self._hangs(now)

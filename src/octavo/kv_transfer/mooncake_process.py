@@ -1,7 +1,7 @@
 """The process that runs Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`.
 
-Mooncake's library runs outside the engine for two reasons. The library holds the GIL while it connects and closes,
-which takes minutes if the master is down. Some failed calls end the process.
+Mooncake's library holds the GIL while it connects and closes, which takes minutes if the master is down. Some failed
+calls end the process. Therefore the library runs outside the engine.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def find_draft_checkpoint(
 
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
-    """Return a draft model with the target's weights in fewer bits. Raises `ConfigError` if it saves little."""
+    """Return a draft model with the target's weights in fewer bits. Raises `ConfigError` if it is not much smaller."""
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(

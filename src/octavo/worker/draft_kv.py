@@ -27,7 +27,7 @@ class DraftKV(Protocol):
         ...
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each row's number of known tokens with KV. The newest token does not count."""
+        """Return each row's number of known tokens with KV, excluding the newest token."""
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
@@ -117,7 +117,7 @@ class OwnDraftKV:
         self._guesses[row] = -1
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `DraftKV`. Accepted guesses and shared blocks count."""
+        """See `DraftKV`. Includes accepted guesses and shared blocks."""
         noted = self._num_noted[rows]
         positions = noted[:, None] + np.arange(self._guesses.shape[1])
         known = self._batch.token_ids[rows[:, None], np.minimum(positions, num_known[:, None] - 1)]

@@ -1,7 +1,7 @@
 """Copies between host memory and the device for steps in flight.
 
-A GPU copies after the call returns, and the source must not change before. Therefore steps alternate between two sets
-of pinned memory.
+A GPU copies after the call returns, so the source must not change yet. Therefore steps alternate between two sets of
+pinned memory.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class PagedKVCache:
     def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
         """Enqueue copies of whole blocks, in the order of `BlockCopies`.
 
-        After the copies, the returned function returns the moves to and from host memory.
+        Call the returned function after the copies. It returns the moves to and from host memory.
         """
         if not copies:
             return _no_moves

@@ -32,8 +32,9 @@ class KVPlan:
 
     A short sequence has equally many blocks in every group, but a long sequence has fewer blocks in bounded groups.
     Lengths are unknown. Therefore a bounded group gets the larger of two numbers of blocks: enough for all sequences
-    that may run, and `block_bytes[0] / bytes_of_all` times the blocks of the first group. block_bytes: the first entry
-    includes the draft model's KV. blocks_of_sequence: blocks of each bounded group that a sequence holds after a step.
+    that may run, and `block_bytes[0] / bytes_of_all` times the blocks of the first group.
+    block_bytes: the first entry includes the draft model's KV. blocks_of_sequence: blocks of each bounded group that a
+    sequence holds after a step.
     """
 
     block_bytes: tuple[int, ...]

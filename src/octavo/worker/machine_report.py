@@ -61,7 +61,7 @@ class Timing:
 class Product(Timing):
     """A product, measured as it is served: gate_up includes SiLU.
 
-    of_limit: share of the arithmetic rate or of the bandwidth, the larger of the two.
+    of_limit: the larger of two shares: of the arithmetic rate and of the bandwidth.
     """
 
     ops_per_s: float
@@ -86,8 +86,8 @@ class Check:
     """Results of checking one product.
 
     rows_are_independent: a row has equal bits alone and in a batch. threads_are_equal: one thread and all threads
-    compute equal bits. error: relative norm of the difference from the float64 product, with rounded activations (int8,
-    int4) and scales (int4).
+    compute equal bits. error: relative norm of the difference from the float64 product. Includes the rounding of
+    activations (int8, int4) and scales (int4).
     """
 
     name: str
@@ -140,7 +140,7 @@ def examine(
     precisions: tuple[str, ...],
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Report:
-    """Measure the processor's limits and the model's matrix products, and check that products are exact.
+    """Measure the processor's limits and the model's matrix products, and check exactness.
 
     precisions: dtypes, "int8", "int4" (with int8 lm_head), "int4_all", or kinds of GGUF blocks. Raises `ConfigError` if
     no kernels for `isa` are compiled, or if a precision is impossible for all matrices of the model.

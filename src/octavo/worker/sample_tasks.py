@@ -66,7 +66,7 @@ class SampleTasks:
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
         """Return the step's tasks by row of logits. A request's drafts before a row count as the row's known tokens.
 
-        Rows after a forbidden draft and rows of postponed requests get no task. Each failed grammar's first row is
+        Rows after a forbidden draft and rows of postponed requests get no task. The first row of each failed grammar is
         added to `troubles`, and requests with a late walk are added to `postponed`.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []

@@ -61,7 +61,7 @@ class Verification(Protocol):
         """Return a draft per row of logits, -1 if none can be drawn, and the distributions, float32 [n, vocab].
 
         Distributions are None if verification does not need them. Otherwise, a decision to verify a draft must not
-        depend on its token.
+        depend on the draft's token.
         """
         ...
 

@@ -43,8 +43,7 @@ def add_experts(
 def additions(ids: list[int], low: int, high: int, first: int = 0) -> list[tuple[int, int]]:
     """Return the tree's additions for ascending expert ids in [low, high).
 
-    A pair (into, source) adds the value at index source to that at index into. first: index of ids[0], and of the
-    total.
+    A pair (into, source) means values[into] += values[source]. first: index of ids[0], and of the total.
     """
     if len(ids) < 2:
         return []

@@ -32,9 +32,9 @@ def choose_experts(
 
     scoring: scores are the softmax of logits, the sigmoid of logits, or logits. In the last case, weights are the
     softmax over the chosen experts. Otherwise, if least_sum >= 0, weights are divided by their sum + least_sum. scale
-    multiplies the weights. If neighbouring experts form several groups, only the best `num_chosen_groups` are used. A
-    group is scored by its best expert if `is_group_best`, otherwise by the sum of its two best. Ties go to the lowest
-    expert.
+    multiplies the weights.
+    If neighbouring experts form several groups, only the best `num_chosen_groups` are used. A group is scored by its
+    best expert if `is_group_best`, otherwise by the sum of its two best. Ties go to the lowest expert.
     """
     scores = logits
     if scoring == SOFTMAX:
