@@ -108,4 +108,4 @@ class EngineDeadError(EngineError):
 
 
 class EngineRestartingError(EngineDeadError):
-    """The engine's process has ended, with all its requests, and restarts."""
+    """The engine's process has ended and is being restarted. All its requests have ended."""

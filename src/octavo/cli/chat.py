@@ -136,7 +136,7 @@ class Conversation:
                 self._engine, prompt, self._params, lambda piece: typer.echo(piece, nl=False)
             )
         except ExecutionError:
-            typer.echo()  # ends the line of a partial answer
+            typer.echo()  # after a partial answer
             raise
         typer.echo()
         if finish_reason == "length":

@@ -67,7 +67,7 @@ def describe_settings(context: typer.Context) -> list[str]:
 
 
 def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
-    """Describe the model and the KV cache in one line."""
+    """Describe model and cache."""
     model, cache = engine.model, engine.cache
     if cache.num_gpu_blocks is not None:
         size = f"{cache.num_gpu_blocks * cache.block_size} tokens"

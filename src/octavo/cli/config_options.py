@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_SIZES = {"SIZE", "TOKENS"}  # values may be 4G
+_SIZES = {"SIZE", "TOKENS"}
 
 
 def parse_size(text: str | int) -> int:

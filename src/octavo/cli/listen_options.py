@@ -38,7 +38,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenOptions:
-    """Options for configuration file, address and logs."""
+    """Configuration, address, logs."""
 
     config: Annotated[
         Path | None,

@@ -528,7 +528,7 @@ class ModelInfo:
     file_type: int | None = None
 
     def choose_pooling(self, requested: str | None = None) -> str:
-        """Return the requested or the checkpoint's pooling. Raises `RequestError` if octavo does not support it."""
+        """Return the requested or the checkpoint's pooling. Raises `RequestError` if the pooling is unsupported."""
         if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if requested is None else requested

@@ -68,6 +68,6 @@ def operator_key_from_environment() -> str | None:
 
 
 def forget_service_link() -> str | None:
-    """Remove and return OCTAVO_SERVE_PORT if it is a URL such as tcp://10.0.0.1:8000, which Kubernetes sets."""
+    """Remove and return OCTAVO_SERVE_PORT if Kubernetes set it to a URL such as tcp://10.0.0.1:8000."""
     port = os.environ.get(PORT_VARIABLE, "")
     return os.environ.pop(PORT_VARIABLE) if port.startswith(("tcp://", "udp://")) else None

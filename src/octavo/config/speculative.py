@@ -27,6 +27,7 @@ class SpeculativeConfig:
     """How tokens are drafted. One step then verifies several tokens. docs/speculation.md describes the fields.
 
     Generated tokens depend on drafts only with verification = "rejection".
+
     method: "auto" means "suffix" if a token's results do not depend on its batch, otherwise "none".
     quantization: Quantization of the draft model, as in `ModelConfig`. None means int4 for the method "quantized".
     prompt_lookup_min, prompt_lookup_max: n-gram lengths. None means 2 and 4, unless the other field conflicts.

@@ -51,7 +51,7 @@ class PromptCost:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return how many tokens of a chunk at `position` fit the budget. If budget > 0, at least one fits."""
+        """Return how many tokens of a chunk at `position` fit the budget. If budget > 0, at least one token fits."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)

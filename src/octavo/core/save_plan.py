@@ -72,10 +72,7 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Return `computed`, shortened until each block is in the store or can be saved with all parts.
-
-    lacking: Hashes of blocks that the store lacks.
-    """
+    """Return `computed`, shortened until each block is in the store or can be saved with all parts."""
     bounded, blocks = manager.bounded, computed.blocks
     for index, block_hash in enumerate(request.block_hashes[: computed.num_blocks]):
         if block_hash not in lacking:

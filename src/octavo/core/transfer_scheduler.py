@@ -120,8 +120,8 @@ class KVTransferScheduler:
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
         """Return how many tokens to load after the `computed` tokens, or None if the store has not yet answered.
 
-        The number is a multiple of the block size. It is 0 if loading would take longer than computing, or if the store
-        has not answered and `may_wait` is False.
+        The number is a multiple of the block size. It is 0 if loading would take longer than computing. It is also 0 if
+        `may_wait` is False and the store has not yet answered.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._abandoned

@@ -184,7 +184,7 @@ class PrefixCache:
         return self.chains.hash_function(parent, tail, chain.keys(num_full))
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Return why the next full block was not found, or None if its KV would not help."""
+        """Return why the next full block was not found, or None if a hit would save no computation."""
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None
