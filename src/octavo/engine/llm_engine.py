@@ -86,7 +86,7 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Add all streams of a checked request, or none. Wait until its grammar, if any, is compiled."""
+        """Add all streams of a checked request, or none. If the request has a grammar, wait for its compilation."""
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
         try:

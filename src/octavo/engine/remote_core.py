@@ -57,7 +57,7 @@ class RemoteCore:
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
-        self.stats = EngineStats()  # at most half a second old, except during a longer step
+        self.stats = EngineStats()  # at most half a second old, except in long steps
         self.num_restarts = 0
         self.num_failed_starts = 0
         self._command, self._config = command, config

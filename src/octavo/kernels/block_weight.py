@@ -218,7 +218,7 @@ def _float16(data: Tensor) -> Tensor:
 
 
 def _nibbles(data: Tensor, together: int = 16) -> Tensor:
-    """Return the low halves of each `together` bytes, then their high halves."""
+    """For each `together` bytes, return the low halves, then the high halves."""
     parts = data.view(len(data), data.shape[1] // together, 1, together)
     return torch.cat([parts & 15, parts >> 4], dim=2).flatten(1)
 

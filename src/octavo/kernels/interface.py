@@ -109,8 +109,8 @@ class OutputRows:
 class DecodePlan:
     """Steps to capture as graphs.
 
-    sizes: maps the highest mean number of rows per sequence to numbers of sequences, both ascending. num_bytes: memory
-    limit for all graphs.
+    sizes: maps the highest mean number of rows per sequence to numbers of sequences. Keys and values ascend. num_bytes:
+    memory limit for all graphs.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
@@ -178,7 +178,7 @@ class Kernels(Protocol):
         ...
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation in place. If the backend has no kernel for it, run its torch version."""
+        """Compute an operation in place. If the backend has no kernel, run the operation's torch version."""
         ...
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
@@ -289,7 +289,7 @@ class Kernels(Protocol):
         """Run a forward pass. Return its result, and a faster pass for up to `max_tokens` tokens, or None.
 
         `forward` must select output rows with `take_rows`, and may be called with all rows as outputs. The faster pass
-        returns the same bits. Each call overwrites the result of the previous call.
+        returns the same bits. Its next call overwrites the result.
         """
         ...
 

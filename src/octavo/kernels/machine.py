@@ -21,7 +21,7 @@ _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
-    """Return OMP_NUM_THREADS if set, otherwise the number of usable cores, at most the cgroups' quota."""
+    """Return OMP_NUM_THREADS if set, otherwise the number of usable cores, limited by the cgroups' quota."""
     return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
 
@@ -60,7 +60,7 @@ def _describe_processor() -> dict[str, str]:
 def cold_bytes() -> int:
     """Return how many bytes a benchmark must read so that caches are cold.
 
-    Twice the size of the third-level caches, but between 192 and 512 MiB.
+    Twice the third-level caches, but between 192 and 512 MiB.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 

@@ -1,7 +1,7 @@
 """Quantized weights, activations, KV and products, defined in torch for all backends (docs/why.md).
 
 - Products round activations to int8 with one scale per row, so that the largest magnitude becomes 127.
-- With int8 weights (W8A8), activations and weights are rotated first; with int4 weights (W4A8), they are not.
+- With int8 weights (W8A8), activations and weights are rotated first. With int4 weights (W4A8), nothing is rotated.
 - int8 KV is rounded like activations, with one scale per token and head. In fp8 KV (E4M3 of Micikevicius et al. 2022),
   the largest magnitude becomes 448.
 

@@ -209,7 +209,7 @@ class DiskDirectory:
         self.index.add(BlockFile(bad, size), 0)
 
     def _skip_undeletable(self, name: str) -> None:
-        """Count only the bytes of a file, and retry it later."""
+        """Count only a file's bytes, and retry it later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 

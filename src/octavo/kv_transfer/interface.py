@@ -50,7 +50,7 @@ class KVStore(Protocol):
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys, as far as known without I/O."""
+        """Return the keys that are known to be missing. Does no I/O."""
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:

@@ -82,7 +82,7 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return a text for each property on which KV depends in addition to tokens.
+    """Return the texts of all properties, except tokens, on which KV depends.
 
     Engines share KV only if all texts are equal. identity: Hash of the weights, or None if KV stays in this engine.
     """

@@ -51,7 +51,7 @@ class Walk:
         return self.result.done()
 
     def wait(self) -> None:
-        """Cancel the walk, or wait if it has begun."""
+        """Cancel the walk. If the walk has begun, wait for its end."""
         if not self.result.cancel():
             wait([self.result])
 

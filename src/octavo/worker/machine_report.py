@@ -273,7 +273,7 @@ def _rows(precision: str, count: int, depth: int) -> Tensor:
 
 
 def checked_rows(precision: str, depth: int) -> int:
-    """Return enough rows for every kind of product to read its panels twice."""
+    """Return a number of rows for which every kind of product reads its panels twice."""
     row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64
 

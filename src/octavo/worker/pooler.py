@@ -78,7 +78,10 @@ class Pooler:
         return taken
 
     def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
-        """Return complete prompts' embeddings as float32 bytes, after the copies. Adds failed requests to `errors`."""
+        """Return complete prompts' embeddings as float32 bytes.
+
+        The copies must have ended. Adds failed requests to `errors`.
+        """
         result: dict[str, bytes] = {}
         for rows in taken:
             request_id = rows.request.request_id

@@ -1,6 +1,7 @@
 """Decides which drafts are accepted, and how a draft model draws drafts.
 
-Each row of logits gets a choice. Choices are accepted up to the first choice that differs from its draft.
+Each row of logits gets a choice. A request's choices are accepted until one differs from its draft. This choice is
+accepted, too.
 """
 
 from __future__ import annotations
