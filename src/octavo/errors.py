@@ -53,7 +53,7 @@ class PromptTooLongError(RequestError):
 
     @classmethod
     def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True, least_output_tokens: int = 1) -> None:
-        """Raise if a prompt with the least output exceeds `max_model_len`.
+        """Raise if prompt and `least_output_tokens` together exceed `max_model_len`.
 
         is_all: False if only a part of the prompt was counted.
         """

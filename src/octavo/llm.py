@@ -83,7 +83,7 @@ class LLMEngine(Engine):
 
 
 class AsyncLLM(AsyncEngine):
-    """Answers many concurrent requests on an event loop, each as a stream. The engine runs in a separate process.
+    """Streams answers to many concurrent requests on an event loop. The engine runs in a separate process.
 
         async with await AsyncLLM.launch(EngineConfig(model=ModelConfig(model="Qwen/Qwen3-0.6B"))) as llm:
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32), "first"):

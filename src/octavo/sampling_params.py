@@ -275,7 +275,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_specia
 
 
 def plain_number(value: Any) -> Any:
-    """Convert another library's number to Python's, which can be sent to another process."""
+    """Convert another library's number to a Python number, which can be sent to another process."""
     if type(value) in (int, float, bool):
         return value
     if isinstance(value, Integral):

@@ -76,7 +76,7 @@ def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str)
 def read_part(options: Any, part: type[T], **resolved: Any) -> T:
     """Make a configuration from a group of options. Raises `ConfigError`.
 
-    resolved: Values of fields that have no option, or whose option is ignored.
+    resolved: Values of further fields, or values that replace options.
     """
     given = {name: getattr(options, option.name or name) for name, option in options_of(part).items()}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

@@ -2,7 +2,7 @@
 
 - A: Requests run one after the other.
 - B: All requests run at the same time.
-- C: Long prompts with one output token each run one after the other.
+- C: Long prompts, each with one output token, run one after the other.
 - D: Sets of requests that share a prefix run without and with the prefix cache.
 """
 

@@ -219,7 +219,7 @@ class SchedulerConfig:
     async_scheduling: Even if True, a step with drafts or a grammar must end before the next step is scheduled.
     max_num_preemptions: After this many preemptions, a request restarts only once all blocks that it may need are free.
     The request is then never preempted again.
-    max_batch_prefill_tokens: A longer prompt is divided, even if enable_chunked_prefill is False.
+    max_batch_prefill_tokens: A prompt above this limit is divided, even if enable_chunked_prefill is False.
     waiting_served_ratio, max_waiting_tokens: Used only while requests run.
     """
 

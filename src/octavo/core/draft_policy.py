@@ -64,8 +64,8 @@ class DraftPolicy:
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
         """Learn from a step without prompt tokens. `verified` must have been called before.
 
-        If the step verified drafts, return the seconds of the step and of the drafting before the step, and the
-        estimated seconds for the same tokens without drafts. Return None if unknown.
+        If the step verified drafts, return two durations in seconds: that of the step including the drafting before it,
+        and an estimate for the same tokens without drafts.
 
         seconds: The step's duration, including the drafting at its end.
         """

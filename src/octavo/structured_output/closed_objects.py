@@ -118,7 +118,7 @@ class Merged:
 
 
 def closed(schema: dict[str, Any], found: Any) -> Any:
-    """Return `found`, closed if possible. found: `schema` with rewritten properties."""
+    """Return `found`, if possible without further properties. found: `schema` with rewritten properties."""
     merged = Merged(MergeBudget())
     merged.add(schema, schema)
     if not merged.is_closable or not isinstance(found, dict):

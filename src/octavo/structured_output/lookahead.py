@@ -1,4 +1,4 @@
-"""Replace a regular expression with lookahead by several expressions without lookahead, which must all match.
+"""Replace a regular expression that has lookahead. A text must then match several expressions without lookahead.
 
 llguidance has no lookahead. A positive assertion at the beginning becomes a separate pattern. A negative assertion
 becomes a pattern for the texts that the assertion allows. Functions return None for unknown forms.

@@ -146,7 +146,7 @@ class BoundedGroup:
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """See `KVGroup`. Blocks for one step are never reserved. The only reservation always fits."""
+        """See `KVGroup`. Blocks for one step are never reserved. If `is_only`, the result is True."""
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 

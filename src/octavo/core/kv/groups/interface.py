@@ -62,7 +62,7 @@ class KVGroup(Protocol):
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return the blocks that a request needs, without changing anything.
+        """Return the blocks that a request needs. Changes nothing.
 
         found: The prefix hit's blocks in the first group.
         num_read: Position of the next token to compute.
