@@ -265,7 +265,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._reader_timer = None
         after = bytes_taken(sock)
         # If `after` is 0, nothing is known, because gVisor always reports 0. On Linux, the kernel itself ends a
-        # connection whose client acknowledges nothing.
+        # connection if the client acknowledges nothing.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return

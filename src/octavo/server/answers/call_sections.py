@@ -22,7 +22,7 @@ MAX_HEAD_CHARS = 256
 
 
 class SectionFormat(ToolFormat):
-    """A format whose calls are in sections. A section is `opens`, calls separated by `between`, and `closes`.
+    """A format with calls in sections. A section is `opens`, calls separated by `between`, and `closes`.
 
     The parser ignores white space in these markers.
 

@@ -188,8 +188,8 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation with the chat template, and tokenize the text.
 
-    is_prompt: True to refuse a prompt that leaves no room for an answer. Returns the prompt's text and token ids, and
-    the token ids of the prediction if the engine uses draft tokens.
+    is_prompt: True to refuse a prompt that fills the whole context. Returns the prompt's text and token ids, and the
+    token ids of the prediction if the engine uses draft tokens.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
