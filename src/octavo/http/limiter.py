@@ -53,9 +53,9 @@ class Bucket:
 class Pool:
     """Counts how many units of a resource each tenant holds.
 
-    If `is_shared` is true, a tenant that holds units may hold at most its weight times the number of free units. So one
-    tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
-    switch", 1998).
+    If `is_shared` is true, a tenant that holds units may hold at most the tenant's weight times the number of free
+    units. So one tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a
+    shared-memory packet switch", 1998).
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -115,8 +115,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was its tenant's first waiter. A unit counts half
-    if a tenant with twice the weight took it.
+    passed: Units that later requests took while this request was the tenant's first waiter. A unit counts half if a
+    tenant with twice the weight took it.
     """
 
     tenant: Tenant
@@ -349,7 +349,7 @@ class RequestLimiter:
             tokens.take(num_tokens, self._clock())
 
     def change(self, tenants: tuple[Tenant, ...]) -> None:
-        """Set the tenants. A bucket keeps its level if its rate is unchanged."""
+        """Set the tenants. A bucket keeps its level if the rate is unchanged."""
         for pool in (self.streams, self.waiting_tokens, self.body_bytes):
             pool.is_shared = len(tenants) > 1
         self.line.serve()

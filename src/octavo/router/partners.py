@@ -103,7 +103,7 @@ class Partners:
     def figures_read(self, decode: EngineHandle, now: float) -> None:
         """Decide from the token counts of `decode` whether KV arrived for ended requests.
 
-        If `decode` loaded and computed no tokens, the prompt was in its cache. Then nothing is recorded.
+        If `decode` loaded and computed no tokens, the prompt was already cached. Then nothing is recorded.
         """
         figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
         if figures is None:

@@ -52,7 +52,7 @@ class PlacedLogprobs:
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return (place, log probabilities) of all tokens with known places.
+        """Add tokens. Return (place, log probabilities) for each token that got a place.
 
         is_over: True for the last tokens.
         """
