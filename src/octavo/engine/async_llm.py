@@ -34,7 +34,7 @@ class AsyncEngine:
     """Runs an engine in a thread, and offers its methods to asyncio code.
 
     Other threads reach the engine only through a command queue. max_unread_outputs: Number of unread outputs above
-    which a request is ended, or None for no limit.
+    which a request is ended, or None.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:

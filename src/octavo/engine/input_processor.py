@@ -121,7 +121,7 @@ class InputProcessor:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = False, least_output_tokens: int = 1
     ) -> list[int]:
-        """Return a text's token ids. Raises `RequestError`, and `PromptTooLongError` above `max_model_len`.
+        """Return a text's token ids. Raises `RequestError`. Raises `PromptTooLongError` above `max_model_len`.
 
         is_prompt: True to reserve room for `least_output_tokens`.
         """

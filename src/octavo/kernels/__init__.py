@@ -73,7 +73,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return True if a row is known to have the same bits in any batch. Returns False for GPUs."""
+    """Return True if a row is known to have the same bits in any batch. False for GPUs."""
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 

@@ -196,7 +196,7 @@ def mxfp4_codes(weight: BlockWeight) -> Tensor:
 
 
 def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
-    """Group neighbouring weights of one kind, which can be fused along out_features."""
+    """Group neighbouring weights of one kind. The weights of a group can be fused along out_features."""
     groups: list[list[BlockWeight]] = []
     for weight in weights:
         if groups and groups[-1][0].kind is weight.kind:

@@ -102,7 +102,7 @@ class Int4Weight:
         return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return the float32 weight, from unrounded scales, in the order of input features."""
+        """Return the float32 weight in the order of input features. Scales are not rounded."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
@@ -244,7 +244,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
-    """Return True if minima more than halve the squared error of `round_rows(rows, minima)` on sampled rows."""
+    """Return True if minima reduce the squared error of `round_rows(rows, minima)` below half, on sampled rows."""
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
     return bool(errors[1] < 0.5 * errors[0])

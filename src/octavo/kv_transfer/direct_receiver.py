@@ -63,9 +63,8 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests. See `MooncakeConnector`.
 
-    A faulty or malicious prefill engine only costs time. After it fails, requests that were added before the failure do
-    not ask it again. If the prefill engine still answers a new connection, only the old connection has failed, and only
-    one request is affected.
+    A faulty or malicious prefill engine only costs time. After a failure, requests that were added earlier do not ask
+    this prefill engine again. But if the prefill engine answers a new connection, the failure affects only one request.
     """
 
     name = "direct"

@@ -58,7 +58,10 @@ def find_draft_checkpoint(
 
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
-    """Return a draft model with the target's weights in fewer bits. Raises `ConfigError` if it is not much smaller."""
+    """Return a draft model with the target's weights in fewer bits.
+
+    Raises `ConfigError` if the draft is hardly smaller.
+    """
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(

@@ -87,7 +87,7 @@ class HostCopies(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the host, complete once a later `mark` is reached. On a CPU, this is `tensor` itself."""
+        """Return a copy on the host, which is complete at a later `mark`. On a CPU, return `tensor` itself."""
         ...
 
     def mark(self) -> Mark:

@@ -1,7 +1,7 @@
 """The worker's requests, and the ragged batch of a step.
 
-A step may be launched before the previous step is collected. For a token that is sampled but not collected (an awaited
-token), the host writes -1 - row, and the device inserts the row's last sampled token.
+A step may be launched before the previous step is collected. A token that is sampled but not collected is an awaited
+token. The host writes -1 - row for the token. The device replaces this number by the row's last sampled token.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class RequestRow:
 class ModelInputs:
     """One step, ready for the model, without padding.
 
-    output_start    first row of each request's hidden states, then the total. A request has only its sampled rows, or
-                    all rows if it wants the logprobs or the mean of its prompt
-    sampled         indices of `requests` that this step samples, because it computes their last tokens
+    output_start    first row of each request's hidden states, then the total. A request has its sampled rows, or all
+                    rows if logprobs or the mean of its prompt are requested
+    sampled         indices of `requests` to sample. The step computes the last tokens of these requests
     cu_num_logits   int32 [len(sampled) + 1], first row of logits of each sampled request, then the total
     sampled_rows    int64 [num_logits], rows in the worker's arrays
     num_known       int64 [num_logits], tokens before the token to choose

@@ -44,7 +44,7 @@ class TimeMark(Protocol):
     """A time in a device's queue."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds until a later mark. Both must be reached."""
+        """Return the milliseconds until a later mark. Both marks must be reached."""
         ...
 
 

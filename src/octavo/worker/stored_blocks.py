@@ -39,7 +39,7 @@ class CopyStream(Protocol):
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Start later work after a mark of any stream."""
+        """Delay later work until a mark of any stream is reached."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:

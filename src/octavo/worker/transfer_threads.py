@@ -75,8 +75,8 @@ class _Moving:
 class KVTransferThreads:
     """Runs the transfers of steps, and closes the store at shutdown.
 
-    report: called from any thread, once for each transfer that ends without a cancel. num_threads: threads for loads.
-    Saves have another thread.
+    report: called from any thread, once for each transfer that was not cancelled. num_threads: threads for loads. Saves
+    have another thread.
     """
 
     def __init__(

@@ -52,17 +52,17 @@ class Verification(Protocol):
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
-        """Return each row's choice from float32 [num_logits, vocab] as int64, -1 if no token can be chosen.
+        """Return each row's choice as int64, or -1 if no token can be chosen. logits: float32 [num_logits, vocab].
 
         A choice is meaningless if an earlier choice of the request differs from its draft.
         """
         ...
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | None]:
-        """Return a draft per row of logits, -1 if none can be drawn, and the distributions, float32 [n, vocab].
+        """Return a draft per row of logits, or -1 if none can be drawn.
 
-        Distributions are None if verification does not need them. Otherwise, a decision to verify a draft must not
-        depend on the draft's token.
+        Also return the distributions, float32 [n, vocab], or None if verification does not need them. With
+        distributions, a decision to verify a draft must not depend on the draft's token.
         """
         ...
 
