@@ -100,7 +100,7 @@ class DeadlineError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine has stopped. If it is restarted, it is ready in about `retry_after_s` seconds."""
+    """The engine has stopped. A restarted engine is ready in about `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)

@@ -91,8 +91,8 @@ class SuffixIndex:
         suffix's last tokens. For each match length, one draft is made from the hits with at least this length:
 
         - The draft has at most `most` tokens, and at most factor times the match length.
-        - Only hits whose continuation begins with the draft so far decide the next token. The most frequent token is
-          taken. On a tie, the token after the newest hit wins.
+        - Only hits that are followed by the draft so far decide the next token. The most frequent token is taken. On a
+          tie, the token after the newest hit wins.
         - The token's probability is its share of these hits times the previous token's probability. The draft ends
           before a probability below min_probability.
 
