@@ -46,7 +46,7 @@ _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
 _NO_SOURCES = (0, _TENSOR_DTYPES[torch.int64], (0,), (1,))
 _LINE_BYTES = 64
 _SAME_SETS_BYTES = 2048  # lines at multiples of this distance use only two of a cache's 64 sets
-_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # most rows of a task, and the same if all rows are few
+_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # maximum rows of a task; the second is for few rows
 _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # with fewer chunks per thread, chunks are cut into partitions
 
 

@@ -188,8 +188,8 @@ class Kernels(Protocol):
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack `weight` [out_features, in_features], or the sequence of its parts, with a bias.
 
-        Activations may have another dtype than the weight. Products with int8 and int4 weights quantize activations.
-        Parts that are `BlockWeight`s may have different kinds.
+        Activations may have another dtype than the weight. Products with quantized weights, except fp8, quantize
+        activations. Parts that are `BlockWeight`s may have different kinds.
         """
         ...
 
