@@ -26,7 +26,7 @@ class ErrorCode(StrEnum):
 
     @classmethod
     def read(cls, error: str) -> tuple[ErrorCode, str]:
-        """Split `EngineCoreOutput.error` into code and text. A text that is no code comes from a failed step."""
+        """Split `EngineCoreOutput.error` into code and text. An error that is no code comes from a failed step."""
         try:
             code = cls(error)
         except ValueError:

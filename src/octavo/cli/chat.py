@@ -110,7 +110,7 @@ def _read_line(*, interactive: bool) -> str | None:
 
 
 class Conversation:
-    """A conversation's messages, with stopped answers, but without failed turns."""
+    """The messages of a conversation, including stopped answers. Failed turns are not kept."""
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
         self._engine = engine
@@ -119,11 +119,14 @@ class Conversation:
         self.messages = list(self._beginning)
 
     def reset(self) -> None:
-        """Forget all but the system message."""
+        """Remove all messages except the system message."""
         self.messages = list(self._beginning)
 
     def answer(self, text: str) -> None:
-        """Print the answer to `text`, and add both to the messages. Raises `RequestError` and `ExecutionError`."""
+        """Print the answer to `text`. Add `text` and the answer to the messages.
+
+        Raises `RequestError` and `ExecutionError`.
+        """
         from octavo.cli.streaming import stream_answer
 
         messages = [*self.messages, {"role": "user", "content": text}]

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 _FIRST_RATE = 0.7  # assumed acceptance rate before any draft was verified
 _CREDIT_S = 0.01  # initial value of the seconds gained by lookups
 _OLDER_GUESSES = 0.95  # factor by which each step with lookups reduces earlier sums
-_SMALL_SHARE = 0.005  # share of the steps' time that lookups may lose
-_STEPS_OF_A_TRIAL = 16  # if lookups cost more time than they gain, one step in this many tries them
-_REQUESTS_OF_A_TRIAL = 8  # requests with lookups in a trial step
+_SMALL_SHARE = 0.005  # maximum loss by lookups, as a share of the steps' time
+_STEPS_OF_A_TRIAL = 16  # if lookups lose more, one of 16 steps still tries lookups
+_REQUESTS_OF_A_TRIAL = 8
 
 
 class DraftPolicy:
@@ -62,10 +62,10 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step, unless it has prompt tokens. `verified` must have been called before.
+        """Learn from a step without prompt tokens. `verified` must have been called before.
 
-        If the step verified drafts, return the duration of the step and the drafting before it, and an estimate for the
-        same tokens without drafts.
+        If the step verified drafts, return two durations in seconds: that of the step including the drafting before it,
+        and an estimate for the same tokens without drafts.
 
         seconds: The step's duration, including the drafting at its end.
         """
@@ -189,7 +189,7 @@ class DraftPolicy:
         for _, index, _ in candidates[:best]:
             counts[index] += 1
         for (_, num_wanted), (_, of_request), count in zip(wanted, known, counts, strict=True):
-            if of_request is not None and count < num_wanted:  # otherwise low rates exclude the request forever
+            if of_request is not None and count < num_wanted:  # so that a low rate does not last forever
                 of_request.fade()
         if not any(counts):
             for overall in {id(each): each for each, _ in known}.values():

@@ -21,7 +21,7 @@ class KVConnector(Protocol):
     name: str
 
     def request_added(self, request: Request) -> None:
-        """Report a new request, possibly long before its lookup."""
+        """Report a new request. The request's lookup may follow much later."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:

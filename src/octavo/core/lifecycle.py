@@ -1,6 +1,6 @@
 """The lifecycle of a request, from its arrival to its end.
 
-A request's status says which list has the request:
+A request's status says which list contains the request:
 - WAITING, PREEMPTED: the waiting requests.
 - RUNNING: the running requests. Ended requests remain in this list until `drop_finished` is called.
 - WAITING_FOR_REMOTE_KVS: the transfers.

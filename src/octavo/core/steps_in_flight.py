@@ -68,7 +68,7 @@ class StepsInFlight:
         return None
 
     def take_all(self) -> list[StepInFlight]:
-        """Take all steps."""
+        """Remove and return all steps."""
         steps = list(self.steps)
         self.steps.clear()
         return steps

@@ -41,7 +41,7 @@ class EngineCapacity:
     bounded_groups: tuple[KVGroupCapacity, ...] = ()
     role: str = "both"
     kv_transfer_port: int | None = None  # of a prefill engine
-    kv_format: dict[str, str] | None = None  # everything that transferred KV depends on, except tokens
+    kv_format: dict[str, str] | None = None  # all properties on which transferred KV depends, except tokens
     fingerprint: EngineFingerprint | None = None
 
     @classmethod

@@ -33,7 +33,7 @@ class Executor(Protocol):
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Start the preparation of a request, such as compiling its grammar. Return None if none is needed.
+        """Start the preparation of a request, such as compiling its grammar. Return None if no preparation is needed.
 
         Tenants take turns. The future is `running()` once the tenant's turn comes. The future raises `RequestError` if
         the request cannot be served. The method raises `RequestError` if the preparation cannot start.

@@ -38,7 +38,7 @@ _IDS = {
     "mask_token": "mask",
 }
 _ENDS = ("eos", "eot", "eom")
-# Many files name only one EOS token, but the model's turns may end with one of these.
+# Many files name only one EOS token, but the model may end its turns with one of these tokens.
 _END_MARKS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),

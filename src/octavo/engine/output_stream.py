@@ -19,7 +19,7 @@ DEADLINE_GRACE_S = 1.0  # the stream fails this long after the deadline if the e
 
 
 class OutputStream:
-    """A queue of one request's outputs, on the event loop of its only reader.
+    """A queue of one request's outputs. The only reader runs on the event loop `loop`.
 
     accepted: Future that succeeds when the core accepts the request, and fails when the core refuses it. Only the
     engine's thread uses is_detached and num_delivered.
@@ -57,7 +57,7 @@ class OutputStream:
         return self._outputs.popleft()
 
     def end(self, error: OctavoError) -> None:
-        """End the stream with an error instead of the unread outputs."""
+        """Drop the unread outputs, and end the stream with an error."""
         self._drop_unread()
         self.put(error)
         self._has_reader = False

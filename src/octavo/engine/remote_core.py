@@ -1,4 +1,4 @@
-"""A client of a core in another process. That process handles only token ids."""
+"""A client of a core in another process. The core's process handles only token ids."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _PAUSE_POLL_MS = 20
 _LAST_WORDS_MS = 100  # for an ended process's last messages
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
-_KILL_S = 5.0  # longest wait for a killed process at shutdown
-_GIVE_BACK_S = 60.0  # longest wait for the end of a killed process before a restart
+_KILL_S = 5.0  # limit at shutdown
+_GIVE_BACK_S = 60.0  # limit before a restart
 _MAX_PENDING = 4096
 
 
@@ -57,7 +57,7 @@ class RemoteCore:
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
-        self.stats = EngineStats()  # at most half a second old, except during a longer step
+        self.stats = EngineStats()  # at most half a second old, except in long steps
         self.num_restarts = 0
         self.num_failed_starts = 0
         self._command, self._config = command, config

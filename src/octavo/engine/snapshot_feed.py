@@ -19,7 +19,7 @@ _MAX_WEIGHT = 5_000  # of a snapshot
 
 
 class SnapshotFeed:
-    """Reports events to one watching client, beginning with recent ones. Use it only between two steps."""
+    """Reports events to one client. The first snapshot has recent events. Call methods only between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core

@@ -1,7 +1,7 @@
 """Checks of Host and Origin.
 
-Any web page can make a browser send a POST to a local server, or make its own host name resolve to 127.0.0.1 (DNS
-rebinding). So the header Origin must be known and, on loopback, also the header Host.
+Any web page can make a browser send a POST to a local server, or make the page's host name resolve to 127.0.0.1 (DNS
+rebinding). So the header Origin must be allowed. On loopback, the header Host must be allowed, too.
 """
 
 from __future__ import annotations

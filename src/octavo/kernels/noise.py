@@ -32,7 +32,10 @@ _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
 class RandomStream(IntEnum):
-    """Independent streams, one per kind of decision. CHOICE is for a row's token, the rest for rejection sampling."""
+    """Independent streams, one per kind of decision. CHOICE is for a row's token.
+
+    The other streams are for rejection sampling.
+    """
 
     CHOICE = 0
     DRAFT = 1

@@ -1,4 +1,4 @@
-"""Recorded forward passes (csrc/program.h), without Python calls."""
+"""Record forward passes, and repeat them without Python calls (csrc/program.h)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rehearsal:
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
         self._sizes: list[int] = []
-        self._ends: dict[int, int] = {}  # index of the first result that is allocated later
+        self._ends: dict[int, int] = {}  # by result: the next result after its end
         self.views_only = _ViewsOnly()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -139,7 +139,7 @@ class RecordedForward:
         return self._result.shape[0]
 
     def measure_calls(self) -> Tensor:
-        """Return int64 [calls], to which later steps add nanoseconds."""
+        """Return int64 [calls]. Later steps add each call's nanoseconds."""
         self._nanoseconds = torch.zeros(len(self.calls), dtype=torch.int64)
         return self._nanoseconds
 
@@ -157,7 +157,7 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with all rows as outputs, in separate arrays."""
+    """Return the batch with all rows as outputs, in copied arrays."""
     rows = torch.arange(batch.positions.shape[0])
     return replace(batch, outputs=OutputRows(rows, _copy(batch)))
 

@@ -81,8 +81,7 @@ def create_connector(
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers, or None. Raises `ConfigError`.
 
-    secret, kv_format: Must be equal in both engines. kv_format has, by name, the properties on which KV depends in
-    addition to tokens.
+    secret, kv_format: Must be equal in both engines. kv_format: Properties by name, except tokens, on which KV depends.
     """
     if not config.direct:
         return None

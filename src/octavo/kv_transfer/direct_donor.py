@@ -72,7 +72,7 @@ class DirectDonor:
         self._segment = Segment(block_bytes, max_bytes)
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # guards all fields below
-        self._open: Counter[str] = Counter()  # number of open requests by transfer
+        self._open: Counter[str] = Counter()  # by transfer
         self._ended: OrderedDict[str, None] = OrderedDict()  # transfers that get no further blocks
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()

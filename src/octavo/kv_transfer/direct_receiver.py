@@ -63,9 +63,8 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests. See `MooncakeConnector`.
 
-    A faulty or malicious prefill engine only costs time. After it fails, requests that were added before the failure do
-    not ask it again. If the prefill engine still answers a new connection, only the old connection has failed, and only
-    one request is affected.
+    A faulty or malicious prefill engine only costs time. After a failure, requests that were added earlier do not ask
+    this prefill engine again. But if the prefill engine answers a new connection, the failure affects only one request.
     """
 
     name = "direct"
@@ -282,10 +281,7 @@ class DirectReceiver:
         return head == messages.header(generation, key, checksum(key, block))
 
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
-        """Count and log a fault of a source.
-
-        is_down: True if requests that were added before must not ask the source again. Ignored if is_corrupt.
-        """
+        """Count and log a fault of a source."""
         with self._lock:
             self._num_errors += 1
             self._num_corrupt += is_corrupt
@@ -312,8 +308,7 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 def _answers(source: str) -> bool:
     """Return True if a source accepts two new connections, and answers or closes each.
 
-    A source at its limit of connections closes each new connection. A process that is ending closes one and refuses the
-    next.
+    A process that is ending may close one connection, but refuses the next.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

@@ -5,9 +5,8 @@
     TOKEN.bad     a corrupt file, which is evicted first
     lock          locked while files are added or removed; each change writes new random bytes into this file
 
-Links, files with other names and files of other users are ignored. Reading takes no lock, because a file that is
-removed meanwhile is a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it
-writes.
+Links, files with other names and files of other users are ignored. Reading takes no lock, because a removed file is
+only a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it writes.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ class DiskDirectory:
             raise CorruptFileError(str(error)) from error
 
     def touch(self, names: list[str]) -> None:
-        """Mark files as used now. The first file counts as the newest, because later blocks are useless without it."""
+        """Mark files as used now. The first file becomes the newest, because later files are useless without it."""
         now_ns = time.time_ns()
         for place, name in enumerate(names):
             try:
@@ -210,7 +209,7 @@ class DiskDirectory:
         self.index.add(BlockFile(bad, size), 0)
 
     def _skip_undeletable(self, name: str) -> None:
-        """Count a file, but not its blocks. Retry it later."""
+        """Count only a file's bytes, and retry it later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 
@@ -321,7 +320,6 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a temporary file has no writer."""
         try:
             with self.open(name) as (descriptor, found):
                 if not is_ours(found):

@@ -81,7 +81,7 @@ class MooncakeStore:
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that the pool has, and lease them for the following load.
 
-        If there are no keys, only ask the master.
+        If keys is empty, only check that the master answers.
         """
         if not keys:
             self._has([])

@@ -46,7 +46,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # consecutive engine processes that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
-_ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
+_ENGINE_GRACE_S = 1.0  # in which the engine ends aborted requests
 _BODIES = 16  # of the largest size
 
 
@@ -66,7 +66,7 @@ class _Open:
 
 
 class Service(HttpService):
-    """One engine, with keys and limits. Must be used on one event loop only.
+    """One engine, with keys and limits.
 
     settings: Shown by GET /server_info, so they must not contain secrets. Raises `ConfigError` if the file of keys
     cannot be used, or if packages for a requested feature are missing.
@@ -217,7 +217,7 @@ class Service(HttpService):
                     request_id,
                     options=options,
                     on_processed=reserve_prompt,
-                    on_unread=lambda output: place.charge(_num_tokens(output)),  # computed, although not read
+                    on_unread=lambda output: place.charge(_num_tokens(output)),  # unread tokens were computed, too
                 )
                 async with aclosing(outputs) as stream:  # type: ignore[type-var]
                     async for output in stream:

@@ -41,7 +41,7 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Drafts with a model if the lookup proposer `first` finds no drafts for a request."""
+    """Takes drafts from the lookup proposer `first`, and drafts with a model if `first` finds none."""
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_MAX_KEPT = 128  # a small schema takes 0.2 MB
+_MAX_KEPT = 128
 _MAX_KEPT_CHARS = 1 << 20
 _STACK_BYTES = 512 << 20  # of address space, for up to 16,000 nested rules
 _MAX_WAITING = 1024  # grammars per tenant
 _LARGE_CHARS = 1 << 12  # shorter grammars process a token within 1 ms
 _PARAMETER = "structured_outputs"
-# About 20 ms for a regular expression, 20 ms for a step, and 50 MB of states.
+# These limits allow about 20 ms for a regular expression, 20 ms for a step, and 50 MB of states.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -61,7 +61,7 @@ class GrammarError(RequestError):
 class Matcher:
     """The position of one output in its grammar. Methods raise `GrammarError` if the grammar exceeds its limits.
 
-    Other threads can run during `allowed`. If `large` is given, they can also run during `advance`.
+    Other threads can run during `allowed`. If `large` is given, other threads can also run during `advance`.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -115,7 +115,7 @@ class Matcher:
 
 
 class _LargeSteps:
-    """Advances a matcher and an unused one. llguidance releases the interpreter lock only for several matchers."""
+    """Advances a matcher together with an unused matcher, because llguidance then releases the interpreter lock."""
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)

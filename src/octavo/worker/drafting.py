@@ -132,8 +132,8 @@ class Drafting:
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
         """Cut off drafts from the first draft that ends the request or that the grammar forbids.
 
-        This first draft is kept if it was drawn for rejection sampling, because dropping it for its token would bias
-        the result.
+        If drafts were drawn for rejection sampling, the first such draft is kept, because cutting it off would bias the
+        result.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: rows of the recorded pass; larger steps run without it. recorded: None before the first step, or if
+    max_tokens: rows of the recorded pass. Larger steps are not replayed. recorded: None before the first step, or if
     kernels cannot record.
     """
 

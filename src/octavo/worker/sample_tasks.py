@@ -64,9 +64,9 @@ class SampleTasks:
             self._walks.begin()
 
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
-        """Return the step's tasks by row of logits. In each row, the drafts before it count as known tokens.
+        """Return the step's tasks by row of logits. A request's drafts before a row count as the row's known tokens.
 
-        Rows after a forbidden draft and rows of postponed requests get no task. Each failed grammar's first row is
+        Rows after a forbidden draft and rows of postponed requests get no task. The first row of each failed grammar is
         added to `troubles`, and requests with a late walk are added to `postponed`.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
@@ -131,7 +131,7 @@ class SampleTasks:
         if last is not None and last.num_tokens == num_tokens:
             if drafts == last.drafts[:num_drafts]:
                 return
-            last.wait()  # a postponed token has other drafts now
+            last.wait()  # the drafts after a postponed token have changed
         num_walked = 0 if request.matcher is None else request.matcher.num_tokens
         new = known[request.num_prompt_tokens + num_walked : num_tokens].tolist()
         request.walk = walk = Walk(num_tokens, drafts)

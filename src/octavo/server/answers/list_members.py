@@ -26,7 +26,7 @@ def member_end(text: str) -> int | None:
             place = string.end()
         elif char in _CLOSERS:
             stack.append(_CLOSERS[char])
-        elif not stack or stack.pop() != char:  # as "`", which closes nothing
+        elif not stack or stack.pop() != char:  # also if `char` is a backtick
             return None
         elif not stack:
             return place

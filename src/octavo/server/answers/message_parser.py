@@ -32,7 +32,7 @@ class MessageParser(ToolParser):
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length of a head that has no `head_closes`, and the kind of the message's text."""
+        """Return (length of a head without `head_closes`, kind of the message's text), or None."""
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:

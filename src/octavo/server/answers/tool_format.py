@@ -39,7 +39,6 @@ class ToolFormat:
     client asks for parallel calls.
     frames_content: True if markers also enclose content. The parser then also reads answers to requests without tools.
     describes_tools: True if chat templates do not render tools. `messages_with_tools` then writes the tools as text.
-    reserved_names: Names that no tool may have.
     token_name: Function that returns a token's name in a grammar, such as `<[123]>`, or None if the text is not one
     token.
     """

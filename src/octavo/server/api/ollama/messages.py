@@ -48,7 +48,6 @@ def _with_id(call: Any, candidates: str) -> Any:
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
-    """Map ids to tool names. Malformed calls are omitted."""
     named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
     functions = [call.get("function") for call in named]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]

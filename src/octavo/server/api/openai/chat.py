@@ -232,7 +232,10 @@ class _Answer:
         return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return "tool_calls" for a complete answer with calls, unless tool_choice names the function."""
+        """Return the finish reason.
+
+        A complete answer with calls has "tool_calls", unless tool_choice names the function.
+        """
         is_call = self._has_calls and self._toolbox.named is None
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from octavo.engine.tokenizer_interface import DetokenizerFactory
 
 BYTES = "bytes:"  # prefix of bytes that are not UTF-8
-_MOST_SKIPPED_BYTES = 32  # bytes between two tokens of a prompt
+_MOST_SKIPPED_BYTES = 32  # largest gap between two tokens in a prompt's text
 _CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a character
 
 
