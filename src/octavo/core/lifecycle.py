@@ -85,7 +85,7 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Run a request after its KV load. num_tokens: Number of computed and loaded tokens."""
+        """Run a request after its KV load. num_tokens: Number of tokens whose KV was computed or loaded."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)

@@ -392,7 +392,7 @@ class KVTransferScheduler:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Order a request's last saves, and drop its records. Call this before the request's blocks are freed."""
+        """Start the last saves of a request, and drop its records. Call this before the request's blocks are freed."""
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:

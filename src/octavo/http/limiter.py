@@ -127,7 +127,7 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """True if later requests took at least `amount` units. Then free units are reserved for this request."""
+        """True if requests that came later took at least `amount` units. Free units are then kept for this request."""
         return self.passed >= self.amount
 
 

@@ -251,7 +251,7 @@ class Answer:
             self._read_on(is_reading=False)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Complete an answer that ends with the connection, or fail the answer."""
+        """Complete the answer if the end of the connection is its end. Otherwise fail the answer."""
         if self._is_begun and self.ends_with_connection and error is None:
             self.is_over = True
         elif not self._num_framing_bytes and not self._is_begun:

@@ -136,7 +136,7 @@ def read_request_summary(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Return the prompt without final quotes and brackets. So a longer prompt can begin with the same bytes."""
+    """Return the prompt without final quotes and brackets, because a longer prompt has other characters there."""
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])

@@ -74,7 +74,7 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts for a step's requests.
 
-        max_drafts: limits by request id. With a draft model, only the model's drafts are limited.
+        max_drafts: limits by request id. With a draft model, the limits do not apply to drafts that are looked up.
         """
         if not self.proposer.num_speculative_tokens:
             return {}

@@ -1,7 +1,7 @@
 """Advances grammars over new tokens ("walks") on a separate thread.
 
-A mask may take 20 ms, so a step waits for walks only for a share of the step's time. If a walk is late, a later step
-chooses the token.
+A mask may take 20 ms, so the time that a step waits for walks is limited to a share of the step's time. If a walk is
+late, a later step chooses the token.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ class ModelRunner:
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """Return True if earlier steps must be collected before this one is launched.
 
-        Drafts, penalties and grammars need tokens on the host. Copies, transfers and preemptions, which are rare, also
-        count.
+        Drafts, penalties and grammars need the sampled tokens on the host. Steps with copies, transfers or preemptions
+        are rare, so they wait as well.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens
@@ -281,8 +281,8 @@ class ModelRunner:
     ) -> None:
         """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
-        After drafts that equal the choices, the next choice has the same logits as without drafts and, except with
-        rejection sampling, the same noise.
+        If all earlier drafts equal the chosen tokens, the logits of the next token are those of a step without drafts.
+        The noise is then also the same, except with rejection sampling.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)

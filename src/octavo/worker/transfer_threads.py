@@ -198,5 +198,5 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return the bytes of all buffers, if no store hangs. A GPU's memory has equal buffers."""
+    """Return the bytes of all buffers in host memory, if no store hangs. A GPU has buffers of the same size."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes

@@ -145,9 +145,9 @@ def create_verification(config: SpeculativeConfig | None, kernels: Kernels) -> V
 
 
 def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
-    """Divide requests that have drafts and are not greedy into parts of at most `max_rows` rows, or one request.
+    """Divide requests that have drafts and are not greedy into parts of at most `max_rows` rows.
 
-    Either all drafts of a part were drawn, or none.
+    A request with more rows is a part of its own. In each part, all drafts were drawn, or no draft was drawn.
     """
     num_rows = np.diff(drafted.cu_num_logits).tolist()
     for is_drawn in (False, True):

@@ -254,7 +254,7 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if the marker ends the call. A marker of a call or section must follow directly."""
+        """Return True if the marker at `place` ends the call, because the marker of a call or section comes next."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:

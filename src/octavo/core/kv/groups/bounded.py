@@ -206,9 +206,9 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        Released blocks are evicted before other cached blocks. Exceptions are blocks of the request's prefix hit, and
-        blocks that the token after the last full block reads. For each released private block, a block for a later
-        position is allocated, if the first group has a block there.
+        Released blocks are evicted before other cached blocks, with two exceptions: blocks of the request's prefix hit,
+        and blocks that are read by the token after the last full block. A released private block is replaced by a block
+        for a later position, if the first group has a block for that position.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
