@@ -231,9 +231,10 @@ class PrefillFirstBatching:
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit waiting requests, but serve each prompt in `outranked` before less important waiting requests.
+    """Admit waiting requests, and give tokens to the running prompts in `outranked`, by importance.
 
-    If an outranked prompt gets no tokens, no further request is admitted. The other outranked prompts are still served.
+    outranked: Running prompts that are less important than a waiting request. If one of them gets no tokens, the others
+    still get tokens, but no further request is admitted.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

@@ -48,8 +48,8 @@ def blocks_to_save(
 ) -> tuple[list[int], list[list[int]]]:
     """Return the indices of the blocks to save, and for each group the ids of these blocks.
 
-    A block with an evicted part is saved only if the store lacks the first group's content. The block's ids are then
-    `NO_BLOCK` in all bounded groups.
+    If a bounded group has evicted its block, only the content of the first group can be saved. It is saved if the store
+    lacks this content, and the ids are `NO_BLOCK` in all bounded groups.
 
     indices: Candidates, as indices in the request's block table.
     """

@@ -80,7 +80,7 @@ class KVTransferScheduler:
         self._saving: set[BlockHash] = set()  # blocks in pending saves with all parts
         self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves of the first group only
         self.reports_dropped_saves = True  # False in replays of old journals
-        # Maximum number of blocks that saves may pin with all parts. KV for another engine is excluded.
+        # How many blocks pending saves may pin in every KV group. Saves of KV for another engine do not count.
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0

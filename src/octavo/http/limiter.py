@@ -115,8 +115,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was the tenant's first waiter. A unit counts half if a
-    tenant with twice the weight took it.
+    passed: Units that later requests took while this request was the first waiter of its tenant. A unit that another
+    tenant took is multiplied by the weight of this request's tenant and divided by the weight of the other tenant.
     """
 
     tenant: Tenant
@@ -245,8 +245,8 @@ class Permit:
     async def hold_tokens(self, num_tokens: int) -> None:
         """Take tokens for a waiting prompt.
 
-        If too few tokens are free, `QueueFullError` is raised for the request's first prompt, and later prompts wait.
-        Raises `RequestError` for a prompt that can never be admitted.
+        If too few tokens are free, `QueueFullError` is raised for the first prompt of a request. Further prompts of the
+        request wait. Raises `RequestError` for a prompt that can never be admitted.
         """
         async with self._queue:
             await self._limiter.hold_tokens(self, num_tokens)

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Drafting:
     """Calls a proposer and cuts off drafts that cannot be accepted.
 
-    computed: requests with drafts of a model in this step. draft_probs: distributions of a request's newest drafts,
-    float32 [num_drafts, vocab], if drawn for rejection sampling.
+    computed: requests whose drafts in this step come from a draft model. draft_probs: With rejection sampling, the
+    distributions from which a request's newest drafts were drawn, float32 [num_drafts, vocab].
     """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:

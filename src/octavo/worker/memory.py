@@ -67,7 +67,7 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the GPU, or of the machine within its cgroups."""
+    """Return the free bytes of the device. For the CPU, also respects the memory limits of cgroups."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])

@@ -202,7 +202,7 @@ class ModelRunner:
             return self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
 
     def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
-        """Choose a token for each sampled request, and one after each draft."""
+        """For each sampled request, choose the next token, and a token after each of its drafts."""
         tasks = self._tasks.make(inputs, step.troubles, step.postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.known_there)

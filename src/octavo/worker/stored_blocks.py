@@ -100,7 +100,7 @@ class PieceBuffer(Protocol):
     """Host memory for a piece of a transfer. Used by one thread at a time.
 
     `write` and `read` copy nothing after they return or raise. block_ids: ids of blocks by KV group. `NO_BLOCK` is
-    skipped. after: mark for which copies wait.
+    skipped. after: The copies wait until the device reaches this mark.
     """
 
     def views(self, count: int) -> list[memoryview]:

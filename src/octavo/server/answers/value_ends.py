@@ -254,7 +254,7 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if the marker at `place` ends the call, because the marker of a call or section comes next."""
+        """Return True if another call or the end of the section follows the closing marker at `place`."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:
