@@ -68,7 +68,7 @@ class Verification(Protocol):
 
 
 class ExactVerification:
-    """Chooses tokens and draws drafts with the sampling kernel. The token and the draft of a position get equal noise."""
+    """Chooses tokens and draws drafts with the sampling kernel. A position's token and draft get equal noise."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
