@@ -101,6 +101,24 @@ def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, kv: str | None = None
     return call
 
 
+def latents(dtype: str, *, kv: str | None = None) -> Callable[[], None]:
+    """Return a call of rope_and_write_latents with DeepSeek's latents of 512 values."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.rope_and_write_latents import rope_and_write_latents  # noqa: PLC0415
+
+        kind, batch = getattr(torch, dtype), _batch()
+        q, latent = torch.empty(20, 16, 192, dtype=kind)[..., 128:], torch.empty(20, 2112, dtype=kind)[:, 1536:]
+        rope_and_write_latents(
+            q, latent, torch.empty(512, dtype=kind), 1e-6, torch.empty(64, 64), True, batch.positions,
+            batch.slot_mapping, _latents(getattr(torch, kv or dtype), 512, 64), torch.empty(20, 16, 576, dtype=kind),
+        )  # fmt: skip
+
+    return call
+
+
 def operation(name: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", **options: Any) -> Callable[[], None]:
     """Return a call of a method of `TritonKernels`, or of an operation, with tensors of these shapes."""
 
@@ -234,6 +252,9 @@ CASES: dict[str, Callable[[], None]] = {
     "rope_kv bfloat16 128": rope_kv("bfloat16", 128, 128),
     "rope_kv bfloat16 128 fp8": rope_kv("bfloat16", 128, 64, kv=FP8),
     "rope_kv bfloat16 128 int8": rope_kv("bfloat16", 128, 64, kv="int8"),
+    "rope_and_write_latents bfloat16": latents("bfloat16"),
+    "rope_and_write_latents bfloat16 fp8": latents("bfloat16", kv=FP8),
+    "rope_and_write_latents bfloat16 int8": latents("bfloat16", kv="int8"),
     "linear bfloat16 256 rows": linear(256, "bfloat16"),
     "linear bfloat16 1 row": linear(1, "bfloat16"),
     "linear float16 256 rows": linear(256, "float16"),
@@ -280,6 +301,16 @@ def _caches(dtype: Any, head_dim: int) -> list[Any]:
 
     layout, cpu = KVLayout((KVShape(2, head_dim),)), torch.device("cpu")
     return list(PagedKVCache(layout, num_blocks=[64], block_size=16, dtype=dtype, device=cpu).layer(0))
+
+
+def _latents(dtype: Any, rank: int, rope_dim: int) -> Any:
+    import torch  # noqa: PLC0415
+
+    from octavo.models.kv_layout import KVLayout, LatentShape  # noqa: PLC0415
+    from octavo.worker.kv_cache import PagedKVCache  # noqa: PLC0415
+
+    layout, cpu = KVLayout((LatentShape(rank, rope_dim),)), torch.device("cpu")
+    return PagedKVCache(layout, num_blocks=[64], block_size=16, dtype=dtype, device=cpu).layer(0)[0]
 
 
 def _batch() -> Any:

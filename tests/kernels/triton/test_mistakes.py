@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import test_elementwise
 import test_rejection
+import test_triton_latents
 import test_triton_matmul
 import test_triton_sampling
 import test_triton_values
@@ -112,6 +113,20 @@ def products_by_one_program(kernels, generator):
     with pytest.MonkeyPatch.context() as context:
         context.setitem(backend.matmul.__globals__, "num_processors", lambda _device: 1)
         products(kernels, generator)
+
+
+def latents(kernels, generator, stored=None):
+    args = test_triton_latents.make(generator, (5, 40, 24), torch.bfloat16)
+    args[1] *= 1e-3  # eps counts
+    test_triton_latents.assert_same_as_torch(kernels, args, stored)
+
+
+def int8_latents(kernels, generator):
+    latents(kernels, generator, torch.int8)
+
+
+def padding_latents(kernels, generator):
+    test_triton_latents.test_padding_row_writes_no_latent(kernels, generator, torch.int8)
 
 
 KEPT = "return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))"
@@ -236,6 +251,28 @@ MISTAKES = {
     products_by_one_program: [
         ("matmul", "for partition in range(1, tl.cdiv(WIDTH, PARTITION)):", "for partition in range(0, 0):"),
         ("matmul", "(of_group // group_rows) * BLOCK_N", "(of_group // group_rows) * BLOCK_N + 1"),
+    ],
+    latents: [
+        ("rope_and_write_latents", "is_dim = dim < RANK", "is_dim = dim <= RANK"),
+        ("rope_and_write_latents", "content * content, eps", "content * content, 0.0"),
+        ("rope_and_write_latents", "weight_ptr + dim", "weight_ptr + 0 * dim"),
+        ("rope_and_write_latents", "place + RANK, is_row", "place + RANK - 1, is_row"),
+        ("rope_and_write_latents", "tl.store(row + RANK + first", "tl.store(row + first"),
+        ("rope_and_write_latents", "queries_head_stride + RANK", "queries_head_stride"),
+        ("rope_and_write_latents", "head < NUM_HEADS", "head < NUM_HEADS - 1"),
+        ("rope_and_write_latents", "tl.where(is_finite, y, nan)", "y"),
+        ("rope_and_write_latents", "tl.where(is_finite, content, 0.0)", "content"),
+        ("rope_and_write_latents", "offset * row_stride", "offset * 0"),
+        ("norms", "return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))", "return tl.rsqrt(mean)", "rope_and_write_latents"),
+    ],
+    int8_latents: [
+        ("rope_and_write_latents", "tl.maximum(magnitude_of(x), magnitude_of(y)), magnitude_of(content)", "magnitude_of(x), magnitude_of(y)"),
+        ("rope_and_write_latents", "block * scales_stride + offset", "block * scales_stride"),
+    ],
+    padding_latents: [
+        ("rope_and_write_latents", "mask=is_row & is_dim", "mask=is_dim"),
+        ("rope_and_write_latents", "scale, mask=is_row", "scale"),
+        ("rope_and_write_latents", "slot >= 0", "slot >= -1"),
     ],
     int4_with_minima: [("matmul_int4", "whole -= tl.load(offset_ptr", "whole += tl.load(offset_ptr")],
 }
