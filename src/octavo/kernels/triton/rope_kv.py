@@ -59,6 +59,7 @@ def rope_and_write_kv(
 
 @triton.jit
 def rotated(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
+    """Return both values of each pair, rotated, a mask, and the dimensions of the values."""
     half = tl.arange(0, HALF)[None, :]
     first = half * 2 if IS_INTERLEAVED else half
     second = half * 2 + 1 if IS_INTERLEAVED else half + ROTARY_DIM // 2
@@ -74,6 +75,7 @@ def rotated(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 
 @triton.jit
 def scale_and_inverse(magnitude, stored: tl.constexpr):
+    """Return a row's scale, and the factor before rounding."""
     is_finite = magnitude < float("inf")
     is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     most = tl.full(magnitude.shape, 127.0 if stored == tl.int8 else _E4M3_MAX, tl.float32)
@@ -83,12 +85,14 @@ def scale_and_inverse(magnitude, stored: tl.constexpr):
 
 @triton.jit
 def magnitude_of(x):
+    """Return the largest magnitude of rows, infinity for NaN."""
     x = x.to(tl.float32)
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)[:, None]  # noqa: PLR0124
 
 
 @triton.jit
 def rounded(x, inverse, stored: tl.constexpr):
+    """Round rows to int8 or E4M3."""
     x = tl.where(inverse > 0.0, x.to(tl.float32), 0.0)  # NaN and infinity times 0 would be NaN
     return round_to_whole(x * inverse).to(tl.int8) if stored == tl.int8 else to_e4m3(x * inverse)
 
