@@ -12,7 +12,6 @@ from octavo.kernels import SamplingRows
 from octavo.kernels.block_weight import BlockKind, random_blocks
 from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales, quantize_fp8, quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.triton.attention import is_covered
 from octavo.kernels.triton.e4m3 import as_bytes
 
 if TYPE_CHECKING:
@@ -32,8 +31,7 @@ def correctness(check: Check, entries: Entries) -> None:
         _values(check, entries, dtype)
         _rotation(check, entries, dtype)
         for case in check.sizes.attention:
-            if is_covered(case.head_dim, dtype):
-                entries.add(case.name(dtype), partial(attention_error, check, check.kernels, dtype, case))
+            entries.add(case.name(dtype), partial(attention_error, check, check.kernels, dtype, case))
     _integers(check, entries)
     _choices(check, entries)
 

@@ -10,7 +10,6 @@ from gpu_device import in_blocks
 
 from octavo.kernels.block_weight import BlockKind
 from octavo.kernels.quantization import quantize_fp8, quantize_int4, quantize_int8
-from octavo.kernels.triton.attention import is_covered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +43,7 @@ def exactness(check: Check, entries: Entries) -> None:
     entries.add("gate", lambda: _is_exact(check, x, check.kernels.gate))
     for dtype in sizes.dtypes:
         for case in sizes.attention:
-            if is_covered(case.head_dim, dtype):
-                entries.add(case.name(dtype), partial(_attention, check, dtype, case))
+            entries.add(case.name(dtype), partial(_attention, check, dtype, case))
 
 
 def _product(

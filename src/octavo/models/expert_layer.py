@@ -11,7 +11,7 @@ from octavo.kernels.operations.sort_by_expert import sort_by_expert
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.interface import AttentionBatch
+    from octavo.kernels.interface import AttentionBatch, PackedGroups
     from octavo.models.experts import ExpertsConfig, ExpertsTensors
     from octavo.models.layers import ModelContext
 
@@ -32,6 +32,11 @@ class Experts:
         self.shared_gate_up = None if shared is None else context.linear(shared.gate_up)
         self.shared_down = None if shared is None else context.linear(shared.down)
         self.shared_gate = None if gate is None else context.linear(gate)
+
+    @property
+    def groups(self) -> tuple[PackedGroups, PackedGroups]:
+        """The experts' weights."""
+        return self.gate_up, self.down
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
         """See `MLP`."""
