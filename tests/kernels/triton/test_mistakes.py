@@ -293,8 +293,8 @@ MISTAKES = {
         ("rope_and_write_latents", "tl.store(row + RANK + first", "tl.store(row + first"),
         ("rope_and_write_latents", "queries_head_stride + RANK", "queries_head_stride"),
         ("rope_and_write_latents", "head < NUM_HEADS", "head < NUM_HEADS - 1"),
-        ("rope_and_write_latents", "tl.where(is_finite, y, nan)", "y"),
-        ("rope_and_write_latents", "tl.where(is_finite, content, 0.0)", "content"),
+        ("rope_and_write_latents", "is_finite, y, nan)", "is_finite, y, y)"),
+        ("rope_and_write_latents", "is_finite, content, 0.0)", "is_finite, content, content)"),
         ("rope_and_write_latents", "offset * row_stride", "offset * 0"),
         ("norms", "return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))", "return tl.rsqrt(mean)", "rope_and_write_latents"),
     ],
@@ -312,7 +312,7 @@ MISTAKES = {
         ("rope_and_write_latents", "slot >= 0", "slot >= -1"),
     ],
     chosen_experts: [
-        ("choose_experts", "return tl.where(is_there, power, 0.0)", "return power"),
+        ("choose_experts", "is_there, power, 0.0)", "is_there, power, power)"),
         ("choose_experts", "& (of_group < NUM_EXPERTS // NUM_GROUPS)", ""),
         ("choose_experts", "weights * scale", "weights"),
         ("choose_experts", "row * NUM_CHOSEN + tl.reshape", "tl.reshape"),
@@ -320,10 +320,10 @@ MISTAKES = {
     ],
     chosen_in_groups: [
         ("choose_experts", "expert, mask=is_chosen", "of_group, mask=is_chosen"),
-        ("choose_experts", "weights = tl.where(is_chosen, scores, 0.0)", "weights = tl.where(is_chosen, choice, 0.0)"),
+        ("choose_experts", "is_chosen, scores, 0.0)", "is_chosen, choice, 0.0)"),
         ("choose_experts", "if HAS_BIAS:", "if not HAS_BIAS:"),
         ("choose_experts", "1.0 + power)", "1.0 - power)"),
-        ("choose_experts", "tl.where(is_best, _NO_ORDER, order)", "order"),
+        ("choose_experts", "is_best, _NO_ORDER, order)", "is_best, order, order)"),
         ("choose_experts", "best +=", "best ="),
         (
             "choose_experts",
@@ -340,12 +340,8 @@ MISTAKES = {
         ("choose_experts", "<< 32) - index", "<< 32) + index"),
     ],
     chosen_from_nan: [
-        ("choose_experts", "tl.where(value == value, order_key(value), _LARGEST_KEY)", "order_key(value)"),
-        (
-            "choose_experts",
-            "tl.where(scores == scores, tl.div_rn(1.0, 1.0 + power), scores)",
-            "tl.where(scores == scores, tl.div_rn(1.0, 1.0 + power), 0.0)",
-        ),
+        ("choose_experts", "order_key(value), _LARGEST_KEY)", "order_key(value), order_key(value))"),
+        ("choose_experts", "1.0 + power), scores)", "1.0 + power), 0.0)"),
         ("choose_experts", "exponential(distance), distance)", "exponential(distance), 0.0)"),
     ],
     sorted_rows: [
@@ -377,11 +373,7 @@ MISTAKES = {
             "total *= tl.load(weights_ptr + row * NUM_CHOSEN)",
         ),
         ("add_experts", "1.0 + exponential(-tl.load(gate_ptr + row))", "1.0"),
-        (
-            "add_experts",
-            "stack = tl.where(slot == num_waiting, total[None, :], stack)",
-            "stack += tl.where(slot == num_waiting, total[None, :], 0.0)",
-        ),
+        ("add_experts", "total[None, :], stack)", "total[None, :], stack + total[None, :])"),
         ("add_experts", "shared_ptr + row * size", "shared_ptr"),
     ],
     int4_with_minima: [("matmul_int4", "whole -= tl.load(offset_ptr", "whole += tl.load(offset_ptr")],

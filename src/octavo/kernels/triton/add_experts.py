@@ -1,7 +1,6 @@
 """Sums of experts on a GPU.
 
-A program adds the experts in ascending order. A sum that still lacks its right part is in a stack, which holds at most
-one sum for each height of the tree.
+Experts are added in ascending order. A stack holds sums that lack their right part, at most one per height.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _add_experts(
     choice = row * NUM_CHOSEN + lane
     path = _path(tl.load(ids_ptr + choice, mask=lane < NUM_CHOSEN, other=0), NUM_EXPERTS, HEIGHT)
     next_path = _path(tl.load(ids_ptr + choice + 1, mask=lane + 1 < NUM_CHOSEN, other=0), NUM_EXPERTS, HEIGHT)
-    # heights are powers of two: where the paths of an expert and of the next one part
+    # the highest bit in which the paths of neighbours differ
     heights = tl.where(lane + 1 < NUM_CHOSEN, _highest_bit(path ^ next_path), 1 << HEIGHT)
     stack = tl.zeros([STACK, BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)

@@ -1,6 +1,6 @@
-"""Choices of experts on a GPU, one program per row. Experts are a tile: a row of the tile is a group.
+"""Choices of experts on a GPU, one program per row. Rows of a tile are groups.
 
-NaN is larger than any number, as in torch. So the choices of any row are valid.
+NaN is the largest number, as in torch, so the choices of any row are valid.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def rope_and_write_kv(
 
 @triton.jit
 def rotated(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
-    """Return both values of each pair, rotated, a mask, and the dimensions of the values."""
+    """Return rotated pairs, a mask, and their dimensions."""
     half = tl.arange(0, HALF)[None, :]
     first = half * 2 if IS_INTERLEAVED else half
     second = half * 2 + 1 if IS_INTERLEAVED else half + ROTARY_DIM // 2
