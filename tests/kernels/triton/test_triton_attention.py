@@ -67,7 +67,7 @@ def test_triton_sink_takes_its_share_of_every_row(attention, generator, dtype, h
 @pytest.mark.parametrize(
     ("old", "new", "length"),
     [
-        ("sinks_ptr + head, is_q", "sinks_ptr + 0 * head, is_q", 90),
+        ("totals, sinks_ptr + head,", "totals, sinks_ptr + 0 * head,", 90),
         ("sinks_ptr + tl.program_id(1) + row", "sinks_ptr + row", 1),
         ("tl.load(sink_place) * _LOG2_E", "tl.load(sink_place)", 1),
     ],
@@ -240,7 +240,7 @@ def test_number_of_programs_does_not_depend_on_length_of_tables(attention, monke
     for length in (2048, 40960):
         batch = AttentionBatch(lengths, lengths[1:], lengths.new_zeros(32, length // 16), lengths, lengths, 16)
         attention.paged_attention(q, cache, cache, batch, 1.0, None, None)
-    assert grids == [(33 + 33, 8)] * 2  # a tile for each sequence, one between them, and two programs per processor
+    assert grids == [(33 + 33, 8, 1)] * 2  # a tile for each sequence, one between them, and two programs per processor
 
 
 def test_partial_sums_are_within_scratch_bytes(attention, monkeypatch):
