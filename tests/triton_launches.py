@@ -57,7 +57,10 @@ def launches() -> Iterator[set[str]]:
     """Yield the keys of all launches in this context. Triton's hook gets each new one, as of a compilation.
 
     Engines make steps as on a GPU: they warm up, have graphs and pinned memory, and compute on the host by torch.
+    Experts are chosen at random, so they have any numbers of rows.
     """
+    from octavo.kernels.operations.choose_experts import choose_experts
+    from octavo.kernels.operations.sort_by_expert import sort_by_expert
     from octavo.kernels.reference import ReferenceKernels
     from octavo.kernels.triton import backend, matmul
     from octavo.worker import model_runner
@@ -72,7 +75,14 @@ def launches() -> Iterator[set[str]]:
             hook(fn=SimpleNamespace(name=kernel.__name__), key=key)
         keys.add(key)
 
-    make = backend.TritonKernels.__init__
+    make, kernel_of, generator = backend.TritonKernels.__init__, backend.kernel_of, torch.Generator().manual_seed(0)
+
+    def choose(logits, *others):
+        choose_experts.reference(torch.randn(logits.shape, generator=generator), *others)
+
+    def launch_and_compute(name):
+        launched, computed = kernel_of(name), {"choose_experts": choose, "sort_by_expert": sort_by_expert.reference}
+        return launched if name not in computed else lambda *args: (launched(*args), computed[name](*args))
 
     def make_as_on_device(kernels):
         make(kernels)
@@ -82,6 +92,7 @@ def launches() -> Iterator[set[str]]:
         for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             patch.setattr(place, name, _zeroed(getattr(place, name)))
         patch.setattr(InterpretedFunction, "run", launch)
+        patch.setattr(backend, "kernel_of", launch_and_compute)
         patch.setattr(backend.TritonKernels, "__init__", make_as_on_device)
         patch.setattr(backend.TritonKernels, "graph_pool", lambda _device: _NoGraphs())
         patch.setattr(backend.TritonKernels, "rejection_sample", ReferenceKernels.rejection_sample)

@@ -82,6 +82,21 @@ def attention(
     return call
 
 
+def latent_attention(dtype: str, rank: int, rope_dim: int, *, kv: str | None = None) -> Callable[[], None]:
+    """Return a call of attention of 16 heads to latents, the first values of keys."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.attention import paged_attention  # noqa: PLC0415
+
+        q = torch.empty(20, 16, rank + rope_dim, dtype=getattr(torch, dtype))
+        cache = _latents(getattr(torch, kv or dtype), rank, rope_dim)
+        paged_attention(q, cache, cache[..., :rank], _batch(), 0.1, None)
+
+    return call
+
+
 def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, kv: str | None = None) -> Callable[[], None]:
     """Return a call of rope_and_write_kv over views of a fused projection."""
 
@@ -101,6 +116,24 @@ def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, kv: str | None = None
     return call
 
 
+def latents(dtype: str, *, kv: str | None = None) -> Callable[[], None]:
+    """Return a call of rope_and_write_latents with DeepSeek's latents of 512 values."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.rope_and_write_latents import rope_and_write_latents  # noqa: PLC0415
+
+        kind, batch = getattr(torch, dtype), _batch()
+        q, latent = torch.empty(20, 16, 192, dtype=kind)[..., 128:], torch.empty(20, 2112, dtype=kind)[:, 1536:]
+        rope_and_write_latents(
+            q, latent, torch.empty(512, dtype=kind), 1e-6, torch.empty(64, 64), True, batch.positions,
+            batch.slot_mapping, _latents(getattr(torch, kv or dtype), 512, 64), torch.empty(20, 16, 576, dtype=kind),
+        )  # fmt: skip
+
+    return call
+
+
 def operation(name: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", **options: Any) -> Callable[[], None]:
     """Return a call of a method of `TritonKernels`, or of an operation, with tensors of these shapes."""
 
@@ -112,6 +145,49 @@ def operation(name: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", **op
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape in shapes]
         kernel = kernel_of(name) or getattr(TritonKernels(), name)
         kernel(*tensors, **options)
+
+    return call
+
+
+def choose_experts(num_experts: int, num_chosen: int, *, num_groups: int = 1, scoring: int) -> Callable[[], None]:
+    """Return a call of choose_experts."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.choose_experts import choose_experts  # noqa: PLC0415
+
+        ids = torch.empty(20, num_chosen, dtype=torch.int32)
+        bias = torch.empty(num_experts if num_groups > 1 else 0)
+        groups = num_groups, max(1, num_groups // 2), False
+        choose_experts(torch.empty(20, num_experts), bias, ids, torch.empty(20, num_chosen), scoring, *groups, 0.0, 1.0)
+
+    return call
+
+
+def sort_by_expert() -> None:
+    """Call sort_by_expert with the choices of 20 tokens."""
+    import torch  # noqa: PLC0415
+
+    from octavo.kernels.triton.sort_by_expert import sort_by_expert  # noqa: PLC0415
+
+    ids, sources = torch.zeros(20, 8, dtype=torch.int32), torch.empty(160, dtype=torch.int64)
+    sort_by_expert(ids, sources, torch.empty_like(ids), torch.empty(129, dtype=torch.int32))
+
+
+def add_experts(num_experts: int, num_chosen: int, *, is_shared: bool = False) -> Callable[[], None]:
+    """Return a call of add_experts."""
+
+    def call() -> None:
+        import torch  # noqa: PLC0415
+
+        from octavo.kernels.triton.add_experts import add_experts  # noqa: PLC0415
+
+        ids, weights = torch.zeros(20, num_chosen, dtype=torch.int32), torch.empty(20, num_chosen)
+        out = torch.empty(20, 2048, dtype=torch.bfloat16)
+        shared, gate = torch.empty(20 if is_shared else 0, 2048), torch.empty(20 if is_shared else 0, 1)
+        outputs = torch.empty(20 * num_chosen, 2048)
+        add_experts(outputs, ids, torch.empty_like(ids), weights, shared, gate, out, num_experts)
 
     return call
 
@@ -231,9 +307,18 @@ CASES: dict[str, Callable[[], None]] = {
     "attention float32 64": attention("float32", 64),
     "attention float32 128": attention("float32", 128),
     "attention float32 128 int8": attention("float32", 128, kv="int8"),
+    "attention float32 256": attention("float32", 256),
+    "attention latents bfloat16 512": latent_attention("bfloat16", 512, 64),
+    "attention latents bfloat16 512 fp8": latent_attention("bfloat16", 512, 64, kv=FP8),
+    "attention latents bfloat16 512 int8": latent_attention("bfloat16", 512, 64, kv="int8"),
+    "attention latents bfloat16 128": latent_attention("bfloat16", 128, 32),
+    "attention latents float32 512": latent_attention("float32", 512, 64),
     "rope_kv bfloat16 128": rope_kv("bfloat16", 128, 128),
     "rope_kv bfloat16 128 fp8": rope_kv("bfloat16", 128, 64, kv=FP8),
     "rope_kv bfloat16 128 int8": rope_kv("bfloat16", 128, 64, kv="int8"),
+    "rope_and_write_latents bfloat16": latents("bfloat16"),
+    "rope_and_write_latents bfloat16 fp8": latents("bfloat16", kv=FP8),
+    "rope_and_write_latents bfloat16 int8": latents("bfloat16", kv="int8"),
     "linear bfloat16 256 rows": linear(256, "bfloat16"),
     "linear bfloat16 1 row": linear(1, "bfloat16"),
     "linear float16 256 rows": linear(256, "float16"),
@@ -250,6 +335,14 @@ CASES: dict[str, Callable[[], None]] = {
         for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
     },
     **{f"linear {kind} 1 row": linear(1, "bfloat16", kind) for kind in ("Q8_0", "Q5_K", "Q6_K", "MXFP4")},
+    "choose_experts 128 softmax": choose_experts(128, 8, scoring=0),
+    "choose_experts 256 in groups": choose_experts(256, 8, num_groups=8, scoring=1),
+    "choose_experts 384 sigmoid": choose_experts(384, 8, scoring=1),
+    "choose_experts 32 softmax of chosen": choose_experts(32, 4, scoring=2),
+    "sort_by_expert": sort_by_expert,
+    "add_experts 128": add_experts(128, 8),
+    "add_experts 64 shared": add_experts(64, 6, is_shared=True),
+    "add_experts 512 shared": add_experts(512, 22, is_shared=True),
     "grouped_linear bfloat16": grouped_linear(is_gathered=False),
     "grouped_linear bfloat16 gathered": grouped_linear(is_gathered=True),
     "head_linear bfloat16": head_linear,
@@ -280,6 +373,16 @@ def _caches(dtype: Any, head_dim: int) -> list[Any]:
 
     layout, cpu = KVLayout((KVShape(2, head_dim),)), torch.device("cpu")
     return list(PagedKVCache(layout, num_blocks=[64], block_size=16, dtype=dtype, device=cpu).layer(0))
+
+
+def _latents(dtype: Any, rank: int, rope_dim: int) -> Any:
+    import torch  # noqa: PLC0415
+
+    from octavo.models.kv_layout import KVLayout, LatentShape  # noqa: PLC0415
+    from octavo.worker.kv_cache import PagedKVCache  # noqa: PLC0415
+
+    layout, cpu = KVLayout((LatentShape(rank, rope_dim),)), torch.device("cpu")
+    return PagedKVCache(layout, num_blocks=[64], block_size=16, dtype=dtype, device=cpu).layer(0)[0]
 
 
 def _batch() -> Any:

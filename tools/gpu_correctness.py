@@ -10,9 +10,12 @@ import torch
 
 from octavo.kernels import SamplingRows
 from octavo.kernels.block_weight import BlockKind, random_blocks
+from octavo.kernels.operations.add_experts import add_experts
+from octavo.kernels.operations.choose_experts import SIGMOID, choose_experts
+from octavo.kernels.operations.rope_and_write_latents import rope_and_write_latents
+from octavo.kernels.operations.sort_by_expert import sort_by_expert
 from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales, quantize_fp8, quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
-from octavo.kernels.triton.attention import is_covered
 from octavo.kernels.triton.e4m3 import as_bytes
 
 if TYPE_CHECKING:
@@ -32,10 +35,11 @@ def correctness(check: Check, entries: Entries) -> None:
         _values(check, entries, dtype)
         _rotation(check, entries, dtype)
         for case in check.sizes.attention:
-            if is_covered(case.head_dim, dtype):
-                entries.add(case.name(dtype), partial(attention_error, check, check.kernels, dtype, case))
+            entries.add(case.name(dtype), partial(attention_error, check, check.kernels, dtype, case))
+        entries.add(f"rope_and_write_latents {dtype}", partial(_latents, check, dtype))
     _integers(check, entries)
     _choices(check, entries)
+    _experts(check, entries)
 
 
 def units_off(actual: Tensor, exact: Tensor) -> dict[str, float]:
@@ -113,7 +117,7 @@ def attention_error(check: Check, kernels: Kernels, dtype: torch.dtype, case: At
     spans = [(0, most // 2), (most - 1, most), (most // 2, most // 2 + 5)]
     tables = check.tables(len(spans), most)
     batch = check.batch(spans, tables)
-    caches = check.caches(tables.numel(), 2, case.head_dim, case.kv_dtype or dtype)
+    caches = case.views(*check.caches(tables.numel(), 2, case.head_dim, case.kv_dtype or dtype))
     q = check.random(len(batch.positions), 2 * case.group, case.head_dim, dtype=dtype)
     scale = float(case.head_dim**-0.5)
     sinks = check.random(q.shape[1], dtype=torch.float32) if case.has_sinks else None
@@ -136,7 +140,9 @@ def dense_attention(
     for index, length in enumerate(batch.seq_lens.tolist()):
         rows, places = slice(starts[index], starts[index + 1]), torch.arange(length, device=q.device)
         block, offset = batch.block_tables[index][places // batch.block_size].long(), places % batch.block_size
-        keys, values = (_wide(cache, block, offset, q.shape[1]) for cache in (k_cache, v_cache))
+        keys, value_dim = _wide(k_cache, block, offset, q.shape[1]), v_cache.shape[3]
+        is_latent = value_dim < k_cache.shape[3]
+        values = keys[..., :value_dim] if is_latent else _wide(v_cache, block, offset, q.shape[1])
         scores = q[rows].double().transpose(0, 1) @ keys.transpose(1, 2) * scale
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
@@ -158,6 +164,66 @@ def _wide(cache: Tensor, block: Tensor, offset: Tensor, num_heads: int) -> Tenso
         values = cache.view(torch.int8)[block, :, offset].view(cache.dtype).double()
         values = values * kv_scales(cache)[block, :, offset].double().unsqueeze(-1)
     return values.repeat_interleave(num_heads // cache.shape[1], dim=1).transpose(0, 1)
+
+
+def _latents(check: Check, dtype: torch.dtype) -> dict[str, Any]:
+    """Compare rotated queries with plain torch in bits, and latents, whose norm torch sums in another order, nearly."""
+    spans, angles = [(0, 7), (30, 43)], check.random(64, 16, dtype=torch.float32, seed=8) * 3
+    cos_sin, fused = torch.cat([angles.cos(), angles.sin()], dim=1), check.random(20, 300, dtype=dtype)
+    batch, q = check.batch(spans, check.tables(2, 43)), check.random(20, 3, 32, dtype=dtype, seed=1)
+
+    def left(some: Kernels) -> tuple[Tensor, Tensor]:
+        cache, queries = check.caches(8, 1, 168, dtype)[0].zero_(), q.new_zeros(20, 3, 168)
+        weight = check.random(136, dtype=dtype, seed=2)
+        rope_and_write_latents(
+            some, q, fused[:, -168:], weight, 1e-6, cos_sin, True, batch.positions, batch.slot_mapping, cache, queries
+        )
+        return cache, queries
+
+    (cache, queries), (plain_cache, plain_queries) = left(check.kernels), left(PLAIN)
+    return units_off(cache, plain_cache) | _equal(queries, plain_queries)
+
+
+def _experts(check: Check, entries: Entries) -> None:
+    """Compare the choice, order and sum of experts with plain torch on the CPU."""
+    logits, cpu = check.random(50, 160, dtype=torch.float32), torch.device("cpu")
+    outputs, shared = (check.random(size, 70, dtype=torch.float32, seed=1).to(cpu) for size in (300, 50))
+
+    def chosen(some: Kernels, device: torch.device) -> tuple[Tensor, Tensor]:
+        ids = torch.empty(50, 6, dtype=torch.int32, device=device)
+        weights, bias = ids.float(), check.random(160, dtype=torch.float32, seed=2).to(device)
+        choose_experts(some, logits.to(device), bias, ids, weights, SIGMOID, 8, 3, False, 0.0, 2.5)
+        return ids, weights
+
+    ids, weights = chosen(PLAIN, cpu)
+
+    def placed(some: Kernels, device: torch.device) -> list[Tensor]:
+        own = ids.to(device)
+        made = [own.new_empty(300, dtype=torch.int64), torch.empty_like(own), own.new_empty(161)]
+        sort_by_expert(some, own, *made)
+        return made
+
+    places, gate = placed(PLAIN, cpu)[1], torch.zeros(50, 1)
+
+    def added(some: Kernels, device: torch.device) -> Tensor:
+        out = torch.empty(50, 70, device=device)
+        add_experts(
+            some, outputs.to(device), ids.to(device), places.to(device), weights.to(device), shared.to(device),
+            gate.to(device), out, 160,
+        )  # fmt: skip
+        return out
+
+    def choice() -> dict[str, Any]:
+        own_ids, own_weights = chosen(check.kernels, check.device)
+        return units_off(own_weights.to(cpu), weights) | _equal(own_ids, ids)
+
+    def order() -> dict[str, bool]:
+        pairs = zip(placed(check.kernels, check.device), placed(PLAIN, cpu), strict=True)
+        return {"is_equal": all(torch.equal(ours.cpu(), theirs) for ours, theirs in pairs)}
+
+    entries.add("choose_experts", choice)
+    entries.add("sort_by_expert", order)
+    entries.add("add_experts", lambda: _equal(added(check.kernels, check.device), added(PLAIN, cpu)))
 
 
 def _integers(check: Check, entries: Entries) -> None:

@@ -34,7 +34,10 @@ _WARM_MS, _MEASURED_MS = 20, 80  # of each operation that is timed
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One kind of attention. group: query heads per KV head. kv_dtype: of quantized KV, or None."""
+    """One kind of attention. group: query heads per KV head. kv_dtype: of quantized KV, or None.
+
+    value_dim: of latents, which are the first values of keys, or None.
+    """
 
     group: int
     head_dim: int
@@ -42,6 +45,11 @@ class AttentionCase:
     softcap: float | None = None
     kv_dtype: torch.dtype | None = None
     has_sinks: bool = False
+    value_dim: int | None = None
+
+    def views(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, given two caches of the width of keys."""
+        return k_cache, v_cache if self.value_dim is None else k_cache[..., : self.value_dim]
 
     def name(self, dtype: torch.dtype) -> str:
         """Return the name of its entry."""
@@ -50,6 +58,7 @@ class AttentionCase:
             "soft cap": self.softcap,
             "KV": self.kv_dtype,
             "sinks": self.has_sinks or None,
+            "latents": self.value_dim,
         }
         said = [f"{name} {value}" for name, value in options.items() if value is not None]
         return " ".join([f"paged_attention {dtype} group {self.group} head_dim {self.head_dim}", *said])
@@ -103,6 +112,8 @@ ON_GPU = Sizes(
         AttentionCase(8, 128, kv_dtype=torch.float8_e4m3fn),
         AttentionCase(8, 256, softcap=2.0),
         AttentionCase(8, 64, window=128, has_sinks=True),
+        AttentionCase(16, 576, value_dim=512),
+        AttentionCase(16, 576, kv_dtype=torch.float8_e4m3fn, value_dim=512),
     ),
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     requests=20,
@@ -121,7 +132,7 @@ DRY = Sizes(
     peak_values=1 << 10,
     prompt=70,
     chunks=(64,),
-    attention=(AttentionCase(1, 64, window=20, softcap=2.0, kv_dtype=torch.int8),),
+    attention=(AttentionCase(1, 64, window=20, softcap=2.0, kv_dtype=torch.int8), AttentionCase(2, 24, value_dim=16)),
     dtypes=(torch.float32,),
     requests=2,
     longest_prompt=8,

@@ -9,8 +9,8 @@ import torch
 from gpu_device import in_blocks
 
 from octavo.kernels.block_weight import BlockKind
+from octavo.kernels.operations.choose_experts import SOFTMAX, choose_experts
 from octavo.kernels.quantization import quantize_fp8, quantize_int4, quantize_int8
-from octavo.kernels.triton.attention import is_covered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,10 +42,18 @@ def exactness(check: Check, entries: Entries) -> None:
         entries.add(f"rms_norm {width}", partial(_norm, check, width))
     x = check.random(most, 512)
     entries.add("gate", lambda: _is_exact(check, x, check.kernels.gate))
+
+    def weights_of_experts(logits: Tensor) -> Tensor:
+        ids = torch.empty(len(logits), 8, dtype=torch.int32, device=check.device)
+        weights = torch.empty(len(logits), 8, device=check.device)
+        options = (SOFTMAX, 1, 1, False, 0.0, 1.0)
+        choose_experts(check.kernels, logits, logits[:0], ids, weights, *options)
+        return weights
+
+    entries.add("choose_experts", lambda: _is_exact(check, x.float(), weights_of_experts))
     for dtype in sizes.dtypes:
         for case in sizes.attention:
-            if is_covered(case.head_dim, dtype):
-                entries.add(case.name(dtype), partial(_attention, check, dtype, case))
+            entries.add(case.name(dtype), partial(_attention, check, dtype, case))
 
 
 def _product(
@@ -79,7 +87,7 @@ def _attention(check: Check, dtype: torch.dtype, case: AttentionCase) -> dict[st
     """
     most, strangers = check.sizes.prompt, len(_STRANGERS)
     tables = check.tables(strangers + 1, most)
-    caches = check.caches(tables.numel(), 2, case.head_dim, case.kv_dtype or dtype)
+    caches = case.views(*check.caches(tables.numel(), 2, case.head_dim, case.kv_dtype or dtype))
     q = check.random(most, 2 * case.group, case.head_dim, dtype=dtype)
     others = check.random(sum(_STRANGERS), 2 * case.group, case.head_dim, dtype=dtype, seed=7)
     sinks = check.random(2 * case.group, dtype=torch.float32) if case.has_sinks else None

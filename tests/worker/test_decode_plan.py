@@ -20,13 +20,13 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 class GraphKernels(ReferenceKernels):
-    """Plain torch kernels that claim to capture graphs, or not. asked: the heads and dtypes of the questions."""
+    """Plain torch kernels that claim to capture graphs, or not. asked: the experts of the questions."""
 
     def __init__(self, *, can_capture=True):
         self.can_capture, self.asked, self.decodes = can_capture, [], None
 
-    def captures_graphs(self, head_dims, dtype):
-        self.asked.append((set(head_dims), dtype))
+    def captures_graphs(self, experts):
+        self.asked.append(list(experts))
         return self.can_capture
 
     def record_forward(self, forward, token_ids, batch, max_tokens, decodes=None):
@@ -79,10 +79,17 @@ def test_no_graphs_are_planned_if_disabled_or_unsupported(planned):
         DeviceConfig(max_cudagraph_capture_size=-1)
 
 
-def test_graph_support_is_queried_with_head_dim_and_dtype(planned, checkpoint):
-    kernels, architecture = GraphKernels(can_capture=False), read_architecture(checkpoint)
-    assert planned(kernels=kernels) is None
-    assert kernels.asked == [({architecture.attentions[0].head_dim}, torch.float32)]
+@pytest.mark.parametrize(("family", "groups_per_layer"), [("Qwen3ForCausalLM", 0), ("MixtralForCausalLM", 2)])
+def test_graph_support_is_queried_with_experts(tmp_path, family, groups_per_layer):
+    checkpoint, kernels = write_checkpoint(tmp_path, tiny_config(family)), GraphKernels(can_capture=False)
+    model = load_model(
+        FolderWeights(checkpoint), read_architecture(checkpoint), kernels, dtype="float32", device=CPU,
+        max_model_len=128,
+    )  # fmt: skip
+    limits = {"num_rows": (1,), "max_num_seqs": 4, "max_model_len": 128, "block_size": 16}
+    assert make_decode_plan(model, DeviceConfig(), GPU, **limits) is None
+    (experts,) = kernels.asked
+    assert len(experts) == groups_per_layer * len(model.layers)
 
 
 def test_planned_graph_bytes_grow_with_graphs_rows_and_tables(planned, checkpoint):

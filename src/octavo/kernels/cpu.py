@@ -296,9 +296,9 @@ class CpuKernels:
         )  # fmt: skip
         return out
 
-    def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
+    def captures_graphs(self, experts: Iterable[PackedGroups]) -> bool:
         """Return False."""
-        del head_dims, dtype
+        del experts
         return False
 
     def record_forward(

@@ -274,8 +274,8 @@ class Kernels(Protocol):
         """Return x[rows], contiguous; x may have any token stride."""
         ...
 
-    def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """Return True if `record_forward` captures graphs. Otherwise log the reason."""
+    def captures_graphs(self, experts: Iterable[PackedGroups]) -> bool:
+        """Return True if `record_forward` captures graphs of a model with these experts. Otherwise log the reason."""
         ...
 
     def record_forward(

@@ -20,7 +20,8 @@ class TokenMixer(Protocol):
 
     `cache` comes from `CacheSpec.views`. Its rows are written at `AttentionBatch.slot_mapping` and read through
     `AttentionBatch.block_tables` of the layer's KV group. A row's result must not depend on other sequences, or on how
-    its sequence is divided among steps. Only `Attention` is captured as graphs, so other mixers get no padding.
+    its sequence is divided among steps. Only `Attention` and `LatentAttention` are captured
+    as graphs, so other mixers get no padding.
     """
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:

@@ -11,7 +11,7 @@ from octavo.kernels.operations.sort_by_expert import sort_by_expert
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.interface import AttentionBatch
+    from octavo.kernels.interface import AttentionBatch, PackedGroups
     from octavo.models.experts import ExpertsConfig, ExpertsTensors
     from octavo.models.layers import ModelContext
 
@@ -40,6 +40,11 @@ class Experts:
     def bytes_per_expert(self) -> int:
         """Mean bytes of an expert's packed weights."""
         return (self.gate_up.num_bytes + self.down.num_bytes) // self.config.router.num_experts
+
+    @property
+    def groups(self) -> tuple[PackedGroups, PackedGroups]:
+        """The experts' weights."""
+        return self.gate_up, self.down
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
         """See `MLP`."""

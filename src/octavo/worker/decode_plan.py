@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from octavo.kernels.interface import DecodePlan
 from octavo.models.architecture import DTYPE_BYTES
-from octavo.models.experts import ExpertsConfig
+from octavo.models.expert_layer import Experts
 from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
 
 if TYPE_CHECKING:
@@ -39,10 +39,9 @@ def make_decode_plan(
     """
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
-    head_dims = {each.head_dim for each in architecture.attentions}
-    has_experts = any(isinstance(each.mlp, ExpertsConfig) for each in architecture.layers)  # not supported
+    experts = [each for layer in model.layers if isinstance(layer.mlp, Experts) for each in layer.mlp.groups]
     is_plain = architecture.num_position_dims == 1 and len(architecture.attentions) == len(architecture.layers)
-    if not sizes or has_experts or not is_plain or not model.kernels.captures_graphs(head_dims, model.dtype):
+    if not sizes or not is_plain or not model.kernels.captures_graphs(experts):
         return None
     table_width, dtype = -(-max_model_len // block_size), str(model.dtype).removeprefix("torch.")
     most_seqs = max(of_rows[-1] for of_rows in sizes.values())

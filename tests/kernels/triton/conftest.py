@@ -41,13 +41,12 @@ def make_mistake(tmp_path, monkeypatch, kernels):
 
     def make(module, old, new, *users):
         made = broken(tmp_path, module, old, new, *users)
-        if importlib.util.find_spec(f"octavo.kernels.operations.{module}"):
+        last = [module, *users][-1]
+        if importlib.util.find_spec(f"octavo.kernels.operations.{last}"):
             right = backend.kernel_of
-            monkeypatch.setattr(
-                backend, "kernel_of", lambda name: getattr(made, name) if name == module else right(name)
-            )
+            monkeypatch.setattr(backend, "kernel_of", lambda name: getattr(made, name) if name == last else right(name))
             return made
-        for name, wrong in replaced(vars(backend), [module, *users][-1], made).items():
+        for name, wrong in replaced(vars(backend), last, made).items():
             monkeypatch.setattr(backend, name, wrong)
         return made
 

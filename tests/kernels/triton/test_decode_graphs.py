@@ -170,8 +170,24 @@ def test_decode_graph_serves_sequences_with_different_row_counts(model):
         ("Qwen2ForCausalLM", {"quantization": "int4"}),
         ("Qwen3ForCausalLM", {"quantization": "int4_all"}),
         ("Olmo2ForCausalLM", {}),
+        ("Qwen2MoeForCausalLM", {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}),
+        ("DeepseekV3ForCausalLM", {"num_hidden_layers": 2, "moe_intermediate_size": 24, "num_key_value_heads": 2}),
+        (
+            "DeepseekV2ForCausalLM",
+            {"kv_dtype": torch.float8_e4m3fn, "first_k_dense_replace": 1, "num_key_value_heads": 2},
+        ),
     ],
-    ids=["windows", "int8", "fp8", "int4", "int4 embedding", "norms behind"],
+    ids=[
+        "windows",
+        "int8",
+        "fp8",
+        "int4",
+        "int4 embedding",
+        "norms behind",
+        "experts",
+        "latents and experts",
+        "fp8 latents",
+    ],
 )
 def test_decode_graph_bits_are_equal_for_other_models_and_dtypes(tmp_path, kernels, device, family, options):
     model = Model(tmp_path, kernels, device, family, **options)

@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import test_elementwise
 import test_rejection
+import test_triton_experts
+import test_triton_latents
 import test_triton_matmul
 import test_triton_sampling
 import test_triton_values
 import torch
 
 from octavo.kernels import triton as package
+from octavo.kernels.operations.choose_experts import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
 from octavo.kernels.triton import backend
 
 # The interpreter uses numpy, which warns of intended values: infinities and NaN.
@@ -112,6 +115,51 @@ def products_by_one_program(kernels, generator):
     with pytest.MonkeyPatch.context() as context:
         context.setitem(backend.matmul.__globals__, "num_processors", lambda _device: 1)
         products(kernels, generator)
+
+
+def latents(kernels, generator, stored=None):
+    args = test_triton_latents.make(generator, (5, 40, 24), torch.bfloat16)
+    args[1] *= 1e-3  # eps counts
+    test_triton_latents.assert_same_as_torch(kernels, args, stored)
+
+
+def int8_latents(kernels, generator):
+    latents(kernels, generator, torch.int8)
+
+
+def padding_latents(kernels, generator):
+    test_triton_latents.test_padding_row_writes_no_latent(kernels, generator, torch.int8)
+
+
+def chosen_experts(kernels, generator):
+    test_triton_experts.assert_chosen_as_by_torch(kernels, generator, SOFTMAX, (60, 4, 1, 1))
+    test_triton_experts.assert_chosen_as_by_torch(kernels, generator, SOFTMAX, (60, 4, 1, 1), least_sum=-1.0)
+
+
+def chosen_in_groups(kernels, generator):
+    test_triton_experts.assert_chosen_as_by_torch(kernels, generator, SIGMOID, (40, 6, 8, 3))
+
+
+def softmax_of_chosen(kernels, generator):
+    test_triton_experts.assert_chosen_as_by_torch(kernels, generator, SOFTMAX_OF_CHOSEN, (60, 4, 1, 1))
+
+
+def tied_experts(kernels, _generator):
+    test_triton_experts.test_ties_go_to_lowest_expert(kernels)
+
+
+def chosen_from_nan(kernels, _generator):
+    test_triton_experts.test_logits_that_are_not_numbers_choose_as_plain_torch(kernels, SIGMOID, 1)
+    test_triton_experts.test_logits_that_are_not_numbers_choose_as_plain_torch(kernels, SOFTMAX, 3)
+
+
+def sorted_rows(kernels, generator):
+    test_triton_experts.assert_sorted_as_by_torch(kernels, generator, 300, 4, 5)
+
+
+def added_experts(kernels, generator):
+    test_triton_experts.assert_added_as_by_torch(kernels, generator, 60, 20)
+    test_triton_experts.assert_added_as_by_torch(kernels, generator, 128, 8, shared="gated", size=530)
 
 
 KEPT = "return (key > cut_key) | ((key == cut_key) & (ids <= cut_id))"
@@ -237,11 +285,113 @@ MISTAKES = {
         ("matmul", "for partition in range(1, tl.cdiv(WIDTH, PARTITION)):", "for partition in range(0, 0):"),
         ("matmul", "(of_group // group_rows) * BLOCK_N", "(of_group // group_rows) * BLOCK_N + 1"),
     ],
+    latents: [
+        ("rope_and_write_latents", "is_dim = dim < RANK", "is_dim = dim <= RANK"),
+        ("rope_and_write_latents", "content * content, eps", "content * content, 0.0"),
+        ("rope_and_write_latents", "weight_ptr + dim", "weight_ptr + 0 * dim"),
+        ("rope_and_write_latents", "place + RANK, is_row", "place + RANK - 1, is_row"),
+        ("rope_and_write_latents", "tl.store(row + RANK + first", "tl.store(row + first"),
+        ("rope_and_write_latents", "queries_head_stride + RANK", "queries_head_stride"),
+        ("rope_and_write_latents", "head < NUM_HEADS", "head < NUM_HEADS - 1"),
+        ("rope_and_write_latents", "is_finite, y, nan)", "is_finite, y, y)"),
+        ("rope_and_write_latents", "is_finite, content, 0.0)", "is_finite, content, content)"),
+        ("rope_and_write_latents", "offset * row_stride", "offset * 0"),
+        ("norms", "return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))", "return tl.rsqrt(mean)", "rope_and_write_latents"),
+    ],
+    int8_latents: [
+        (
+            "rope_and_write_latents",
+            "tl.maximum(magnitude_of(x), magnitude_of(y)), magnitude_of(content)",
+            "magnitude_of(x), magnitude_of(y)",
+        ),
+        ("rope_and_write_latents", "block * scales_stride + offset", "block * scales_stride"),
+    ],
+    padding_latents: [
+        ("rope_and_write_latents", "mask=is_row & is_dim", "mask=is_dim"),
+        ("rope_and_write_latents", "scale, mask=is_row", "scale"),
+        ("rope_and_write_latents", "slot >= 0", "slot >= -1"),
+    ],
+    chosen_experts: [
+        ("choose_experts", "is_there, power, 0.0)", "is_there, power, power)"),
+        ("choose_experts", "& (of_group < NUM_EXPERTS // NUM_GROUPS)", ""),
+        ("choose_experts", "weights * scale", "weights"),
+        ("choose_experts", "row * NUM_CHOSEN + tl.reshape", "tl.reshape"),
+        ("choose_experts", "+ least_sum)", "- least_sum + 1.0)"),
+    ],
+    chosen_in_groups: [
+        ("choose_experts", "expert, mask=is_chosen", "of_group, mask=is_chosen"),
+        ("choose_experts", "is_chosen, scores, 0.0)", "is_chosen, choice, 0.0)"),
+        ("choose_experts", "if HAS_BIAS:", "if not HAS_BIAS:"),
+        ("choose_experts", "1.0 + power)", "1.0 - power)"),
+        ("choose_experts", "is_best, _NO_ORDER, order)", "is_best, order, order)"),
+        ("choose_experts", "best +=", "best ="),
+        (
+            "choose_experts",
+            "(_order(best, group, group < NUM_GROUPS), NUM_CHOSEN_GROUPS)",
+            "(_order(best, group, group < NUM_GROUPS), NUM_GROUPS)",
+        ),
+        ("choose_experts", "expert = group * (NUM_EXPERTS // NUM_GROUPS)", "expert = group * SIZE"),
+    ],
+    softmax_of_chosen: [
+        ("choose_experts", "_exponentials(scores, is_chosen)", "_exponentials(scores, is_there)"),
+        ("choose_experts", "powers = _exponentials(scores, is_chosen)", "powers = _exponentials(choice, is_chosen)"),
+    ],
+    tied_experts: [
+        ("choose_experts", "<< 32) - index", "<< 32) + index"),
+    ],
+    chosen_from_nan: [
+        ("choose_experts", "order_key(value), _LARGEST_KEY)", "order_key(value), order_key(value))"),
+        ("choose_experts", "1.0 + power), scores)", "1.0 + power), 0.0)"),
+        ("choose_experts", "exponential(distance), distance)", "exponential(distance), 0.0)"),
+    ],
+    sorted_rows: [
+        ("sort_by_expert", "num_lower +=", "num_lower ="),
+        ("sort_by_expert", "ids < expert", "ids <= expert"),
+        ("sort_by_expert", "mask=index < num_choices, other=expert", "mask=index < num_choices, other=-1"),
+        ("sort_by_expert", "mask=index < num_choices, other=-1", "mask=index < num_choices - 1, other=-1"),
+        ("sort_by_expert", "place += tl.max(number)", "place += 0"),
+        ("sort_by_expert", "index // NUM_CHOSEN", "index"),
+        ("sort_by_expert", "places_ptr + index, place + number - 1", "places_ptr + index, place + number"),
+        ("sort_by_expert", "tl.cumsum(is_own.to(tl.int32), 0)", "tl.cumsum(is_own.to(tl.int32), 0, reverse=True)"),
+        (
+            "sort_by_expert",
+            "tl.store(starts_ptr + expert + 1, num_choices)",
+            "tl.store(starts_ptr + expert + 1, place - 1)",
+        ),
+    ],
+    added_experts: [
+        ("add_experts", "tl.program_id(1) * BLOCK + ", ""),
+        ("add_experts", "middle = (low + high) // 2", "middle = (low + high + 1) // 2"),
+        ("add_experts", "return x - (x >> 1)", "return x + 1"),
+        ("add_experts", "(waiting & (height - 1)) != 0", "waiting != 0"),
+        ("add_experts", "1 << HEIGHT)", "1)"),
+        ("add_experts", "waiting = waiting & (waiting - 1)", "waiting = waiting - 1"),
+        ("add_experts", "outputs_ptr + place * size", "outputs_ptr + (row * NUM_CHOSEN + index) * size"),
+        (
+            "add_experts",
+            "total *= tl.load(weights_ptr + row * NUM_CHOSEN + index)",
+            "total *= tl.load(weights_ptr + row * NUM_CHOSEN)",
+        ),
+        ("add_experts", "1.0 + exponential(-tl.load(gate_ptr + row))", "1.0"),
+        ("add_experts", "total[None, :], stack)", "total[None, :], stack + total[None, :])"),
+        ("add_experts", "shared_ptr + row * size", "shared_ptr"),
+    ],
     int4_with_minima: [("matmul_int4", "whole -= tl.load(offset_ptr", "whole += tl.load(offset_ptr")],
 }
 
 
-RUN_BY_THEMSELVES = [drafts, top_tokens_with_nan, wide_rows, top_k, top_p, filtered, choices]
+RUN_BY_THEMSELVES = [
+    padding_latents,
+    tied_experts,
+    chosen_from_nan,
+    drafts,
+    top_tokens_with_nan,
+    wide_rows,
+    top_k,
+    top_p,
+    filtered,
+    choices,
+]
 
 
 @pytest.mark.sweep(3)

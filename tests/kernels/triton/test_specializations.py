@@ -15,9 +15,13 @@ from octavo.config import SpeculativeConfig
 from octavo.kernels import SamplingRows
 from octavo.kernels.block_weight import BlockKind, random_blocks
 from octavo.kernels.operations.add import add
+from octavo.kernels.operations.add_experts import add_experts
+from octavo.kernels.operations.choose_experts import choose_experts
 from octavo.kernels.operations.divide import divide
 from octavo.kernels.operations.log_softmax import log_softmax
+from octavo.kernels.operations.rope_and_write_latents import rope_and_write_latents
 from octavo.kernels.operations.soft_cap import soft_cap
+from octavo.kernels.operations.sort_by_expert import sort_by_expert
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES
@@ -79,6 +83,27 @@ def rows_of(name, num_rows, kernels, generator):
         q, k, v = fused.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), 1)
         kernels.rope_and_write_kv(q, k, v, torch.empty(400, HEAD_DIM), batch, *caches)
         kernels.paged_attention(q, *caches, batch, 0.2, None)
+    elif name == "experts":
+        ids, weights, numbers = torch.zeros(num_rows, 3, dtype=torch.int32), torch.empty(num_rows, 3), torch.empty(8)
+        choose_experts(kernels, torch.empty(num_rows, 8), numbers, ids, weights, 1, 4, 2, False, 0.0, 1.0)
+        sources, starts = torch.empty(3 * num_rows, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
+        sort_by_expert(kernels, ids, sources, torch.empty_like(ids), starts)
+        packed = kernels.pack_groups([kernels.pack_linear(torch.empty(VOCAB, WIDTH))] * 8)
+        outputs = kernels.grouped_linear(x, packed, starts, sources=sources)
+        out = torch.empty(num_rows, VOCAB, dtype=torch.bfloat16)
+        add_experts(kernels, outputs, ids, ids, weights, outputs[:num_rows], weights[:, :1].contiguous(), out, 8)
+    elif name == "latents":
+        batch, cache, _ = paged_batch([(num_rows + 300, num_rows)], 16, 1, 576, torch.bfloat16, generator)
+        fused, q = (torch.empty(num_rows, width, dtype=torch.bfloat16) for width in (2112, 3 * 192))
+        queries, weights = torch.empty(num_rows, 3, 576, dtype=torch.bfloat16), torch.empty(3, 512, 128)
+        plain, rotated = q.view(num_rows, 3, 192).split_with_sizes((128, 64), 2)
+        packed = kernels.pack_groups([kernels.pack_linear(each.bfloat16()) for each in weights])
+        kernels.head_linear(plain, packed, queries[..., :512])
+        rope_and_write_latents(
+            kernels, rotated, fused[:, 1536:], fused[0, :512], 1e-6, torch.empty(400, 64), True, batch.positions,
+            batch.slot_mapping, cache, queries,
+        )  # fmt: skip
+        kernels.paged_attention(queries, cache, cache[..., :512], batch, 0.2, None)
     elif name == "tokens":
         ids = torch.zeros(num_rows, dtype=torch.int64)
         numbers, parameters = ids.int(), torch.ones(num_rows)
@@ -100,7 +125,9 @@ def rows_of(name, num_rows, kernels, generator):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("name", ["add", "norms", "attention", "tokens", "float32", "int8", "int4", "blocks"])
+@pytest.mark.parametrize(
+    "name", ["add", "norms", "attention", "experts", "latents", "tokens", "float32", "int8", "int4", "blocks"]
+)
 def test_rows_select_only_tiles(name, kernels, generator):
     """So no number of rows has machine code of its own, and the warm-up needs one number for each choice of tiles."""
     for same in ([1, 2, 15, 16], [17, 32, 63, 64], [65, 70, 80, 1025]):
@@ -222,7 +249,6 @@ def test_compilations_while_serving_are_counted_and_logged(tmp_path, monkeypatch
 
 
 @pytest.mark.sweep(28)
-@pytest.mark.filterwarnings("ignore:plain torch computes:RuntimeWarning")
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "int8"), ("bfloat16", "fp8")])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_serving_every_family_compiles_nothing(name, dtype, quantization, tmp_path):

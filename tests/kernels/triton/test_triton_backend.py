@@ -39,14 +39,15 @@ def test_auto_backend_on_untested_gpu_is_reference():
     assert create_kernels(torch.device("cuda"), "triton").name == "triton"
 
 
-def test_graphs_are_captured_only_without_plain_torch_fallback(kernels, device, caplog):
-    made = create_kernels(device, "triton")
-    assert made.captures_graphs({64, 256}, torch.bfloat16)
-    assert made.captures_graphs({64}, torch.float32)
+def test_graphs_are_captured_unless_experts_are_multiplied_one_by_one(kernels, device, caplog):
+    made, weight = create_kernels(device, "triton"), torch.ones(8, 32)
+    floats = made.pack_groups([made.pack_linear(weight)] * 2)
+    assert made.captures_graphs([])
+    assert made.captures_graphs([floats, floats])
     assert not caplog.records
-    assert not made.captures_graphs({64, 256}, torch.float32)
-    (record,) = caplog.records
-    assert record.message.endswith("plain torch computes attention of heads wider than 128 in float32")
+    for packed in (made.pack_linear(quantize_int8(weight)), made.pack_linear(weight, torch.ones(8))):
+        assert not made.captures_graphs([floats, made.pack_groups([packed] * 2)])
+        assert caplog.records[-1].message.endswith("experts with quantized weights or biases prevent them")
 
 
 def test_interpreter_supports_no_cuda_graphs(device, caplog, monkeypatch):
@@ -55,7 +56,7 @@ def test_interpreter_supports_no_cuda_graphs(device, caplog, monkeypatch):
 
     monkeypatch.setattr(TritonKernels, "graph_pool", CudaGraphPool)
     made = create_kernels(device, "triton")
-    assert made.captures_graphs({64}, torch.bfloat16) == (device.type == "cuda")
+    assert made.captures_graphs([]) == (device.type == "cuda")
     assert ("Triton's interpreter does not support them" in caplog.text) == (device.type == "cpu")
 
 

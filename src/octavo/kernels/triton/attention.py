@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-MAX_ROW_BYTES = 512  # of a padded head; tiles of q, k and v must fit shared memory
+_MAX_ROW_BYTES = 512  # of a padded head in a tile, which must fit shared memory; wider heads are divided
+_PIECE = 64  # dimensions of q and k of wide heads in a product
+_VALUE_BYTES = 256  # of the values of wide heads that a program adds in registers
 BLOCK_M = 64  # rows that a warp group of Hopper multiplies
 TILE = 64
 TILES = 4
@@ -55,28 +57,31 @@ def paged_attention(
 ) -> Tensor:
     """See `Kernels`."""
     num_tokens, num_heads, head_dim = q.shape
-    num_seqs, num_kv_heads = batch.seq_lens.shape[0], k_cache.shape[1]
+    num_seqs, num_kv_heads, value_dim = batch.seq_lens.shape[0], k_cache.shape[1], v_cache.shape[3]
     group = num_heads // num_kv_heads
-    out = (q.new_zeros if batch.has_padding_rows else q.new_empty)(num_tokens, num_heads * head_dim)
+    out = (q.new_zeros if batch.has_padding_rows else q.new_empty)(num_tokens, num_heads * value_dim)
     max_partitions = triton.cdiv(batch.block_tables.shape[1] * batch.block_size, PARTITION)
-    split_tokens = _split_tokens(num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, max_partitions)
-    partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, head_dim, q)
+    split_tokens = _split_tokens(num_tokens, num_seqs, num_heads, num_kv_heads, value_dim, max_partitions)
+    partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, value_dim, q)
     has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
-    k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if has_scales else (partials[1], partials[1])
+    k_scales = kv_scales(k_cache) if has_scales else partials[1]
+    # values of fewer dimensions are the first ones of keys
+    v_scales = kv_scales(v_cache) if has_scales and value_dim == head_dim else k_scales
+    piece, block_v = _tile_dims(head_dim, value_dim, q.dtype)
     num_tiles = num_tokens * group // BLOCK_M + num_seqs  # at most
     num_sharers = min(
         num_seqs * split_tokens * max_partitions,
         triton.cdiv(_SHARERS_PER_PROCESSOR * num_processors(batch.seq_lens.device), num_kv_heads),
     )
     sink_scores = partials[1] if sinks is None else sinks
-    _attend[num_tiles + num_sharers, num_kv_heads](
+    _attend[num_tiles + num_sharers, num_kv_heads, triton.cdiv(value_dim, block_v)](
         out, *partials, q, as_bytes(k_cache), as_bytes(v_cache), k_scales, v_scales, sink_scores,
         batch.query_start, batch.seq_lens, batch.block_tables,
         num_seqs, num_tiles, split_tokens, max_partitions, scale if softcap is None else scale / softcap,
         0.0 if softcap is None else softcap, _NO_WINDOW if window is None else window,
         *q.stride()[:2], batch.block_tables.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         *(k_scales.stride()[:2] if has_scales else (0, 0)), *(v_scales.stride()[:2] if has_scales else (0, 0)),
-        NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, PIECE=piece, BLOCK_V=block_v,
         BLOCK_SIZE=batch.block_size, BLOCK_M=BLOCK_M, TILE=TILE, TILES=TILES,
         HAS_SOFTCAP=softcap is not None, HAS_SCALES=has_scales, HAS_SINKS=sinks is not None,
         **launch_options(head_dim, q.dtype),
@@ -85,15 +90,18 @@ def paged_attention(
         _merge_partitions[num_seqs * split_tokens, num_heads](
             out, *partials, batch.query_start, batch.seq_lens, sink_scores,
             split_tokens, max_partitions, _NO_WINDOW if window is None else window,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            NUM_HEADS=num_heads, VALUE_DIM=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
             PARTITION=PARTITION, HAS_SINKS=sinks is not None, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
-def is_covered(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return True for supported heads."""
-    return bool(triton.next_power_of_2(head_dim) * dtype.itemsize <= MAX_ROW_BYTES)
+def _tile_dims(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the dimensions of keys and of values in a tile."""
+    piece, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    if piece * dtype.itemsize <= _MAX_ROW_BYTES:
+        return piece, block_v
+    return _PIECE, min(block_v, _VALUE_BYTES // dtype.itemsize)
 
 
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
@@ -147,9 +155,9 @@ def _merge(total_max, total_weight, totals, part_max, part_weight, part):
 
 
 @triton.jit
-def _nothing_seen(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _nothing_seen(ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
     weight = tl.zeros([ROWS], tl.float32)
-    return weight + float("-inf"), weight, tl.zeros([ROWS, BLOCK_D], tl.float32)
+    return weight + float("-inf"), weight, tl.zeros([ROWS, BLOCK_V], tl.float32)
 
 
 @triton.jit
@@ -159,24 +167,25 @@ def _first_seen(position, window):
 
 @triton.jit
 def _attend_tile(
-    q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, start, first, seq_len, position,
-    window, scale, softcap, k_block_stride, k_row_stride, v_block_stride, v_row_stride,
+    q, q_place, is_q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+    start, first, seq_len, position, window, scale, softcap, k_block_stride, k_row_stride, v_block_stride, v_row_stride,
     k_scales_stride, v_scales_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PIECE: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    of_tile, dim = start + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    of_tile = start + tl.arange(0, TILE)
     is_there = (of_tile >= first) & (of_tile < seq_len)  # blocks before `first` may be released
-    is_dim = dim < HEAD_DIM
     block = tl.load(table_ptr + of_tile // BLOCK_SIZE, mask=is_there, other=0).to(tl.int64)
     offset = of_tile % BLOCK_SIZE
-    k = tl.load(
-        k_ptr + (block * k_block_stride + offset * k_row_stride)[None, :] + dim[:, None],
-        mask=is_there[None, :] & is_dim[:, None], other=0.0,
+    k_place = k_ptr + (block * k_block_stride + offset * k_row_stride)[None, :]
+    scores = dot(
+        q, _keys(k_place, is_there, 0, q.dtype, HEAD_DIM, PIECE, HAS_SCALES),
+        tl.zeros([q.shape[0], TILE], tl.float32),
     )  # fmt: skip
-    if HAS_SCALES:
-        k = round_to(to_float32(k), q.dtype)
-    scores = dot(q, k, tl.zeros([q.shape[0], TILE], tl.float32)) * scale
+    for first_dim in range(PIECE, HEAD_DIM, PIECE):
+        part = _queries(q_place, is_q, first_dim, HEAD_DIM, PIECE)
+        scores = dot(part, _keys(k_place, is_there, first_dim, q.dtype, HEAD_DIM, PIECE, HAS_SCALES), scores)
+    scores *= scale
     if HAS_SCALES:
         scores *= tl.load(k_scales_ptr + block * k_scales_stride + offset, mask=is_there, other=0.0)[None, :]
     if HAS_SOFTCAP:
@@ -187,14 +196,42 @@ def _attend_tile(
     origin = tl.where(largest == float("-inf"), 0.0, largest)
     keep, weights = tl.exp2(maximum - origin), tl.exp2(scores - origin[:, None])
     weight = weight * keep + tl.sum(weights, axis=1)
+    dim, is_dim = _value_dims(VALUE_DIM, BLOCK_V)
     v = tl.load(
         v_ptr + (block * v_block_stride + offset * v_row_stride)[:, None] + dim[None, :],
         mask=is_there[:, None] & is_dim[None, :], other=0.0,
     )  # fmt: skip
     if HAS_SCALES:  # float16 could not hold scaled weights
         scales = tl.load(v_scales_ptr + block * v_scales_stride + offset, mask=is_there, other=0.0)
+        if VALUE_DIM < HEAD_DIM:  # the scale is NaN if the key is
+            scales = tl.where(scales == scales, scales, 0.0)  # noqa: PLR0124
         v = round_to(to_float32(v) * scales[:, None], q.dtype)
     return largest, weight, dot(round_to(weights, q.dtype), v, sums * keep[:, None])
+
+
+@triton.jit
+def _queries(place, is_row, first_dim, HEAD_DIM: tl.constexpr, PIECE: tl.constexpr):
+    dim = first_dim + tl.arange(0, PIECE)
+    return tl.load(place + dim[None, :], mask=is_row & (dim < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _keys(
+    place, is_there, first_dim, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, PIECE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    dim = first_dim + tl.arange(0, PIECE)
+    k = tl.load(place + dim[:, None], mask=is_there[None, :] & (dim < HEAD_DIM)[:, None], other=0.0)
+    return round_to(to_float32(k), dtype) if HAS_SCALES else k
+
+
+@triton.jit
+def _value_dims(VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Return the program's dimensions of values."""
+    dim = tl.arange(0, BLOCK_V)
+    if BLOCK_V < VALUE_DIM:
+        dim += tl.program_id(2) * BLOCK_V
+    return dim, dim < VALUE_DIM
 
 
 @triton.jit
@@ -267,7 +304,8 @@ def _attend(
     q_stride, q_head_stride, table_stride, k_block_stride, k_head_stride, k_row_stride,
     v_block_stride, v_head_stride, v_row_stride,
     k_scales_stride, k_scales_head_stride, v_scales_stride, v_scales_head_stride,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -289,7 +327,7 @@ def _attend(
         num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token
         sequence_tiles = tl.maximum(tl.cdiv(num_tokens * GROUP, BLOCK_M), 1)
         tile = tl.where(is_sharer, number % sequence_tiles, number)
-        row, dim = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         token, head = row // GROUP, tl.program_id(1) * GROUP + row % GROUP
         is_there = token < num_tokens
         seq_len = tl.load(seq_lens_ptr + sequence)
@@ -303,34 +341,35 @@ def _attend(
         elif (num_tokens <= split_tokens) | (tile >= sequence_tiles):
             end_partition = partition
         if partition < end_partition:
-            is_q = is_there[:, None] & (dim < HEAD_DIM)[None, :]
-            q_place = (first_token + token).to(tl.int64) * q_stride + head * q_head_stride
-            q = tl.load(q_ptr + q_place[:, None] + dim[None, :], mask=is_q, other=0.0)
-            total_max, total_weight, totals = _nothing_seen(BLOCK_M, BLOCK_D)
+            q_place = q_ptr + ((first_token + token).to(tl.int64) * q_stride + head * q_head_stride)[:, None]
+            q = _queries(q_place, is_there[:, None], 0, HEAD_DIM, PIECE)
+            total_max, total_weight, totals = _nothing_seen(BLOCK_M, BLOCK_V)
             table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
             for index in range(loop_bound(partition), loop_bound(end_partition)):
-                maximum, weight, sums = _nothing_seen(BLOCK_M, BLOCK_D)
+                maximum, weight, sums = _nothing_seen(BLOCK_M, BLOCK_V)
                 of_partition = tl.maximum(index * TILES, first_tile)
                 end_of_partition = tl.minimum(index * TILES + TILES, end_tile)
                 for of_tile in range(loop_bound(of_partition), loop_bound(end_of_partition)):
                     maximum, weight, sums = _attend_tile(
-                        q, maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-                        of_tile * TILE, first, seq_len, position, window, scale, softcap,
+                        q, q_place, is_there[:, None], maximum, weight, sums, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+                        table_ptr, of_tile * TILE, first, seq_len, position, window, scale, softcap,
                         k_block_stride, k_row_stride, v_block_stride, v_row_stride, k_scales_stride, v_scales_stride,
-                        HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, HAS_SOFTCAP, HAS_SCALES,
+                        HEAD_DIM, VALUE_DIM, PIECE, BLOCK_V, BLOCK_SIZE, TILE, HAS_SOFTCAP, HAS_SCALES,
                     )  # fmt: skip
                 total_max, total_weight, totals = _merge(total_max, total_weight, totals, maximum, weight, sums)
+            dim, is_dim = _value_dims(VALUE_DIM, BLOCK_V)
+            is_value = is_there[:, None] & is_dim[None, :]
             if is_sharer:
                 split_row = (sequence * split_tokens + token).to(tl.int64) * NUM_HEADS + head
                 place = split_row * max_partitions + partition
-                tl.store(partials_ptr + place[:, None] * HEAD_DIM + dim[None, :], totals, mask=is_q)
+                tl.store(partials_ptr + place[:, None] * VALUE_DIM + dim[None, :], totals, mask=is_value)
                 tl.store(partial_weights_ptr + place * 2, total_max, mask=is_there)
                 tl.store(partial_weights_ptr + place * 2 + 1, total_weight, mask=is_there)
             else:
-                place = ((first_token + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+                place = ((first_token + token).to(tl.int64) * NUM_HEADS + head) * VALUE_DIM
                 _write(
-                    out_ptr + place[:, None] + dim[None, :], total_max, total_weight, totals, sinks_ptr + head, is_q,
-                    HAS_SINKS,
+                    out_ptr + place[:, None] + dim[None, :], total_max, total_weight, totals, sinks_ptr + head,
+                    is_value, HAS_SINKS,
                 )  # fmt: skip
 
 
@@ -350,7 +389,7 @@ def _write(place, total_max, total_weight, totals, sink_place, mask, HAS_SINKS: 
 def _merge_partitions(
     out_ptr, partials_ptr, partial_weights_ptr, query_start_ptr, seq_lens_ptr, sinks_ptr,
     split_tokens, max_partitions, window,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTITION: tl.constexpr,
+    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, PARTITION: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     sequence, token = tl.program_id(0) // split_tokens, tl.program_id(0) % split_tokens
@@ -358,9 +397,9 @@ def _merge_partitions(
     num_tokens = tl.load(query_start_ptr + sequence + 1) - first_token
     if (num_tokens <= split_tokens) & (token < num_tokens):
         position = tl.load(seq_lens_ptr + sequence) - num_tokens + token
-        row, dim = tl.arange(0, 1), tl.arange(0, BLOCK_D)
-        is_dim = (row == 0)[:, None] & (dim < HEAD_DIM)[None, :]
-        total_max, total_weight, totals = _nothing_seen(1, BLOCK_D)
+        row, dim = tl.arange(0, 1), tl.arange(0, BLOCK_V)
+        is_dim = (row == 0)[:, None] & (dim < VALUE_DIM)[None, :]
+        total_max, total_weight, totals = _nothing_seen(1, BLOCK_V)
         first = (tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)) * max_partitions + row
         partition, end_partition = _first_seen(position, window) // PARTITION, position // PARTITION + 1
         for index in range(loop_bound(partition), loop_bound(end_partition)):
@@ -368,8 +407,8 @@ def _merge_partitions(
             total_max, total_weight, totals = _merge(
                 total_max, total_weight, totals,
                 tl.load(partial_weights_ptr + place * 2), tl.load(partial_weights_ptr + place * 2 + 1),
-                tl.load(partials_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=is_dim, other=0.0),
+                tl.load(partials_ptr + place[:, None] * VALUE_DIM + dim[None, :], mask=is_dim, other=0.0),
             )  # fmt: skip
-        place = ((first_token + token).to(tl.int64) * NUM_HEADS + tl.program_id(1) + row) * HEAD_DIM
+        place = ((first_token + token).to(tl.int64) * NUM_HEADS + tl.program_id(1) + row) * VALUE_DIM
         place = out_ptr + place[:, None] + dim[None, :]
         _write(place, total_max, total_weight, totals, sinks_ptr + tl.program_id(1) + row, is_dim, HAS_SINKS)

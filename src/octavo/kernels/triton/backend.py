@@ -116,10 +116,8 @@ class TritonKernels(ReferenceKernels):
         """See `Kernels`."""
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
         of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
-        taken = max(attention.scratch_bytes(**shape), of_products)
-        if attention.is_covered(head_dim, torch.float32):
-            return taken
-        return max(taken, super().scratch_bytes(**shape, vocab_size=vocab_size, max_tokens=max_tokens))
+        del vocab_size
+        return max(attention.scratch_bytes(**shape), of_products)
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
@@ -194,13 +192,13 @@ class TritonKernels(ReferenceKernels):
         """See `Kernels`."""
         return take_rows(x, rows)
 
-    def captures_graphs(self, head_dims: Iterable[int], dtype: Any) -> bool:
-        """See `Kernels`. False if plain torch computes attention, because torch reads the batch on the host."""
+    def captures_graphs(self, experts: Iterable[PackedGroups]) -> bool:
+        """See `Kernels`. False for experts that are multiplied one by one, because the host reads their rows."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: Triton's interpreter does not support them")
             return False
-        if not all(attention.is_covered(head_dim, dtype) for head_dim in head_dims):
-            logger.warning("no decode graphs are captured: plain torch computes %s", _attention_in_torch(dtype))
+        if not all(isinstance(each.storage, torch.Tensor) for each in experts):
+            logger.warning("no decode graphs are captured: experts with quantized weights or biases prevent them")
             return False
         return True
 
@@ -277,13 +275,6 @@ class TritonKernels(ReferenceKernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Kernels`."""
-        if not attention.is_covered(q.shape[2], q.dtype):
-            self._leave_to_torch(_attention_in_torch(q.dtype))
-            return super().paged_attention(q, k_cache, v_cache, batch, scale, window, softcap, sinks)
-        num_rows, num_heads, head_dim = q.shape
-        if (value_dim := v_cache.shape[3]) < head_dim:  # values are the first dimensions of keys
-            whole = attention.paged_attention(q, k_cache, k_cache, batch, scale, window, softcap, sinks)
-            return whole.view(num_rows, num_heads, head_dim)[..., :value_dim].flatten(1)
         return attention.paged_attention(q, k_cache, v_cache, batch, scale, window, softcap, sinks)
 
     def _leave_to_torch(self, what: str) -> None:
@@ -312,11 +303,6 @@ def _linear_blocks(x: Tensor, weight: BlockParts, bias: Tensor | None, out: Tens
     for part, columns in weight.columns():
         matmul_blocks(rows, part, None if bias is None else bias[columns], out[:, columns])
     return out
-
-
-def _attention_in_torch(dtype: torch.dtype) -> str:
-    widest = attention.MAX_ROW_BYTES // dtype.itemsize
-    return f"attention of heads wider than {widest} in {str(dtype).removeprefix('torch.')}"
 
 
 def is_interpreted() -> bool:

@@ -68,6 +68,13 @@ def _launch(
     )
 
 
+@triton.jit
+def inverse_rms(squares, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, LEVELS: tl.constexpr):
+    """Return [ROWS, 1] factors for squares [ROWS, 2 ** LEVELS]."""
+    mean = tl.div_rn(sum_in_halves(squares, ROWS, LEVELS), WIDTH + 0.0)
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr,
@@ -100,8 +107,7 @@ def _rms_norm(
             tl.store(residual_ptr + place + column, rounded, mask=is_there)
             value = rounded.to(tl.float32)
         squares += value * value
-    mean = tl.div_rn(sum_in_halves(squares, ROWS, LEVELS), WIDTH + 0.0)
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
+    inverse = inverse_rms(squares, eps, WIDTH, ROWS, LEVELS)
     if HAS_RESIDUAL:
         tl.debug_barrier()  # other threads' values are read below
         source = residual_ptr + place

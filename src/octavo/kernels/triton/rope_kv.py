@@ -58,7 +58,8 @@ def rope_and_write_kv(
 
 
 @triton.jit
-def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
+def rotated(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
+    """Return rotated pairs, a mask, and their dimensions."""
     half = tl.arange(0, HALF)[None, :]
     first = half * 2 if IS_INTERLEAVED else half
     second = half * 2 + 1 if IS_INTERLEAVED else half + ROTARY_DIM // 2
@@ -73,7 +74,8 @@ def _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 
 
 @triton.jit
-def _scale_and_inverse(magnitude, stored: tl.constexpr):
+def scale_and_inverse(magnitude, stored: tl.constexpr):
+    """Return a row's scale, and the factor before rounding."""
     is_finite = magnitude < float("inf")
     is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     most = tl.full(magnitude.shape, 127.0 if stored == tl.int8 else _E4M3_MAX, tl.float32)
@@ -82,13 +84,15 @@ def _scale_and_inverse(magnitude, stored: tl.constexpr):
 
 
 @triton.jit
-def _magnitude(x):
+def magnitude_of(x):
+    """Return the largest magnitude of rows, infinity for NaN."""
     x = x.to(tl.float32)
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)[:, None]  # noqa: PLR0124
 
 
 @triton.jit
-def _rounded(x, inverse, stored: tl.constexpr):
+def rounded(x, inverse, stored: tl.constexpr):
+    """Round rows to int8 or E4M3."""
     x = tl.where(inverse > 0.0, x.to(tl.float32), 0.0)  # NaN and infinity times 0 would be NaN
     return round_to_whole(x * inverse).to(tl.int8) if stored == tl.int8 else to_e4m3(x * inverse)
 
@@ -98,7 +102,7 @@ def _rotate_queries(
     place, is_head, cos_sin_ptr, query_scale_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_QUERY_SCALE: tl.constexpr,
 ):  # fmt: skip
-    x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
+    x, y, is_there, first, second = rotated(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     if HAS_QUERY_SCALE:
         factor, dtype = tl.load(query_scale_ptr), place.dtype.element_ty
         x, y = round_to(x.to(tl.float32) * factor, dtype), round_to(y.to(tl.float32) * factor, dtype)
@@ -115,7 +119,7 @@ def _write_keys(
     place, slot, scale_place, is_head, is_finite, cos_sin_ptr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    x, y, is_there, first, second = _rotate(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
+    x, y, is_there, first, second = rotated(place, is_head, cos_sin_ptr, ROTARY_DIM, HALF, IS_INTERLEAVED)
     rest = ROTARY_DIM + tl.arange(0, REST)[None, :]
     is_rest = is_head & (rest < HEAD_DIM)
     z = tl.load(place + rest, mask=is_rest, other=0.0)
@@ -123,9 +127,9 @@ def _write_keys(
     x, y, z = tl.where(is_finite, x, nan), tl.where(is_finite, y, nan), tl.where(is_finite, z, nan)
     if HAS_SCALES:
         stored = slot.dtype.element_ty
-        magnitude = tl.maximum(tl.maximum(_magnitude(x), _magnitude(y)), _magnitude(z))
-        scale, inverse = _scale_and_inverse(magnitude, stored)
-        x, y, z = _rounded(x, inverse, stored), _rounded(y, inverse, stored), _rounded(z, inverse, stored)
+        magnitude = tl.maximum(tl.maximum(magnitude_of(x), magnitude_of(y)), magnitude_of(z))
+        scale, inverse = scale_and_inverse(magnitude, stored)
+        x, y, z = rounded(x, inverse, stored), rounded(y, inverse, stored), rounded(z, inverse, stored)
         tl.store(scale_place, scale, mask=is_head)
     tl.store(slot + first, x, mask=is_there)
     tl.store(slot + second, y, mask=is_there)
@@ -140,13 +144,13 @@ def _write_values(
     dim = tl.arange(0, BLOCK_D)[None, :]
     is_there = is_head & (dim < HEAD_DIM)
     x = tl.load(place + dim, mask=is_there, other=0.0)
-    magnitude = _magnitude(x)
+    magnitude = magnitude_of(x)
     is_finite = magnitude < float("inf")
     x = tl.where(is_finite, x, 0.0)
     if HAS_SCALES:
         stored = slot.dtype.element_ty
-        scale, inverse = _scale_and_inverse(tl.where(is_finite, magnitude, 0.0), stored)
-        x = _rounded(x, inverse, stored)
+        scale, inverse = scale_and_inverse(tl.where(is_finite, magnitude, 0.0), stored)
+        x = rounded(x, inverse, stored)
         tl.store(scale_place, scale, mask=is_head)
     tl.store(slot + dim, x, mask=is_there)
     return is_finite
