@@ -129,7 +129,7 @@ def measure(target: str, num_layers: int, quantization: str | None, repeats: int
     _keep_freed_memory()
     driver.set_active(SilentDevice(target))
     octavo.kernels._triton_kernels = lambda *_: HostKernels()  # noqa: SLF001
-    matmul.num_processors = lambda _device: _PROCESSORS
+    matmul.num_processors = lambda device: _PROCESSORS  # noqa: ARG005
     with tempfile.TemporaryDirectory() as folder:
         config = tiny_config("Qwen3ForCausalLM", num_hidden_layers=num_layers, **_QWEN3_0_6B)
         write_checkpoint(Path(folder), config)
