@@ -106,7 +106,7 @@ real: $(DEV_STAMP)
 # Where tokens come from, with another instruction set than the best one. Engines in other processes obey it, too.
 ISAS ?= $(shell $(BIN)/python -c "from octavo.kernels import instruction_sets; print(*instruction_sets())")
 test-isa: $(DEV_STAMP)
-	set -e; for isa in $(ISAS); do echo "instruction set $$isa"; OCTAVO_ISA=$$isa $(PYTEST) $(ISA_TESTS); done
+	set -e; for isa in $(ISAS); do echo "instruction set $$isa"; OCTAVO_ISA=$$isa $(PYTEST) $(ISA_TESTS) $(STRICT); done
 
 # With a limit the first test that hangs ends the run: others would each hang as long.
 test-slow: $(DEV_STAMP)

@@ -117,12 +117,12 @@ class HangingStore(MemoryStore):
         super().__init__(pool, node_id, block_bytes)
         self.hangs = set(names)
         self.entered = threading.Event()
-        self.release_unread = threading.Event()
+        self.release = threading.Event()
 
     def _wait(self, name):
         if name in self.hangs:
             self.entered.set()
-            self.release_unread.wait()
+            self.release.wait()
 
     def num_matched(self, keys):
         self._wait("num_matched")

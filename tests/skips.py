@@ -23,6 +23,8 @@ EXPECTED = (
     r"it is in int4 already",
     r"Python 3\.14 collects in increments",
     r"it is given the memory",
+    r"a store has no such process",
+    r"a GPU rounds to bfloat16 by itself",
     r"no file system may be mounted here",
     r"no socket of both families",
     r"only root may give files away",

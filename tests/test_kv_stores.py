@@ -231,7 +231,7 @@ def test_hanging_store_costs_only_timeout_and_engine_shuts_down(checkpoint, alon
     start = time.monotonic()
     engine.core.executor.shutdown()
     assert time.monotonic() - start < 20  # it would hang forever
-    stores[0].release_unread.set()
+    stores[0].release.set()
 
 
 def test_request_aborted_during_kv_load_releases_everything(checkpoint, alone):
@@ -255,7 +255,7 @@ def test_request_aborted_during_kv_load_releases_everything(checkpoint, alone):
     settle(engine)
     assert count(log, events.KVLoadEnded, outcome="cancelled") == 1
     stores[0].hangs.clear()
-    stores[0].release_unread.set()
+    stores[0].release.set()
     assert reseeded(engine, requests) == expected
     settle(engine)
 

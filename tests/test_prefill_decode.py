@@ -107,10 +107,10 @@ LONG = (list(range(2, 452)), SamplingParams(max_tokens=4, temperature=0.0, ignor
 def test_decode_engine_waits_for_unfinished_saves_of_prefill(checkpoint, monkeypatch):
     """The router forwards a request when its prompt is computed; the last blocks may still be on their way."""
     pool = GlobalKVPool(5000)
-    publish, release_unread = pool.publish, threading.Event()
+    publish, release = pool.publish, threading.Event()
 
     def publish_late(*args, **more):
-        release_unread.wait(20)
+        release.wait(20)
         time.sleep(0.01)
         return publish(*args, **more)
 
@@ -125,7 +125,7 @@ def test_decode_engine_waits_for_unfinished_saves_of_prefill(checkpoint, monkeyp
     add_decode(second, 0, LONG)
     for _ in range(5):
         assert not second.step()
-    release_unread.set()
+    release.set()
     outputs = []
     while second.has_unfinished_requests():
         outputs += second.step()

@@ -95,8 +95,8 @@ def build_core(
 ) -> EngineCore:
     """Build a scheduler and a worker with loaded weights. Raises `ConfigError` and `ModelError`.
 
-    reads_ahead: True to read the vocabulary for grammars now. Otherwise, all requests wait while the first grammar
-    reads the vocabulary. kv_store(block_bytes): Creates a store that is asked before the configured stores.
+    reads_ahead: True to read the vocabulary for grammars now. kv_store(block_bytes): Creates a store that is asked
+    before the configured stores.
     """
     check_mooncake(config.kv_transfer)
     model_config = config.model
@@ -131,7 +131,7 @@ def build_core(
     store = create_store(config.kv_transfer, info.stored_block_bytes, kv_store, direct, part_bytes)
     executor = _make_executor(config, info, worker, store)
     connector, recorded = _connect(config, store, executor, direct, [spec.kind for spec in info.bounded_groups])
-    clock, metrics, recent = RecordedClock(time.monotonic), EngineMetrics(_stats(store)), RecentEvents()
+    clock, metrics, recent = RecordedClock(time.monotonic), EngineMetrics(_stats(store, worker)), RecentEvents()
     scheduler = Scheduler(
         scheduler_config,
         config.cache,
@@ -202,8 +202,8 @@ def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store
     return LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer), mode=mode)
 
 
-def _stats(store: TieredStore | None) -> EngineStats:
-    stats = EngineStats()
+def _stats(store: TieredStore | None, worker: Worker) -> EngineStats:
+    stats = EngineStats(expert_tokens=worker.runner.expert_tally.tokens)
     if store is not None:
         stats.kv_stores = store.figures
         stats.tiers |= {name: KVTierFigures() for name in store.figures}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Accepted values of an argument, and why they have no effect. values: None means all values."""
+    """Accepted values of an argument. values: None means all values. reason: Why the values have no effect."""
 
     values: tuple[Any, ...] | None
     reason: str

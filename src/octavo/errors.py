@@ -53,7 +53,7 @@ class PromptTooLongError(RequestError):
 
     @classmethod
     def check(cls, num_tokens: int, max_model_len: int, *, is_all: bool = True, least_output_tokens: int = 1) -> None:
-        """Raise if a prompt with the least output exceeds `max_model_len`.
+        """Raise if prompt and `least_output_tokens` together exceed `max_model_len`.
 
         is_all: False if only a part of the prompt was counted.
         """
@@ -100,7 +100,7 @@ class DeadlineError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine has stopped. If it is restarted, it is ready in about `retry_after_s` seconds."""
+    """The engine has stopped. A restarted engine is ready in about `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -108,4 +108,4 @@ class EngineDeadError(EngineError):
 
 
 class EngineRestartingError(EngineDeadError):
-    """The engine's process has ended, with all its requests, and restarts."""
+    """The engine's process has ended and is being restarted. All its requests have ended."""

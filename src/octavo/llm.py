@@ -83,7 +83,7 @@ class LLMEngine(Engine):
 
 
 class AsyncLLM(AsyncEngine):
-    """Answers many concurrent requests on an event loop, each as a stream. The engine runs in a separate process.
+    """Streams answers to many concurrent requests on an event loop. The engine runs in a separate process.
 
         async with await AsyncLLM.launch(EngineConfig(model=ModelConfig(model="Qwen/Qwen3-0.6B"))) as llm:
             async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32), "first"):
@@ -259,7 +259,7 @@ class LLM:
             )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters that are used if none are given. They are the checkpoint's, otherwise vLLM's."""
+        """Return the default parameters, which are the checkpoint's, otherwise vLLM's."""
         return self.llm_engine.input_processor.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -363,7 +363,7 @@ class LLM:
 
 
 def final_only(params: SamplingParams) -> SamplingParams:
-    """Return a copy for a batch, in which only final outputs are read."""
+    """Return a copy that requests only final outputs."""
     return params.replace(output_kind=RequestOutputKind.FINAL_ONLY)
 
 

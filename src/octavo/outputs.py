@@ -26,7 +26,7 @@ class ErrorCode(StrEnum):
 
     @classmethod
     def read(cls, error: str) -> tuple[ErrorCode, str]:
-        """Split `EngineCoreOutput.error` into code and text. A text that is no code comes from a failed step."""
+        """Split `EngineCoreOutput.error` into code and text. An error that is no code comes from a failed step."""
         try:
             code = cls(error)
         except ValueError:
@@ -70,7 +70,7 @@ def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> 
 class PromptLogprobs(Sequence["dict[int, Logprob] | None"]):
     """Log probabilities of a prompt. The first token has None. Each other token has a token id -> Logprob dict.
 
-    Dicts are created when they are read. entries: The worker's results for all tokens except the first.
+    entries: The worker's results for all tokens except the first.
     """
 
     __slots__ = ("entries", "texts")

@@ -13,7 +13,7 @@ from octavo.errors import RequestError
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1024
-MAX_GRAMMAR_CHARS = 1 << 16  # compiles within seconds and within a thread's stack
+MAX_GRAMMAR_CHARS = 1 << 16  # such a grammar compiles within seconds and within a thread's stack
 MAX_CHOICES = 1000
 POOLING = ("last", "mean")
 MAX_LOGPROBS = 20  # vLLM's default
@@ -142,7 +142,8 @@ class SamplingParams:
     structured_outputs: Structure of the answer. The answer ends when the structure is complete.
     shown_special_token_ids: Special tokens that are shown even if skip_special_tokens is True. pooling: "last" or
     "mean" asks for the prompt's hidden states as one vector. n and max_tokens must then be 1. num_speculative_tokens:
-    Maximum number of drafts in a step, or None for the engine's. No token depends on the number.
+    Maximum number of drafts in a step, or None for the engine's. The number changes tokens only with rejection
+    sampling.
 
     Numbers may be numpy numbers. Raises `RequestError` for an invalid value. Fields may be changed until the request is
     sent. The engine then checks the fields again and keeps a copy.
@@ -274,7 +275,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_specia
 
 
 def plain_number(value: Any) -> Any:
-    """Convert another library's number to Python's, which can be sent to another process."""
+    """Convert another library's number to a Python number, which can be sent to another process."""
     if type(value) in (int, float, bool):
         return value
     if isinstance(value, Integral):

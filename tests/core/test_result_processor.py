@@ -7,6 +7,7 @@ from stores import Store
 
 from octavo.core import invariants
 from octavo.data import events
+from octavo.data.expert_stats import ExpertLoad
 from octavo.data.kv_tiers import TierMove
 from octavo.data.model_output import ModelOutput, TokenLogprobs
 from octavo.data.request import RequestStatus
@@ -229,6 +230,14 @@ def test_compiled_kernels_emit_event(make_core):
     take(core, core.scheduler.schedule(), {"a": [7]}, num_compilations=2)
     take(core, core.scheduler.schedule(), {"a": [7]})
     assert [event.num_kernels for event in core.log.of_type(events.KernelsCompiled)] == [2]
+
+
+def test_work_of_experts_emits_event(make_core):
+    core, load = make_core(), ExpertLoad(12, 4, 4000, 1.5)
+    core.add("a", 4, max_tokens=2)
+    take(core, core.scheduler.schedule(), {"a": [7]}, experts=load)
+    take(core, core.scheduler.schedule(), {"a": [7]})
+    assert [(event.step, event.load) for event in core.log.of_type(events.ExpertsComputed)] == [(1, load)]
 
 
 def test_failed_step_cancels_loads_that_it_ordered(make_core):

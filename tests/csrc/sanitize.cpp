@@ -205,7 +205,7 @@ void multiply(Run& run, const Weight& weight, DType x_dtype, int64_t rows, bool 
   LinearArgs args{x.as(),      x_dtype, stride, rows, weight.packed.as(), weight.type, n, k,
                   gated || random.below(2) == 0 ? nullptr : bias.as<float>(),
                   nullptr,     features, out_dtype, gated, Activation::kSilu, weight.int4,
-                  is_ordered ? order.as<int32_t>() : nullptr};
+                  is_ordered ? order.as<int32_t>() : nullptr, 0, up(n, kPanelColumns)};
   run.same("linear of type " + std::to_string(static_cast<int>(weight.type)), rows * features * size_of(out_dtype),
            [&](ThreadPool& pool, const Memory& out) {
              args.out = out.as();
@@ -306,33 +306,44 @@ void elementwise(Run& run) {
   });
 }
 
-// New tokens of some sequences with a paged cache: queries are rotated, keys and values written, then attention runs.
+constexpr int64_t kBlockSize = 16, kMostBlocks = 80;
+
+// New tokens of some sequences with a paged cache.
+struct Sequences {
+  explicit Sequences(Random& random)
+      : count(1 + random.below(4)), query_start((count + 1) * 4), tables(count * kMostBlocks * 4) {
+    query_start.as<int32_t>()[0] = 0;
+    for (int64_t sequence = 0; sequence < count; ++sequence) {
+      const int64_t known = random.below(3) == 0 ? 1030 : random.below(70), tokens = 1 + random.below(30);
+      int32_t* table = tables.as<int32_t>() + sequence * kMostBlocks;
+      for (int64_t i = 0; i < kMostBlocks; ++i) table[i] = i < up(known + tokens, kBlockSize) ? num_blocks++ : -1;
+      for (int64_t position = known; position < known + tokens; ++position) {
+        positions.push_back(position);
+        slots.push_back(table[position / kBlockSize] * kBlockSize + position % kBlockSize);
+      }
+      query_start.as<int32_t>()[sequence + 1] = static_cast<int32_t>(positions.size());
+    }
+  }
+
+  int64_t count;
+  Memory query_start, tables;
+  std::vector<int64_t> positions, slots;
+  int32_t num_blocks = 0;
+};
+
+// Queries are rotated, keys and values written, then attention runs.
 void attend(Run& run, DType type, DType kv_dtype, int64_t dim, bool interleaved) {
   Random& random = run.random;
-  constexpr int64_t kKvHeads = 2, kHeads = 6, kBlockSize = 16;
-  const int64_t num_seqs = 1 + random.below(4), size = (kHeads + 2 * kKvHeads) * dim;
-  const int64_t most_blocks = 80;
-  const Memory query_start((num_seqs + 1) * 4), tables(num_seqs * most_blocks * 4);
-  std::vector<int64_t> positions, slots;
-  int32_t next_block = 0;
-  query_start.as<int32_t>()[0] = 0;
-  for (int64_t sequence = 0; sequence < num_seqs; ++sequence) {
-    const int64_t known = random.below(3) == 0 ? 1030 : random.below(70), tokens = 1 + random.below(30);
-    int32_t* table = tables.as<int32_t>() + sequence * most_blocks;
-    for (int64_t i = 0; i < most_blocks; ++i) table[i] = i < up(known + tokens, kBlockSize) ? next_block++ : -1;
-    for (int64_t position = known; position < known + tokens; ++position) {
-      positions.push_back(position);
-      slots.push_back(table[position / kBlockSize] * kBlockSize + position % kBlockSize);
-    }
-    query_start.as<int32_t>()[sequence + 1] = static_cast<int32_t>(positions.size());
-  }
-  const auto tokens = static_cast<int64_t>(positions.size());
+  constexpr int64_t kKvHeads = 2, kHeads = 6;
+  const Sequences sequences(random);
+  const int64_t size = (kHeads + 2 * kKvHeads) * dim;
+  const auto tokens = static_cast<int64_t>(sequences.positions.size());
   const bool is_rounded = kv_dtype == DType::kInt8;
   const int64_t head_size = kBlockSize * (is_rounded ? dim + 4 : dim), block_size = kKvHeads * head_size;
-  const int64_t cache_bytes = next_block * block_size * size_of(kv_dtype);
+  const int64_t cache_bytes = sequences.num_blocks * block_size * size_of(kv_dtype);
   Memory keys = is_rounded ? random.bytes(cache_bytes, 0x3B) : random.reals(kv_dtype, cache_bytes / size_of(kv_dtype));
   Memory values = is_rounded ? random.bytes(cache_bytes, 0x3B) : random.reals(kv_dtype, cache_bytes / size_of(kv_dtype));
-  const Memory qkv = random.reals(type, tokens * size), cos_sin = random.floats(1100 * dim);
+  const Memory qkv = random.reals(type, tokens * size), cos_sin = random.floats(1100 * dim), sinks = random.floats(kHeads);
   const int64_t q_bytes = tokens * size * size_of(type), out_bytes = tokens * kHeads * dim * size_of(type);
   const auto head = [&](char* q, int64_t index) { return q + index * dim * size_of(type); };
   for (const int64_t window : {int64_t{0}, int64_t{37}}) {
@@ -341,14 +352,17 @@ void attend(Run& run, DType type, DType kv_dtype, int64_t dim, bool interleaved)
       std::memcpy(q, qkv.as(), static_cast<size_t>(q_bytes));
       const int64_t strides[] = {size, dim}, cache_strides[] = {block_size, head_size};
       RopeArgs rope{q, head(q, kHeads), head(q, kHeads + kKvHeads), {strides[0], strides[1]}, {strides[0], strides[1]},
-                    {strides[0], strides[1]}, cos_sin.as<float>(), nullptr, positions.data(), slots.data(), keys.as(),
+                    {strides[0], strides[1]}, cos_sin.as<float>(), nullptr, sequences.positions.data(),
+                    sequences.slots.data(), keys.as(),
                     values.as(), {cache_strides[0], cache_strides[1]}, {cache_strides[0], cache_strides[1]}, kv_dtype, type,
                     tokens, kHeads, kKvHeads, dim, dim / 2, interleaved, kBlockSize};
       run.table.rope_and_write_kv(pool, rope);
       AttentionArgs attention{q, {strides[0], strides[1]}, keys.as(), values.as(), {cache_strides[0], cache_strides[1]},
                               {cache_strides[0], cache_strides[1]}, kv_dtype, out.as(), kHeads * dim, type,
-                              query_start.as<int32_t>(), tables.as<int32_t>(), most_blocks, positions.data(), num_seqs,
-                              kHeads, kKvHeads, dim, kBlockSize, 0.25f, window, window == 0 ? 0.0f : 5.0f};
+                              sequences.query_start.as<int32_t>(), sequences.tables.as<int32_t>(), kMostBlocks,
+                              sequences.positions.data(), sequences.count,
+                              kHeads, kKvHeads, dim, dim, kBlockSize, 0.25f, window, window == 0 ? 0.0f : 5.0f,
+                              window == 0 ? sinks.as<float>() : nullptr};
       run.table.paged_attention(pool, attention);
     });
   }
@@ -360,6 +374,123 @@ void attention(Run& run) {
     attend(run, DType::kBFloat16, DType::kBFloat16, dim, true);
     attend(run, DType::kBFloat16, DType::kInt8, dim, false);
     attend(run, DType::kFloat32, DType::kInt8, dim, true);
+  }
+}
+
+// Multi-head latent attention: latents are normalized and written, queries rotated; values are the first part of a key.
+void attend_latents(Run& run, DType type, DType kv_dtype, int64_t heads, int64_t rank, bool interleaved) {
+  Random& random = run.random;
+  constexpr int64_t kRotary = 16;
+  const Sequences sequences(random);
+  const auto tokens = static_cast<int64_t>(sequences.positions.size());
+  const bool is_rounded = kv_dtype == DType::kInt8;
+  const int64_t width = rank + kRotary, block_size = kBlockSize * (is_rounded ? width + 4 : width);
+  const int64_t cache_bytes = sequences.num_blocks * block_size * size_of(kv_dtype);
+  const Memory before = is_rounded ? random.bytes(cache_bytes, 0x3B) : random.reals(kv_dtype, cache_bytes / size_of(kv_dtype));
+  const Memory q = random.reals(type, tokens * heads * kRotary), latents = random.reals(type, tokens * width);
+  const Memory absorbed = random.reals(type, tokens * heads * width), weight = random.reals(type, rank);
+  const Memory cos_sin = random.floats(1100 * kRotary);
+  const int64_t query_bytes = absorbed.bytes(), out_bytes = tokens * heads * rank * size_of(type);
+  run.same("latents", out_bytes + query_bytes + cache_bytes, [&](ThreadPool& pool, const Memory& out) {
+    char* queries = out.as<char>() + out_bytes;
+    char* cache = queries + query_bytes;
+    std::memcpy(queries, absorbed.as(), static_cast<size_t>(query_bytes));
+    std::memcpy(cache, before.as(), static_cast<size_t>(cache_bytes));
+    run.table.rope_and_write_latents(
+        pool, {q.as(), {heads * kRotary, kRotary}, latents.as(), width, weight.as(), type, 1e-6f, cos_sin.as<float>(),
+               interleaved, sequences.positions.data(), sequences.slots.data(), cache, kv_dtype, block_size, kBlockSize, queries,
+               {heads * width, width}, type, tokens, heads, rank, kRotary});
+    run.table.paged_attention(
+        pool, {queries, {heads * width, width}, cache, cache, {block_size, block_size}, {block_size, block_size}, kv_dtype,
+               out.as(), heads * rank, type, sequences.query_start.as<int32_t>(), sequences.tables.as<int32_t>(), kMostBlocks,
+               sequences.positions.data(), sequences.count, heads, 1, width, rank, kBlockSize, 0.25f, 0, 0.0f, nullptr});
+  });
+}
+
+void latents(Run& run) {
+  for (const int64_t rank : {int64_t{48}, int64_t{512}}) {
+    attend_latents(run, DType::kFloat32, DType::kFloat32, 5, rank, false);
+    attend_latents(run, DType::kBFloat16, DType::kBFloat16, 20, rank, true);
+    attend_latents(run, DType::kBFloat16, DType::kInt8, 20, rank, false);
+  }
+}
+
+// Packed weights of one shape, as grouped_linear.h reads them.
+struct Weights {
+  Weights(Run& run, DType type, int64_t count, int64_t n, int64_t k, bool has_biases)
+      : count(count), n(n), k(k), biases(run.random.floats(up(n, kPanelColumns) * kPanelColumns)), fields(count * WeightTable::kFields * 8) {
+    for (int64_t i = 0; i < count; ++i) {
+      weights.push_back(pack(run, type, n, k, k, false));
+      const Weight& each = weights.back();
+      const int64_t of_weight[] = {reinterpret_cast<int64_t>(each.packed.as()), has_biases ? reinterpret_cast<int64_t>(biases.as()) : 0,
+                                   0, static_cast<int64_t>(type), each.int4.group_size, each.int4.has_zeros};
+      std::memcpy(fields.as<int64_t>() + i * WeightTable::kFields, of_weight, sizeof(of_weight));
+    }
+  }
+  WeightTable table() const { return {fields.as<int64_t>(), count}; }
+
+  int64_t count, n, k;
+  Memory biases, fields;
+  std::vector<Weight> weights;
+};
+
+LinearArgs product_of(const Weights& weights, const Memory& x, DType type, int64_t x_stride, void* out, int64_t out_stride, DType out_dtype) {
+  LinearArgs product{};
+  product.x = x.as();
+  product.x_dtype = type;
+  product.x_stride = x_stride;
+  product.n = weights.n;
+  product.k = weights.k;
+  product.out = out;
+  product.out_stride = out_stride;
+  product.out_dtype = out_dtype;
+  return product;
+}
+
+// A mixture of experts: the choice of experts, their rows in order, their products, and the sum of the outputs.
+void mix(Run& run, DType weight_type, DType type, int64_t k) {
+  Random& random = run.random;
+  const int64_t groups = 1 + random.below(2), experts = groups * (1 + random.below(5)), size = 1 + random.below(130);
+  const int64_t chosen = 1 + random.below(experts / groups), rows = 1 + random.below(300), count = rows * chosen;
+  const Memory logits = random.floats(rows * experts), bias = random.floats(experts);
+  const Memory ids(count * 4), factors(count * 4), sources(count * 8), places(count * 4), starts((experts + 1) * 4);
+  const auto scoring = Scoring(random.below(3));
+  run.same("choose_experts", count * 8, [&](ThreadPool& pool, const Memory& out) {
+    auto* out_ids = out.as<int32_t>();
+    auto* out_factors = reinterpret_cast<float*>(out_ids + count);
+    run.table.choose_experts(pool, {logits.as<float>(), groups == 1 ? nullptr : bias.as<float>(), out_ids, out_factors, rows, experts,
+                                    chosen, scoring, groups, 1, scoring == Scoring::kSoftmax, 1e-20f, 1.5f});
+    std::memcpy(ids.as(), out_ids, static_cast<size_t>(count * 4));
+    std::memcpy(factors.as(), out_factors, static_cast<size_t>(count * 4));
+  });
+  run.same("sort_by_expert", 0, [&](ThreadPool& pool, const Memory&) {
+    run.table.sort_by_expert(pool, {ids.as<int32_t>(), sources.as<int64_t>(), places.as<int32_t>(), starts.as<int32_t>(), rows, chosen, experts});
+  });
+  const Weights weights(run, weight_type, experts, size, k, random.below(2) == 0);
+  const Memory x = random.reals(type, rows * k), shared = random.floats(rows * size), gate = random.floats(rows);
+  const Memory outputs(count * size * 4);
+  run.same("grouped_linear", count * size * 4, [&](ThreadPool& pool, const Memory& out) {
+    run.table.grouped_linear(pool, {product_of(weights, x, type, k, out.as(), size, DType::kFloat32), sources.as<int64_t>(),
+                                    starts.as<int32_t>(), weights.table(), count});
+    std::memcpy(outputs.as(), out.as(), static_cast<size_t>(count * size * 4));
+  });
+  run.same("add_experts", rows * size * size_of(type), [&](ThreadPool& pool, const Memory& out) {
+    run.table.add_experts(pool, {outputs.as<float>(), ids.as<int32_t>(), places.as<int32_t>(), factors.as<float>(), shared.as<float>(),
+                                 gate.as<float>(), out.as(), type, rows, size, chosen, experts});
+  });
+  const Memory heads = random.reals(type, rows * experts * k);
+  run.same("head_linear", rows * experts * size * size_of(type), [&](ThreadPool& pool, const Memory& out) {
+    run.table.head_linear(pool, {product_of(weights, heads, type, experts * k, out.as(), experts * size, type), k, size, weights.table(), rows});
+  });
+}
+
+void mixtures(Run& run) {
+  mix(run, DType::kFloat32, DType::kFloat32, 1 + run.random.below(200));
+  mix(run, DType::kBFloat16, DType::kBFloat16, 1 + run.random.below(200));
+  mix(run, DType::kInt8, DType::kBFloat16, 1 + run.random.below(200));
+  mix(run, DType::kInt4, DType::kBFloat16, 32 * (1 + run.random.below(6)));
+  for (int type = static_cast<int>(DType::kQ8_0); type <= static_cast<int>(DType::kMXFP4); ++type) {
+    mix(run, static_cast<DType>(type), DType::kBFloat16, 256);
   }
 }
 
@@ -451,6 +582,8 @@ int main(int argc, char** argv) {
       round_weights(run);
       elementwise(run);
       attention(run);
+      latents(run);
+      mixtures(run);
       sampling(run);
       hash = Xxh64::of(reinterpret_cast<const uint8_t*>(&hash), sizeof(hash), run.hash());
     }

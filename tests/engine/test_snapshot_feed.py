@@ -23,6 +23,7 @@ from octavo.data.events import (
     StepScheduled,
     WaitReason,
 )
+from octavo.data.expert_stats import ExpertLoad
 from octavo.data.kv_tiers import TierMove
 from octavo.data.recent_events import RecentEvents
 from octavo.data.snapshot import BlockMap, BlockState, Snapshot
@@ -33,7 +34,7 @@ from octavo.sampling_params import SamplingParams
 MOVE = TierMove("disk", 3, 300, 0.25)
 SAMPLES = {
     "int": 7, "float": 1.5, "str": "cmpl-1", "bool": True, "int | None": None, "str | None": "why",
-    "TierMove": MOVE, "tuple[TierMove, ...]": (MOVE, MOVE),
+    "ExpertLoad": ExpertLoad(12, 4, 1 << 40, 1.5), "TierMove": MOVE, "tuple[TierMove, ...]": (MOVE, MOVE),
     "WaitReason": WaitReason.NO_BLOCKS, "Mapping[str, int]": {"a": 1, "b": 512}, "tuple[int, ...]": (1, 2),
 }  # fmt: skip
 

@@ -17,7 +17,8 @@ from stores import Store
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
 from octavo.core.draft_policy import DraftPolicy
-from octavo.data.events import HostBlocksFound, KernelsCompiled, RequestQueued, StepScheduled
+from octavo.data.events import ExpertsComputed, HostBlocksFound, KernelsCompiled, RequestQueued, StepScheduled
+from octavo.data.expert_stats import ExpertLoad
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import ContentSpan, RequestStatus
 from octavo.data.scheduler_output import KVTransfer, TransferDirection
@@ -215,6 +216,18 @@ def test_replay_repeats_compilations(make_core, tmp_path):
         )
     done = recorded.close()
     assert [event.num_kernels for event in done.log.of_type(KernelsCompiled)] == [3]
+    assert done.log.events == core.log.events
+
+
+def test_replay_repeats_work_of_experts(make_core, tmp_path):
+    recorded = Recorded(make_core, tmp_path / "run.journal")
+    core, load = recorded.core, ExpertLoad(48, 40, 1 << 40, 2.125)
+    core.add("a", 5, max_tokens=3)
+    for experts in (load, None, replace(load, num_tokens=4)):
+        scheduled = core.scheduler.schedule()
+        core.scheduler.update_from_output(scheduled, ModelOutput(scheduled.step, {"a": [7]}, experts=experts))
+    done = recorded.close()
+    assert [event.load.num_tokens for event in done.log.of_type(ExpertsComputed)] == [48, 4]
     assert done.log.events == core.log.events
 
 
@@ -451,6 +464,24 @@ def test_explain_reports_draft_acceptance(make_core):
     assert "2 of 4 draft tokens were accepted (by position in the draft: 50 %, 100 %, 0 %)" in text
     assert "it got 2.00 tokens per step with drafts" in text
     assert "draft tokens" not in explained(core, "plain")
+
+
+def test_explain_reports_experts_of_own_steps(make_core):
+    """The result of a step arrives after the next step was decided."""
+    core = make_core(async_scheduling=True, clock=lambda: 0.0)
+    core.add("first", 4, max_tokens=2)
+    loads = [ExpertLoad(16, 8, 8 << 20, 1.0), ExpertLoad(12, 4, 4 << 20, 1.5), ExpertLoad(90, 80, 80 << 20, 3.0)]
+    scheduled = [core.scheduler.schedule(), core.scheduler.schedule()]
+    core.add("second", 4, max_tokens=1)
+    for load in loads:
+        core.scheduler.update_from_output(scheduled[0], replace(core.compute(scheduled.pop(0)), experts=load))
+        if core.scheduler.in_flight is None or core.scheduler.may_look_ahead():
+            scheduled.append(core.scheduler.schedule())
+    assert [each.step for each in core.log.of_type(ExpertsComputed)] == [1, 2, 3]
+    told = explained(core, "first")
+    assert "its steps read 6.0 MiB of experts each, for 2.33 tokens per expert" in told
+    assert "the busiest had 1.25 times the mean" in told
+    assert "its steps read 80.0 MiB" in explained(core, "second")
 
 
 def test_explain_reports_tokens_postponed_by_grammar(make_core):

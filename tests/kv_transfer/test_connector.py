@@ -92,7 +92,7 @@ def test_queued_lookup_of_finished_request_is_skipped():
     assert store.entered.wait(10)
     for index in range(6):
         asked.connector.request_finished(request(str(index)), [])
-    store.release_unread.set()
+    store.release.set()
     for _ in range(6):
         assert asked.answers.acquire(timeout=10)
     assert len(seen) <= 2
@@ -119,7 +119,7 @@ def test_hanging_store_gets_no_further_lookups(monkeypatch):
     assert store.entered.wait(10)
     assert asked.ask(request("second")) == 0
     asked.connector.close()
-    store.release_unread.set()
+    store.release.set()
 
 
 def test_keys_to_save_are_missing_keys_of_store():

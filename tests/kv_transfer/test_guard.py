@@ -93,11 +93,11 @@ def test_one_call_retries_store_after_pause(made):
     store.error = StoreError("gone")
     guard.num_matched(KEYS)
     clock.now += FIRST_PAUSE_S
-    entered, release_unread = threading.Event(), threading.Event()
+    entered, release = threading.Event(), threading.Event()
 
     def try_it(keys):
         entered.set()
-        release_unread.wait()
+        release.wait()
         return 0
 
     store.num_matched = try_it
@@ -106,7 +106,7 @@ def test_one_call_retries_store_after_pause(made):
     assert entered.wait(10)
     assert not guard.is_usable
     assert guard.num_matched(KEYS) == 0
-    release_unread.set()
+    release.set()
     thread.join()
     assert guard.is_usable
 
@@ -152,7 +152,7 @@ def test_hanging_call_makes_store_unusable_until_it_returns():
     assert not guard.is_usable
     assert guard.load(KEYS, []) == 0
     assert "taken more than" in guard.stats().error
-    store.release_unread.set()
+    store.release.set()
     thread.join()
     assert guard.is_usable
     assert guard.stats().error == ""
@@ -342,7 +342,7 @@ def test_store_that_may_wait_never_counts_as_hanging():
     assert guard.is_usable
     assert guard.save(KEYS[:1], [memoryview(KEYS[0])]) == 1
     assert guard.stats().error == ""
-    store.release_unread.set()
+    store.release.set()
     waiting.join()
 
 

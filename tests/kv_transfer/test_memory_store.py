@@ -138,11 +138,11 @@ def test_transfer_completion_is_reported_once_and_forgotten():
 
 
 def test_transfer_after_wait_timeout_keeps_no_state():
-    pool, entered, release_unread = GlobalKVPool(), threading.Event(), threading.Event()
-    pool.async_transfer("slow", [], "b", lambda *_, **__: (entered.set(), release_unread.wait()))
+    pool, entered, release = GlobalKVPool(), threading.Event(), threading.Event()
+    pool.async_transfer("slow", [], "b", lambda *_, **__: (entered.set(), release.wait()))
     assert entered.wait(10)
     assert not pool.wait_for_transfer("slow", 0.01)
-    release_unread.set()
+    release.set()
     transferred(pool, [], name="next")
     assert pool.wait_for_transfer("next", 10)
     assert (pool._open, pool._complete) == (set(), set())
@@ -218,13 +218,13 @@ def test_corrupt_block_is_a_miss_and_dropped(spoil):
 
 
 def test_transfer_timeout_raises_store_error():
-    pool, release_unread = GlobalKVPool(), threading.Event()
-    pool.async_transfer("before", [], "x", lambda *_, **__: release_unread.wait())
+    pool, release = GlobalKVPool(), threading.Event()
+    pool.async_transfer("before", [], "x", lambda *_, **__: release.wait())
     store = MemoryStore(pool, "a", BLOCK_BYTES, timeout_s=0.01)
     with pytest.raises(StoreError, match=r"did not transfer 1 blocks within 0.01 s"):
         store.load(KEYS[:1], buffers(1))
     assert store.stats().num_errors == 1
-    release_unread.set()
+    release.set()
 
 
 def test_stats_cover_one_node():

@@ -28,12 +28,12 @@ def test_failed_task_is_logged_and_next_task_runs(caplog):
 
 
 def test_close_drops_queued_tasks_and_waits_until_timeout():
-    threads, entered, release_unread, seen = DaemonThreads(1, "test"), threading.Event(), threading.Event(), []
-    threads.submit(lambda: (entered.set(), release_unread.wait()))
+    threads, entered, release, seen = DaemonThreads(1, "test"), threading.Event(), threading.Event(), []
+    threads.submit(lambda: (entered.set(), release.wait()))
     threads.submit(lambda: seen.append(1))
     assert entered.wait(10)
     assert not threads.close(0.01)
-    release_unread.set()
+    release.set()
     assert threads.close(10)
     threads.submit(lambda: seen.append(2))
     assert seen == []

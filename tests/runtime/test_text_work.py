@@ -46,13 +46,13 @@ def test_short_text_does_not_wait_for_long_texts(text: TextWork, gate: threading
 
 
 @pytest.mark.parametrize(
-    ("num_chars", "run_text_work"), [(2000, 2100), (2000, 30_000), (30_000, 40_000), (500_000, 600_000)]
+    ("num_chars", "num_larger"), [(2000, 2100), (2000, 30_000), (30_000, 40_000), (500_000, 600_000)]
 )
 def test_text_size_lanes_do_not_wait_for_larger_lane(
-    text: TextWork, gate: threading.Event, num_chars: int, run_text_work: int
+    text: TextWork, gate: threading.Event, num_chars: int, num_larger: int
 ) -> None:
     async def ask() -> int:
-        held = [asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=run_text_work)) for _ in range(8)]
+        held = [asyncio.create_task(text.do(lambda: gate.wait(30), num_chars=num_larger)) for _ in range(8)]
         await asyncio.sleep(0)
         done = await asyncio.wait_for(text.do(lambda: 7, num_chars=num_chars), 10)
         gate.set()

@@ -8,14 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from running import run_server
 from serving_process import STORY, Served, serve
+
+from octavo.data.expert_stats import ExpertTokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -151,6 +156,7 @@ def test_dashboard_updates_all_views_under_load(
         assert sum(blocks) == int(page.get_attribute("#blocks", "data-blocks") or 0)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
         assert page.evaluate("document.documentElement.dataset.theme") == ("dark" if name == "dark" else "light")
+        assert page.locator("#experts").is_hidden(), "the model has none"
         for chart in ("tokens", "requests", "ttft", "itl"):
             assert page.locator(f"#chart-{chart} canvas").count() == 1
         if PICTURES:
@@ -197,6 +203,24 @@ def check_a_click_explains_a_request(page: Page) -> None:
     picture(page, "dashboard-explanation")
     page.keyboard.press("Escape")
     assert not page.locator("#explanation").is_visible()
+
+
+@pytest.mark.turn(3)
+def test_map_of_experts_shows_share_of_each_expert(browser: Browser) -> None:
+    with run_server() as running, running.http() as http:
+        counts = b"".join(each.to_bytes(8, sys.byteorder) for each in (1, 0, 0, 3, 2, 2, 2, 2))
+        running.engine.core.metrics.stats.expert_tokens = ExpertTokens(4, bytearray(counts))
+        served: Any = SimpleNamespace(http=http)
+        with opened(browser, served) as page:
+            until(page, "document.getElementById('expert-map').dataset.layers === '2'")
+            page.locator("#expert-map").scroll_into_view_if_needed()
+            box = page.locator("#expert-map").bounding_box()
+            assert box is not None
+            for row, column, text in ((0, 3, "expert 3: 300 %"), (0, 1, "expert 1: 0 %"), (1, 0, "expert 0: 100 %")):
+                x, y = box["width"] * (column + 0.5) / 4, box["height"] * (row + 0.5) / 2
+                page.mouse.move(box["x"] + x, box["y"] + y)
+                shown = page.locator("#hover").inner_text()
+                assert shown == f"layer {row} of those with experts, {text} of the mean of its layer"
 
 
 @pytest.mark.turn(3)

@@ -1,6 +1,8 @@
 """The sanitizers' tool fails on a report, on results that depend on memory, and on build errors."""
 
+import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -67,6 +69,17 @@ def sources(tmp_path, monkeypatch):
     monkeypatch.setattr(sanitize, "SOURCES", tmp_path / "csrc")
     monkeypatch.setattr(sanitize, "COMMON", [*sanitize.COMMON[:-1], str(tmp_path / "csrc")])
     return tmp_path / "csrc"
+
+
+@needs_compiler
+def test_harness_fits_the_kernels():
+    """A changed argument of a kernel would otherwise only be noticed on the day of the sanitizers."""
+    checked = [*sanitize.COMMON, "-Werror", "-fsyntax-only", str(sanitize.HARNESS)]
+    result = subprocess.run(["g++", *checked], capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    called = set(re.findall(r"\btable\.(\w+)\(", sanitize.HARNESS.read_text("utf-8")))
+    kernels = set(re.findall(r"\bKERNEL\((\w+),", (sanitize.SOURCES / "kernels.h").read_text("utf-8")))
+    assert kernels <= called
 
 
 @needs_compiler

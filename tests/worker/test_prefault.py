@@ -138,11 +138,11 @@ def test_prefault_thread_ends_with_engine(monkeypatch):
     llm = [LLM(device="cpu", kv_cache_memory_bytes=8 << 20)]
     assert begun.wait(10)
 
-    def release_unread():
+    def release():
         llm.clear()
         gc.collect()
 
-    owner = threading.Thread(target=release_unread)
+    owner = threading.Thread(target=release)
     owner.start()
     owner.join(0.5)
     assert owner.is_alive()

@@ -172,7 +172,7 @@ def test_cancelled_transfer_writes_no_block_and_reports_nothing(direction):
     assert stores[0].entered.wait(10)
     moved.begin(cancels=[order.transfer_id, 999])
     moved.bytes[:] = SENTINEL  # the blocks belong to another request now
-    stores[0].release_unread.set()
+    stores[0].release.set()
     moved.threads._threads[direction].submit(lambda: moved.ended.put("behind it"))
     moved.threads._threads[direction].submit(lambda: moved.ended.put("behind it"))
     assert {moved.ended.get(timeout=10), moved.ended.get(timeout=10)} == {"behind it"}
@@ -216,7 +216,7 @@ def test_hanging_save_blocks_neither_loads_nor_shutdown(monkeypatch):
     ending.join(20)
     assert not ending.is_alive()
     assert moved.ended.empty()
-    stores[0].release_unread.set()
+    stores[0].release.set()
 
 
 def test_second_shutdown_and_late_transfers_do_nothing():

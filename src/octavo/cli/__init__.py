@@ -79,5 +79,5 @@ def octavo(
 
 
 def main() -> None:
-    """Run the command line. Exits with 0, 1 for an error of octavo, or 2 for wrong usage."""
+    """Run the command line. The exit status is 0, 1 after an `OctavoError`, or 2 after wrong usage."""
     app()

@@ -27,7 +27,7 @@ System = Annotated[
 ]
 
 
-# Used if a checkpoint sets none of these. Without filters, answers of small models become incoherent.
+# Without filters, answers of small models become incoherent.
 GENTLE_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 REAL_MODELS = (
     "This is the built-in model, a small one. A real one, from a GGUF file or the hub: octavo chat ./model.gguf, "
@@ -110,7 +110,7 @@ def _read_line(*, interactive: bool) -> str | None:
 
 
 class Conversation:
-    """A conversation's messages, with stopped answers, but without failed turns."""
+    """The messages of a conversation, including stopped answers. Failed turns are not kept."""
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
         self._engine = engine
@@ -119,11 +119,14 @@ class Conversation:
         self.messages = list(self._beginning)
 
     def reset(self) -> None:
-        """Forget all but the system message."""
+        """Remove all messages except the system message."""
         self.messages = list(self._beginning)
 
     def answer(self, text: str) -> None:
-        """Print the answer to `text`, and add both to the messages. Raises `RequestError` and `ExecutionError`."""
+        """Print the answer to `text`. Add `text` and the answer to the messages.
+
+        Raises `RequestError` and `ExecutionError`.
+        """
         from octavo.cli.streaming import stream_answer
 
         messages = [*self.messages, {"role": "user", "content": text}]

@@ -53,7 +53,7 @@ class LazyCommand(NamedTuple):
 
 
 class LazyGroup(TyperGroup):
-    """A group that imports a command only to run it or to show its help, which halves the time of `octavo --help`."""
+    """A group that imports a command only to run it or to show its help."""
 
     lazy_commands: ClassVar[tuple[LazyCommand, ...]]
 

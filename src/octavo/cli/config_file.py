@@ -32,7 +32,7 @@ _SOURCES = {
 
 
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Read defaults of options. Keys may have dashes or underscores. Raises `typer.BadParameter`."""
+    """Read options' defaults from a file. Keys may have dashes or underscores. Raises `typer.BadParameter`."""
     if path is None:
         return None
     try:
@@ -80,7 +80,7 @@ def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
 
 
 def configuration(server: ServerConfig, engine: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return all values of a server, without secrets."""
+    """Return the values of all fields by part, without secrets."""
     return {name: _shown_part(part) for name, part in _parts(server, engine).items()}
 
 

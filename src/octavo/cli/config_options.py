@@ -1,4 +1,4 @@
-"""Options from configurations."""
+"""Makes options from configurations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_SIZES = {"SIZE", "TOKENS"}  # such as 4G
+_SIZES = {"SIZE", "TOKENS"}
 
 
 def parse_size(text: str | int) -> int:
@@ -31,9 +31,9 @@ def parse_size(text: str | int) -> int:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def with_options_of(parts: Mapping[type, str]) -> Callable[[type[T]], type[T]]:
-    """Add the options of configurations to a group of options.
+    """Return a class decorator that adds the fields of configurations as options.
 
-    parts: headings by configuration. The class declares, without a value, the options that its code reads.
+    parts: Help heading by configuration. The class declares options that its code reads, without values.
     """
 
     def decorate(group: type[T]) -> type[T]:
@@ -76,7 +76,7 @@ def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str)
 def read_part(options: Any, part: type[T], **resolved: Any) -> T:
     """Make a configuration from a group of options. Raises `ConfigError`.
 
-    resolved: values of fields, instead of or in addition to options.
+    resolved: Values of further fields, or values that replace options.
     """
     given = {name: getattr(options, option.name or name) for name, option in options_of(part).items()}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

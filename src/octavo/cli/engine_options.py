@@ -91,7 +91,6 @@ class EngineOptions:
             show_default=False,
         ),
     ] = None
-    # Read by this class or commands:
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     async_scheduling: bool | None
@@ -107,7 +106,7 @@ class EngineOptions:
 
     @property
     def chosen_model(self) -> str | None:
-        """MODEL or --model. Raises `typer.BadParameter` if they differ."""
+        """The value of MODEL or --model. Raises `typer.BadParameter` if MODEL and --model differ."""
         if self.model_argument is not None and self.model is not None and self.model_argument != self.model:
             raise typer.BadParameter(f"two models are given: {self.model_argument} and --model {self.model}")
         return self.model_argument if self.model is None else self.model
@@ -137,7 +136,7 @@ class EngineOptions:
         )
 
     def with_limits(self, capacity: EngineCapacity) -> Self:
-        """Set the limits of a started engine."""
+        """Return a copy with the limits of a started engine."""
         names = ("max_num_seqs", "max_num_batched_tokens", "async_scheduling")
         return replace(self, **{name: getattr(capacity, name) for name in names})
 
@@ -151,7 +150,10 @@ class EngineOptions:
         return self.speculative_config
 
     def launch(self, meanwhile: Callable[[], object] | None = None) -> Engine:
-        """Load the model in a separate process, and call `meanwhile`. Raises `ConfigError` and `ModelError`."""
+        """Load the model in a separate process. Raises `ConfigError` and `ModelError`.
+
+        meanwhile: Called during the load.
+        """
         from octavo.runtime.progress import LoadingProgress
         from octavo.startup.launch import launch_engine
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """Sets `pressed` at the first Ctrl-C. The second raises KeyboardInterrupt."""
+    """Sets `pressed` at the first Ctrl-C. The second Ctrl-C raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.pressed = False

@@ -28,7 +28,7 @@ PACKAGES = ("zmq", "msgspec", "starlette", "uvicorn", "httptools", "prometheus_c
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
-    """Read the configuration file. The option is eager, because Kubernetes' variable must be removed first."""
+    """Discard Kubernetes' port variable before --port is read. Read the configuration file."""
     if link := forget_service_link():
         typer.secho(
             f"{PORT_VARIABLE}={link} is ignored: Kubernetes set it for a Service, and it is not a port", err=True
@@ -83,14 +83,14 @@ class ListenOptions:
     ] = False
 
     def check(self) -> None:
-        """Raise `ConfigError` if invalid."""
+        """Raise `ConfigError` if an option is invalid."""
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
     def allowed_hosts(self, requested: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the Host names to accept, or None for any. requested: names from the user.
+        """Return the Host names to accept, or None for any.
 
-        The result includes loopback names and, on a loopback address, this address.
+        Every result except None has the loopback names. If `host` is a loopback address, `host` is added.
         """
         from octavo.http.listening import LOOPBACK_NAMES, is_loopback
 
@@ -102,19 +102,19 @@ class ListenOptions:
         return hosts or None
 
     def begin_logging(self, level: str) -> Callable[[str], object]:
-        """Configure logging. Return a function that shows a line."""
+        """Configure logging. Return a function that prints or logs a line."""
         logs.configure(level.upper(), self.log_format, audit_file=self.audit_log)
         return logger.info if self.log_format == "json" else partial(typer.secho, err=True)
 
     def address(self, sock: socket.socket, config: AccessConfig) -> str:
-        """Return the URL."""
+        """Return the socket's URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         scheme = "http" if config.ssl_certfile is None else "https"
         return f"{scheme}://{host}:{sock.getsockname()[1]}"
 
 
 def check_installed(command: str) -> None:
-    """Raise `ConfigError` if a package for servers is missing. Imports no package."""
+    """Raise `ConfigError` if a package for servers is missing. No package is imported."""
     for name in PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"{command} needs {name}: pip install 'octavo[server]'")

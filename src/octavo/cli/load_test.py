@@ -26,7 +26,7 @@ _END = b"[DONE]"
 
 @dataclass(slots=True)
 class Seen:
-    """One request, in seconds of one clock. token_times: when events with text arrived."""
+    """Times of one request in seconds. token_times: Arrival times of events with text."""
 
     sent: float
     token_times: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ async def find_model(url: str, api_key: str | None) -> str:
 
 
 def shuffled(items: Sequence[Item]) -> list[Item]:
-    """Shuffle tokens, so prefix caches lack them."""
+    """Shuffle each prompt's tokens, so that no cache has the prompt."""
     rng = random.SystemRandom()
     return [
         replace(item, prompt_token_ids=rng.sample(item.prompt_token_ids, len(item.prompt_token_ids))) for item in items
@@ -71,9 +71,9 @@ def shuffled(items: Sequence[Item]) -> list[Item]:
 
 
 def arrival_times(count: int, rate: float | None, gaps: Sequence[float], seed: int) -> list[float]:
-    """Return a Poisson process's send times. rate: requests per second, or None for all at the start.
+    """Return the send times of a Poisson process. rate: Requests per second, or None for all requests at time 0.
 
-    gaps: first gaps, for a rate of 1.
+    gaps: Seconds between the first requests if the rate were 1.
     """
     rng = random.Random(seed)  # noqa: S311
     if rate is None:
@@ -94,9 +94,9 @@ async def load(
     timeout_s: float = 600.0,
     on_end: Callable[[Seen], None] = lambda _seen: None,
 ) -> list[Seen]:
-    """Send each request, with greedy sampling, at its time and read its stream.
+    """Send each request at its time with greedy sampling, and read the answer's stream.
 
-    times: seconds from the start. max_concurrency: limit of running requests; waiting is not measured.
+    times: Seconds from the start. max_concurrency: Limit on running requests. Waits for this limit are not measured.
     """
     slots = asyncio.Semaphore(max_concurrency or len(items) or 1)
     start = time.perf_counter()
@@ -159,9 +159,9 @@ async def _read(response: aiohttp.ClientResponse, seen: Seen) -> None:
 
 
 def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Return the figures of a run: medians and 99th percentiles in milliseconds, except the wall time.
+    """Return the figures of a run. Latencies are medians and 99th percentiles in milliseconds.
 
-    ttft: time to the first event. itl: between events. tpot: per token after the first event. e2e: to the end.
+    ttft: Time to the first event. itl: Between events. tpot: Per token after the first event. e2e: To the end.
     """
     good = [each for each in seen if each.error is None and each.token_times]
     row: dict[str, Any] = {"requests": len(seen), "failed": len(seen) - len(good)}
@@ -193,7 +193,7 @@ def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of runs."""
+    """Return each figure's median."""
     return {
         key: statistics.median(values) if (values := [row[key] for row in rows if row.get(key) is not None]) else None
         for key in max(rows, key=len)
@@ -201,7 +201,7 @@ def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Interpolate linearly, like numpy. share: 0 to 100."""
+    """Return a percentile with linear interpolation, like numpy. share: 0 to 100."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)

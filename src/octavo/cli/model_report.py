@@ -24,8 +24,8 @@ _PRECISIONS = (None, "int8", "int4", "int4_all")
 class ModelDetails:
     """Architecture, memory and text files of a checkpoint.
 
-    active_parameters: used for each token. memory_bytes: bytes of weights, by precision. window: tokens that
-    sliding-window layers see. An older token keeps only `kv_bytes_before_window` bytes. text: findings by purpose.
+    active_parameters: Number used for each token. memory_bytes: Bytes of weights by precision. window: Tokens that
+    sliding-window layers see. The KV of an older token takes `kv_bytes_before_window` bytes. text: Remarks by topic.
     """
 
     parameters: int
@@ -45,8 +45,8 @@ class ModelDetails:
 class ModelReport:
     """A report on a checkpoint.
 
-    problem: why the checkpoint is refused. left_out: parts that are not served. details: None if not requested, or if
-    the checkpoint is refused.
+    problem: Why the checkpoint is refused, or "". left_out: Parts that are not served. details: None if not requested
+    or if the checkpoint is refused.
     """
 
     name: str
@@ -76,8 +76,6 @@ class _Described(Protocol):
 
 
 class _Folder:
-    """Reads config.json without tokenizer code."""
-
     def __init__(self, path: Path) -> None:
         from octavo.models.weight_source import FolderWeights
 
@@ -96,7 +94,7 @@ class _Folder:
 
 
 def report_on(path: Path, name: str) -> ModelReport:
-    """Report without tokenizer and template."""
+    """Report on a checkpoint without details."""
 
     def opened() -> _Described:
         return _open(path) if path.is_file() else _Folder(path)
@@ -105,9 +103,9 @@ def report_on(path: Path, name: str) -> ModelReport:
 
 
 def look_closer(model: str) -> ModelReport:
-    """Report with details. model: path or hub id. Raises `ModelError`."""
+    """Report on a checkpoint with details. model: Path or hub id. Raises `ModelError`."""
     path, opened = Path(model).expanduser(), cache(partial(_open, model))
-    is_here = path.exists()  # otherwise weights are not downloaded
+    is_here = path.exists()  # otherwise the weights are neither downloaded nor checked
     report = _report(path if is_here else opened().path, model, opened)
     if is_here and report.size_bytes and not report.problem:
         report = replace(report, problem=_problem_of_weights(opened()))

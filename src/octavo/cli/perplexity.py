@@ -40,9 +40,9 @@ def python_reference() -> str:
 
 
 def text_pieces(llm: LLM, text: str, *, max_pieces: int = MAX_PIECES) -> list[list[int]]:
-    """Return the first pieces of a text, of PIECE_TOKENS tokens, or of the context's length if that is shorter.
+    """Return the first pieces of a text. A piece has PIECE_TOKENS tokens, or `max_model_len` - 1 if that is less.
 
-    Each piece begins with BOS if the tokenizer adds it. Raises `RequestError` if the text is shorter than one piece.
+    If the tokenizer adds BOS, each piece begins with BOS. Raises `RequestError` if the text is shorter than one piece.
     """
     size = min(PIECE_TOKENS, llm.llm_engine.input_processor.model_info.max_model_len - 1)
     tokenizer = llm.get_tokenizer()
@@ -62,9 +62,9 @@ def mean_losses(
     seconds: float = math.inf,
     on_piece: Callable[[object], None] = lambda _: None,
 ) -> list[float]:
-    """Return the mean of -log p(token) for each piece, without the first token.
+    """Return the mean of -log p(token) for each piece, excluding the piece's first token.
 
-    seconds: after this time, no further piece is begun.
+    seconds: Time after which no further piece is begun.
     """
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     end, losses = time.monotonic() + seconds, []

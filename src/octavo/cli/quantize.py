@@ -10,7 +10,7 @@ import typer
 from octavo.cli.command import command
 from octavo.errors import ConfigError, ModelError, OctavoError
 
-_MEASURED_S = 20.0  # of the source; the copy is measured on the same pieces
+_MEASURED_S = 20.0  # for the source; the copy is measured on the same pieces
 
 Source = Annotated[
     str, typer.Argument(metavar="SOURCE", help="A directory in Hugging Face layout or a hub id.", show_default=False)
@@ -88,7 +88,7 @@ def quantize(
     if perplexity:
         try:
             typer.echo(_compare(path, destination, measured))
-        except OctavoError as error:  # the copy is complete
+        except OctavoError as error:  # no failure, because the copy is complete
             typer.echo(f"perplexity was not measured: {error}", err=True)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.cli.listen_options import ListenOptions
     from octavo.config import ServerConfig
 
-# Options of the router, or with different values for each replica.
+# Options that the router uses, or that differ between replicas.
 _NOT_PASSED = {
     *("config", "host", "port", "replicas", "insecure", "audit_log", "api_key", "debug", "help", "num_threads"),
     *("ssl_certfile", "ssl_keyfile", "allowed_host", "allowed_origin", "forwarded_allow_ips"),
@@ -38,9 +38,9 @@ def serve_replicas(
     num_replicas: int,
     num_threads: int | None,
 ) -> None:
-    """Run replicas and a router until a signal ends them. Raises `ConfigError`.
+    """Run replicas and a router until a signal arrives. Raises `ConfigError`.
 
-    num_threads: None divides the machine's threads.
+    num_threads: Threads per replica. None divides the machine's threads.
     """
     from octavo.router.launcher import LocalReplicas, free_ports
 
@@ -58,7 +58,7 @@ def serve_replicas(
         "max_open_requests": None,
         "request_timeout_s": config.request_timeout_s + REQUEST_TIMEOUT_MARGIN_S,
     }
-    # Clients' keys cannot read replicas' metrics.
+    # The router cannot read the replicas' metrics with a client's key.
     operator_key = None if config.api_keys_file is None else secrets.token_urlsafe(32)
     router = RouterConfig(**access_fields, engines=tuple(commands), engine_api_key=operator_key or config.api_key)
     say(f"{num_replicas} replicas with {num_threads} threads each at {', '.join(commands)}")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 class RouterOptions:
     """Options of `RouterConfig`."""
 
-    # Read by this class:
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
@@ -57,9 +56,9 @@ def route(context: typer.Context, router: RouterOptions, listen: ListenOptions) 
 def run_router(
     config: RouterConfig, listen: ListenOptions, say: Callable[[str], object], launcher: Launcher | None = None
 ) -> None:
-    """Run the router until a signal ends it. Raises `ConfigError` and `EngineDeadError`.
+    """Run the router until a signal arrives. Raises `ConfigError` and `EngineDeadError`.
 
-    launcher: runs the engines.
+    launcher: Runs the engines.
     """
     from octavo.http.listening import (
         allow_open_files,
@@ -72,7 +71,7 @@ def run_router(
 
     check_binding(listen.host, config, insecure=listen.insecure)
     check_files(config)
-    max_connections = allow_open_files(files_each=3)  # for the client, and for each engine of a pair
+    max_connections = allow_open_files(files_each=3)  # for the client, a prefill and a decode engine
     with hearing_signals(), bind(listen.host, listen.port) as sock:
         from octavo.router.app import make_router
         from octavo.router.launcher import Launcher

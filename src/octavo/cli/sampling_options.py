@@ -121,7 +121,7 @@ class SamplingOptions:
     ) -> SamplingParams:
         """Build the parameters. Raises `RequestError`.
 
-        unnamed: defaults if the checkpoint sets none of these fields.
+        unnamed: Default values by field, used only if the checkpoint sets none of these fields.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in values.items() if value not in (None, [])}

@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 _PANEL = "Server"
 # With Python's default of 5 ms, reading a large request in a thread would delay other requests.
 SWITCH_INTERVAL_S = 0.0005
-_SEED_BITS = 53  # JavaScript can read them
+_SEED_BITS = 53  # larger numbers are inexact in JavaScript
 
 
 @with_options_of({ServerConfig: _PANEL})
 class ServerOptions:
-    """Options of `ServerConfig`, and replicas."""
+    """Options of `ServerConfig`, and the number of replicas."""
 
     replicas: Annotated[
         int,
@@ -52,7 +52,6 @@ class ServerOptions:
             help="Number of engines with one router in front; each runs in its own processes.",
         ),
     ] = 1
-    # Read by this class and the command:
     api_key: str | None
     api_keys: Path | None
     allowed_host: list[str] | None
@@ -86,13 +85,12 @@ def serve(context: typer.Context, engine: EngineOptions, server: ServerOptions, 
     check_installed("octavo serve")
     source = context.get_parameter_source("seed")
     is_drawn = source is None or source.name == "DEFAULT"
-    if is_drawn:  # the log has the seed, for a replay
+    if is_drawn:
         engine = replace(engine, seed=secrets.randbits(_SEED_BITS))
     waiting, tokens = _limits(engine)
-    # Without max_num_seqs, the device decides the limit of open requests.
     max_open_requests = None if engine.max_num_seqs is None else engine.max_num_seqs + waiting
     config = server.server_config(listen, max_open_requests, tokens)
-    # The server refuses excess requests itself.
+    # The server itself refuses excess requests.
     engine = replace(engine, max_num_waiting=None, max_num_waiting_tokens=None)
     if server.api_keys is not None and engine.scheduling_policy is None:
         engine = replace(engine, scheduling_policy=SchedulingPolicy.FAIR)

@@ -20,9 +20,9 @@ _request_numbers = itertools.count()
 def stream_answer(
     engine: Engine, prompt: Any, params: SamplingParams, write: Callable[[str], None]
 ) -> tuple[str, str | None]:
-    """Write an answer piece by piece. Return its text and finish reason ("abort" after Ctrl-C).
+    """Write an answer piece by piece. Return the answer's text and finish reason ("abort" after Ctrl-C).
 
-    params: must request DELTA outputs. Raises `RequestError` and `ExecutionError`.
+    params: `output_kind` must be DELTA. Raises `RequestError` and `ExecutionError`.
     """
     request_id = f"stream-{next(_request_numbers)}"
     engine.add_request(request_id, prompt, params)

@@ -1,7 +1,9 @@
 """The workloads of `octavo bench`.
 
-A: requests one after the other. B: all requests at the same time. C: long prompts, one after the other, with one output
-token each. D: sets of requests that share a prefix, without and with the prefix cache.
+- A: Requests run one after the other.
+- B: All requests run at the same time.
+- C: Long prompts, each with one output token, run one after the other.
+- D: Sets of requests that share a prefix run without and with the prefix cache.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Workloads:
-    """Requests by workload. gaps: random seconds between requests, for a rate of one per second."""
+    """Requests by workload. gaps: Random seconds between requests, for a rate of one per second."""
 
     a: list[Item]
     b: list[Item]
@@ -44,7 +46,7 @@ class Workloads:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run. Times are from its start."""
+    """Measurements of one run. Times count from its start."""
 
     wall_s: float
     first_token_s: float
@@ -75,7 +77,7 @@ def _read_item(item: Any) -> Item:
 
 
 def make_workloads(vocab_size: int, max_model_len: int, seed: int = 0) -> Workloads:
-    """Make small workloads for any context."""
+    """Make small workloads that fit `max_model_len`."""
     rng = random.Random(seed)  # noqa: S311
 
     def item(num_prompt: int, num_output: int, prefix: Sequence[int] = ()) -> Item:
@@ -94,7 +96,7 @@ def make_workloads(vocab_size: int, max_model_len: int, seed: int = 0) -> Worklo
 
 
 def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -> Timing:
-    """Time requests that run together, with an empty prefix cache.
+    """Measure requests that run together, after emptying the prefix cache.
 
     share_prefixes: False gives each request a separate cache salt.
     """
@@ -129,7 +131,7 @@ def run(engine: Engine, items: Sequence[Item], *, share_prefixes: bool = True) -
 
 
 def measure(engine: Engine, workloads: Workloads, name: str, repeat: int) -> list[dict[str, Any]]:
-    """Run one workload `repeat` times. Return rows of medians."""
+    """Run one workload `repeat` times. Return table rows with medians."""
     if name == "A":
         return _rows("A one stream", [run(engine, [item]) for _ in range(repeat) for item in workloads.a])
     if name == "B":

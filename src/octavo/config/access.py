@@ -21,7 +21,7 @@ DEFAULT_MAX_BODY_BYTES = 8 << 20
 class AccessConfig:
     """Access, limits and timeouts. None means no limit.
 
-    operator_key: Additional key with which the router reads a replica's metrics.
+    operator_key: Additional key with which a router reads this server's metrics.
     max_open_requests: Maximum number of open output streams. Further requests are refused with status 429.
     """
 

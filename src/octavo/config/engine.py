@@ -40,7 +40,10 @@ class SchedulingPolicy(StrEnum):
 
 
 class AdmissionRule(StrEnum):
-    """Condition for starting a request: its known tokens fit, or prompt + max_tokens can be reserved."""
+    """When a waiting request may start.
+
+    OPTIMISTIC: Its known tokens fit. RESERVATION: Blocks for prompt + max_tokens can be reserved.
+    """
 
     OPTIMISTIC = "optimistic"
     RESERVATION = "reservation"
@@ -72,7 +75,7 @@ class ModelConfig:
     - "int4": W4A8.
     - "fp8": W8A16 in E4M3, with one scale per output feature. Embeddings and lm_head stay unquantized.
     - None: A checkpoint's 4-bit integer weights are unchanged. 8-bit integer weights are rotated and rounded again.
-      Triton kernels multiply FP8 weights directly, and other kernels expand these weights.
+      Triton kernels multiply FP8 weights directly, and other kernels expand FP8 weights.
     packed_cache_bytes: Cached weights are valid until the checkpoint's files change.
     """
 
@@ -199,7 +202,7 @@ class CacheConfig:
 
     @property
     def sets_memory(self) -> bool:
-        """True if the size does not depend on free memory."""
+        """True if the options set the cache's size, so that free memory does not matter."""
         return self.num_gpu_blocks is not None or self.kv_cache_memory_bytes is not None
 
 
@@ -208,7 +211,7 @@ class SchedulerConfig:
     """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
 
     max_num_seqs, max_num_batched_tokens, async_scheduling: None means the device's default (see `resolved`).
-    is_offline: True if no user waits for a step. Only changes the default of max_num_batched_tokens.
+    is_offline: True if no user waits for a step. Changes only the default of max_num_batched_tokens.
     mixed_step_ms: None means 100 for an engine. `LLM` uses 0 by default.
     attention_cost_tokens: None means a value from the model's shape, or 0 for a scheduler without an engine.
     enable_chunked_prefill: If False, a prompt is divided only if it exceeds the budget of a whole step.
@@ -216,7 +219,7 @@ class SchedulerConfig:
     async_scheduling: Even if True, a step with drafts or a grammar must end before the next step is scheduled.
     max_num_preemptions: After this many preemptions, a request restarts only once all blocks that it may need are free.
     The request is then never preempted again.
-    max_batch_prefill_tokens: A longer prompt is divided, even if enable_chunked_prefill is False.
+    max_batch_prefill_tokens: A prompt above this limit is divided, even if enable_chunked_prefill is False.
     waiting_served_ratio, max_waiting_tokens: Used only while requests run.
     """
 
@@ -502,7 +505,7 @@ class ModelInfo:
     """Facts about a loaded model, without tensors.
 
     generation_defaults: Sampling parameters from generation_config.json.
-    pooling: The checkpoint's pooling of embeddings, "last" or "mean". pooling_problem: Why octavo does not support it.
+    pooling: The checkpoint's pooling of embeddings, "last" or "mean". pooling_problem: Why the pooling is unsupported.
     hidden_size: Length of an embedding. has_head: False if lm_head is missing, so that only embeddings are served.
     weight_bytes: Size of the weights in the checkpoint's dtype, or after a requested quantization.
     quantization_level, file_type: Name and number of a GGUF file's mix of quantization types.
@@ -525,7 +528,7 @@ class ModelInfo:
     file_type: int | None = None
 
     def choose_pooling(self, requested: str | None = None) -> str:
-        """Return the requested or the checkpoint's pooling. Raises `RequestError` if octavo does not support it."""
+        """Return the requested or the checkpoint's pooling. Raises `RequestError` if the pooling is unsupported."""
         if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if requested is None else requested

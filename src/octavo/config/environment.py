@@ -18,10 +18,7 @@ def cache_directory() -> Path:
 
 
 def explain_undecodable(text: str) -> str | None:
-    """Return an error message if a text has bytes that are invalid in this locale, otherwise None.
-
-    Python keeps such bytes as lone surrogates, which JSON and libraries refuse.
-    """
+    """Return an error message if a text has bytes that are invalid in this locale, otherwise None."""
     if not any("\ud800" <= character <= "\udfff" for character in text):
         return None
     encoding = sys.getfilesystemencoding()
@@ -35,7 +32,7 @@ def kernels_required() -> bool:
 
 
 def isa_from_environment() -> str | None:
-    """Return OCTAVO_ISA, which is used if the option isa is `auto`, or None."""
+    """Return OCTAVO_ISA or None. The value is used if the option isa is `auto`."""
     return os.environ.get("OCTAVO_ISA") or None
 
 
@@ -51,10 +48,10 @@ def api_key_from_environment() -> str | None:
 
 
 def kv_secret_from_environment() -> str:
-    """Return OCTAVO_KV_SECRET, a secret that is hashed into the keys of stored KV, or "".
+    """Return OCTAVO_KV_SECRET or "". The secret is hashed into the keys of stored KV.
 
-    If a secret is set, a reader of the keys cannot test guesses of prompts. Engines that exchange KV need the same
-    secret.
+    Without the secret, a reader of the keys cannot test guesses of prompts. Engines that exchange KV need equal
+    secrets.
     """
     return os.environ.get("OCTAVO_KV_SECRET", "")
 
@@ -71,6 +68,6 @@ def operator_key_from_environment() -> str | None:
 
 
 def forget_service_link() -> str | None:
-    """Remove and return OCTAVO_SERVE_PORT if it is a URL such as tcp://10.0.0.1:8000, which Kubernetes sets."""
+    """Remove and return OCTAVO_SERVE_PORT if Kubernetes set it to a URL such as tcp://10.0.0.1:8000."""
     port = os.environ.get(PORT_VARIABLE, "")
     return os.environ.pop(PORT_VARIABLE) if port.startswith(("tcp://", "udp://")) else None

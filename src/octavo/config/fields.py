@@ -1,4 +1,4 @@
-"""Options and checks."""
+"""Declares and checks the options of configurations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class Option:
     choices: Allowed values, or () for any.
     name: Option name, or None for the field's name.
     panel: Heading in the help.
-    short: One-letter name.
     is_open: True if other options decide the default.
     """
 

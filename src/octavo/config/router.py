@@ -13,11 +13,11 @@ from octavo.config.fields import at_least, option
 from octavo.errors import ConfigError
 
 ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin", "affinity")
-ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # for an engine that publishes no limit; octavo's default
+ASSUMED_REQUEST_TIMEOUT_S = 1800.0  # of an engine that does not publish its limit
 REQUEST_TIMEOUT_MARGIN_S = 30.0  # so that an engine's answer or error arrives before the router's timeout
 _MAX_PORT = 65535
 _TIMEOUTS = (
-    "request_timeout_s",  # also the default of the next timeout
+    "request_timeout_s",  # default of engine_first_byte_timeout_s
     "engine_first_byte_timeout_s",
     "engine_connect_timeout_s",
     "engine_idle_timeout_s",

@@ -24,13 +24,13 @@ _CACHED_BYTES = (1 << 16, 1 << 34)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted, so that one step verifies several. docs/speculation.md describes the fields.
+    """How tokens are drafted. One step then verifies several tokens. docs/speculation.md describes the fields.
 
     Generated tokens depend on drafts only with verification = "rejection".
 
     method: "auto" means "suffix" if a token's results do not depend on its batch, otherwise "none".
     quantization: Quantization of the draft model, as in `ModelConfig`. None means int4 for the method "quantized".
-    prompt_lookup_min, prompt_lookup_max: n-gram lengths. None means 2 and 4, adjusted to the other field.
+    prompt_lookup_min, prompt_lookup_max: n-gram lengths. None means 2 and 4, unless the other field conflicts.
     suffix_decoding_max_cached_requests: The oldest answers are dropped first.
     """
 
@@ -121,7 +121,7 @@ class SpeculativeConfig:
 
     @property
     def drafts_by_model(self) -> bool:
-        """True if a model is loaded to draft."""
+        """True if a draft model is loaded."""
         return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:

@@ -33,11 +33,11 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a request gets blocks at its start. If 0, blocks are allocated step by step."""
+        """Return for how many tokens a starting request gets blocks. If 0, blocks are allocated step by step."""
         ...
 
     def admitted(self, request: Request) -> None:
-        """Record a start."""
+        """Record that a request started."""
         ...
 
     def left(self, request: Request) -> None:
@@ -93,10 +93,10 @@ class OptimisticAdmission:
 
 
 class ReservationAdmission:
-    """Reserves space for prompt + max_tokens of each running request, so that lack of blocks causes no preemption.
+    """Reserves blocks for prompt + max_tokens of each running request, to avoid preemptions.
 
-    A preemption is possible only if blocks are pinned for ended requests or for another engine. Source: Hugging Face
-    TGI (router/src/infer, `Queue::next_batch` and `batching_task`).
+    A request is preempted only if blocks are pinned for ended requests or for another engine. Source: Hugging Face TGI
+    (router/src/infer, `Queue::next_batch` and `batching_task`).
 
     most_saved_blocks: Number of blocks of each bounded group that saves may pin in addition to the reservations.
     """
@@ -127,10 +127,7 @@ class ReservationAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Return GATHERING if few requests wait and the last admission is at most `max_waiting_tokens` steps ago.
-
-        Running requests are delayed less if several requests start in the same step.
-        """
+        """Return GATHERING if few requests wait and the last admission is at most `max_waiting_tokens` steps ago."""
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
         if num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:
@@ -172,7 +169,7 @@ class ReservationAdmission:
 
 
 def create_admission(config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> Admission:
-    """Create `config.admission`'s rule."""
+    """Create the rule for `config.admission`."""
     if config.admission is AdmissionRule.RESERVATION:
         return ReservationAdmission(config, kv_cache_manager, most_saved_blocks)
     return OptimisticAdmission(config, kv_cache_manager)

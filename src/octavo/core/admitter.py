@@ -29,7 +29,7 @@ class Admitter:
         self._blocked: tuple[str, WaitReason] | None = None
 
     def resume_deferred(self) -> None:
-        """Put deferred requests back into the queue after their wait."""
+        """Requeue deferred requests whose wait has ended."""
         for request, timed_out in self._waiting_requests.resume_deferred(self.num_busy_steps):
             self._emitter.emit(events.RequestUnparked, request.request_id, timed_out)
 

@@ -1,6 +1,6 @@
 """Chooses how many draft tokens each request gets, to maximize the tokens per second.
 
-A draft comes from a draft model or from a lookup, for example of n-grams. The choice never changes a generated token.
+A draft comes from a draft model or from a lookup, for example of n-grams.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ if TYPE_CHECKING:
 _FIRST_RATE = 0.7  # assumed acceptance rate before any draft was verified
 _CREDIT_S = 0.01  # initial value of the seconds gained by lookups
 _OLDER_GUESSES = 0.95  # factor by which each step with lookups reduces earlier sums
-_SMALL_SHARE = 0.005  # share of the steps' time that lookups may lose
-_STEPS_OF_A_TRIAL = 16  # if lookups cost more time than they gain, one step in this many tries them
-_REQUESTS_OF_A_TRIAL = 8  # requests with lookups in a trial step
+_SMALL_SHARE = 0.005  # maximum loss by lookups, as a share of the steps' time
+_STEPS_OF_A_TRIAL = 16  # if lookups lose more, one of 16 steps still tries lookups
+_REQUESTS_OF_A_TRIAL = 8
 
 
 class DraftPolicy:
-    """Decides how many drafts of each request are proposed and verified.
-
-    The most probable drafts are chosen first.
-    """
+    """Decides how many drafts of each request are proposed and verified."""
 
     def __init__(self) -> None:
         self.step_cost = StepCost()
@@ -65,10 +62,10 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step, unless it has prompt tokens. `verified` must have been called before.
+        """Learn from a step without prompt tokens. `verified` must have been called before.
 
-        If the step verified drafts, return the duration of the step and the drafting before it, and an estimate for the
-        same tokens without drafts.
+        If the step verified drafts, return two durations in seconds: that of the step including the drafting before it,
+        and an estimate for the same tokens without drafts.
 
         seconds: The step's duration, including the drafting at its end.
         """
@@ -126,9 +123,7 @@ class DraftPolicy:
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
         """Return the maximum number of drafts to propose after a step, by request id. No entry means no maximum.
 
-        If only lookups propose drafts, every entry is 0. `allot` later chooses among the proposed drafts.
-
-        num_tokens: Scheduled tokens by request id.
+        If only lookups propose drafts, every entry is 0.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}
@@ -194,7 +189,7 @@ class DraftPolicy:
         for _, index, _ in candidates[:best]:
             counts[index] += 1
         for (_, num_wanted), (_, of_request), count in zip(wanted, known, counts, strict=True):
-            if of_request is not None and count < num_wanted:  # otherwise low rates exclude the request forever
+            if of_request is not None and count < num_wanted:  # so that a low rate does not last forever
                 of_request.fade()
         if not any(counts):
             for overall in {id(each): each for each, _ in known}.values():

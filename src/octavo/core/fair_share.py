@@ -1,7 +1,7 @@
 """Divides service fairly between tenants, with virtual token counters.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), algorithm 2. When a tenant starts to
-wait, its counter is raised to the smallest counter of the waiting tenants, so that idle time earns no credit.
+wait, the tenant's counter is raised to the smallest counter of the waiting tenants.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Breach:
 
 
 def check(scheduler: Scheduler) -> list[Breach]:
-    """Return broken invariants."""
+    """Check all invariants. Return the broken invariants."""
     manager = scheduler.kv_cache_manager
     return [
         *(breach for group in manager.groups for breach in _check_group(scheduler, group)),

@@ -1,6 +1,6 @@
 """The scheduler's side of an external KV store, as in vLLM's KVConnector.
 
-The worker transfers the blocks. Missing, late or corrupt blocks cost time but never change a token.
+Missing, late or corrupt blocks cost time but never change a token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class KVConnector(Protocol):
     name: str
 
     def request_added(self, request: Request) -> None:
-        """Report a new request, possibly long before its lookup."""
+        """Report a new request. The request's lookup may follow much later."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:

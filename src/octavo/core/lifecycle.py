@@ -1,6 +1,6 @@
 """The lifecycle of a request, from its arrival to its end.
 
-A request's status says which list has the request:
+A request's status says which list contains the request:
 - WAITING, PREEMPTED: the waiting requests.
 - RUNNING: the running requests. Ended requests remain in this list until `drop_finished` is called.
 - WAITING_FOR_REMOTE_KVS: the transfers.
@@ -85,7 +85,7 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Run a request after its KV load. num_tokens: Number of computed and loaded tokens."""
+        """Run a request after its KV load. num_tokens: Number of tokens whose KV was computed or loaded."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
@@ -130,7 +130,7 @@ class RequestLifecycle:
     def preempt(self, victim: Request) -> None:
         """Release a running request's blocks, and put the request back into the queue.
 
-        No step may be in flight, because that step would still use the blocks.
+        No step may be in flight.
         """
         self._state.manager.release(victim)
         self._running.remove(victim)

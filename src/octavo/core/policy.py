@@ -42,7 +42,7 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """The budget that a prompt's tokens use. Later tokens use more, because each token attends to all earlier tokens.
+    """The budget that a prompt's tokens use.
 
     Each token of a chunk that begins at `position` uses 1 + attention_cost_tokens * position / 1000 of the budget.
     """
@@ -51,7 +51,7 @@ class PromptCost:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return how many tokens of a chunk at `position` fit the budget. If budget > 0, at least one fits."""
+        """Return how many tokens of a chunk at `position` fit the budget. If budget > 0, at least one token fits."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
@@ -75,7 +75,7 @@ class OrderPolicy:
 
 
 def create_policy(config: SchedulerConfig) -> OrderPolicy:
-    """Create `config.policy`'s order."""
+    """Create the order for `config.policy`."""
     counters = ServiceCounters(config.fair_input_weight, config.fair_output_weight)
     ranks: dict[SchedulingPolicy, Callable[[Request], Rank]] = {
         SchedulingPolicy.FCFS: lambda r: (r.arrival_index,),
@@ -106,7 +106,7 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
     """Return a rank by priority number, then by arrival.
 
     A request's priority number decreases by one every `ageing_s` seconds. If `ageing_s` is None, the number never
-    changes. If 0, priorities are ignored. All requests age at the same rate, so their order never changes.
+    changes. If 0, priorities are ignored. All requests age equally, so the order of two requests never changes.
     """
     if ageing_s is None:
         return (request.priority, request.arrival_index)
@@ -118,7 +118,7 @@ def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
 def rank_by_deadline(request: Request, ageing_s: float | None) -> Rank:
     """Return a rank by deadline, then by arrival.
 
-    ageing_s: If not None, a missing or later deadline is replaced by `ageing_s` seconds after arrival.
+    ageing_s: If not None, the rank's deadline is at most `ageing_s` seconds after arrival.
     """
     deadline = math.inf if request.deadline is None else request.deadline
     horizon = math.inf if ageing_s is None else request.arrival_time + ageing_s
@@ -177,12 +177,12 @@ class Batching(Protocol):
 class MixedBatching:
     """Serves running requests, then waiting requests. Prompts and decodes share steps.
 
-    A step with decodes has a limit on prompt tokens, because decodes wait for the whole step. The limit is `most` (0
-    for no limit). If `step_s` is not 0, the limit adapts between `least` and `most`, so that a step takes `step_s`
-    seconds. Sarathi-Serve (Agrawal et al. 2024) profiles to choose a limit.
+    A step with decodes has a limit on prompt tokens. The limit is `most` (0 for no limit). If `step_s` is not 0, the
+    limit adapts between `least` and `most`, so that a step takes `step_s` seconds. Sarathi-Serve (Agrawal et al. 2024)
+    instead chooses a limit by profiling.
     """
 
-    _SHRINK, _GROW = 0.5, 1.25  # smallest and largest factor of one change
+    _SHRINK, _GROW = 0.5, 1.25  # limits on the factor of one change
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
@@ -233,8 +233,7 @@ class PrefillFirstBatching:
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
     """Admit waiting requests, but serve each prompt in `outranked` before less important waiting requests.
 
-    If an outranked prompt gets no tokens, no further request is admitted. Later outranked prompts are still served,
-    because these prompts free blocks when they end.
+    If an outranked prompt gets no tokens, no further request is admitted. The other outranked prompts are still served.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)
@@ -246,7 +245,7 @@ def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: A
 
 
 def create_batching(config: ResolvedSchedulerConfig) -> Batching:
-    """Create `config.batching`'s rule."""
+    """Create the rule for `config.batching`."""
     if config.batching is BatchingMode.PREFILL_FIRST:
         return PrefillFirstBatching()
     whole, step_s = config.max_num_batched_tokens, (config.mixed_step_ms or 0.0) / 1000

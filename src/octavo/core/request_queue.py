@@ -25,11 +25,11 @@ class RequestQueue(Protocol):
         ...
 
     def peek_request(self) -> Request:
-        """Return the first request. Raises IndexError if there is none."""
+        """Return the first request. Raises IndexError if the queue is empty."""
         ...
 
     def pop_request(self) -> Request:
-        """Remove and return the first request. Raises IndexError if there is none."""
+        """Remove and return the first request. Raises IndexError if the queue is empty."""
         ...
 
     def remove_request(self, request: Request) -> None:

@@ -52,10 +52,7 @@ class ResultProcessor:
         self._state.transfers.end_cancels(scheduled.kv_cancels)
         for ended in result.kv_transfers:
             self._end_transfer(ended)
-        if result.host_moves:
-            self._emitter.emit(events.HostBlocksCopied, *result.host_moves)
-        if result.num_compilations:
-            self._emitter.emit(events.KernelsCompiled, result.num_compilations)
+        self._emit_work(result)
         new_tokens: dict[str, int] = {}
         num_served: defaultdict[str, float] = defaultdict(float)
         errors, drafts = result.errors, scheduled.scheduled_spec_decode_tokens
@@ -84,6 +81,14 @@ class ResultProcessor:
             self._emitter.emit(events.StepCompleted, new_tokens)
         return outputs
 
+    def _emit_work(self, result: ModelOutput) -> None:
+        if result.host_moves:
+            self._emitter.emit(events.HostBlocksCopied, *result.host_moves)
+        if result.num_compilations:
+            self._emitter.emit(events.KernelsCompiled, result.num_compilations)
+        if result.experts is not None:
+            self._emitter.emit(events.ExpertsComputed, result.experts)
+
     def _end_transfer(self, ended: EndedTransfer) -> None:
         load = self._state.transfers.end(ended)
         if load is None:
@@ -100,8 +105,7 @@ class ResultProcessor:
     ) -> EngineCoreOutput | None:
         """Advance a request by `count` computed tokens. The last `num_drafts` of these tokens are drafts.
 
-        sampled: Accepted drafts and one more token, or empty if sampling was postponed. The next step then computes the
-        last known token again.
+        sampled: Accepted drafts and one more token, or empty if sampling was postponed.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count

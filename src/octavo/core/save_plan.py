@@ -33,8 +33,7 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
     """Return the maximum number of blocks that pending saves may pin with all parts.
 
-    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need, because parts may be
-    evicted before a later save.
+    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need.
     """
     most = most_pinned_blocks(manager)
     num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
@@ -47,7 +46,7 @@ def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) 
 def blocks_to_save(
     manager: KVCacheManager, request: Request, indices: Sequence[int], connector: KVConnector
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the indices of the blocks to save, and their block ids for each group.
+    """Return the indices of the blocks to save, and for each group the ids of these blocks.
 
     A block with an evicted part is saved only if the store lacks the first group's content. The block's ids are then
     `NO_BLOCK` in all bounded groups.
@@ -73,10 +72,7 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Return a prefix hit, shortened until each block is in the store or can be saved with all parts.
-
-    lacking: Hashes of blocks that the store lacks.
-    """
+    """Return `computed`, shortened until each block is in the store or can be saved with all parts."""
     bounded, blocks = manager.bounded, computed.blocks
     for index, block_hash in enumerate(request.block_hashes[: computed.num_blocks]):
         if block_hash not in lacking:

@@ -135,7 +135,7 @@ class Scheduler:
         """Decide the next step. Running requests get tokens first, then waiting requests in order.
 
         Under all policies except `fair`, a running prompt gets tokens after more important waiting requests. A step
-        that preempts a request admits none. While a step is in flight, call this only if `may_look_ahead()` is True.
+        that preempts a request admits no request. While a step is in flight, `may_look_ahead()` must be True.
         """
         in_flight = self._state.in_flight
         assert self.config.async_scheduling or not in_flight.steps, "the result of the last step has not arrived"
@@ -327,11 +327,7 @@ class Scheduler:
         return outputs
 
     def has_work(self) -> bool:
-        """Return True if another step is needed.
-
-        Reports of ended requests and cancelled transfers to the worker need a step, too. If a step with only such
-        reports fails, the reports wait for other work.
-        """
+        """Return True if another step is needed, for example to report ended requests to the worker."""
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
             return True
@@ -348,7 +344,7 @@ class Scheduler:
     def check_when_idle(self) -> list[invariants.Breach]:
         """Check all invariants every `IDLE_CHECK_INTERVAL_S` if the core is idle. Return the broken invariants.
 
-        Blocks with wrong bookkeeping are quarantined, so that a leak does not stop the engine.
+        Blocks with wrong bookkeeping are quarantined.
         """
         self._emitter.now = now = self._clock()
         if self.has_work() or now < self._next_check:

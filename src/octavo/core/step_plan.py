@@ -19,7 +19,7 @@ class StepPlan:
     budget: int = field(init=False)
     num_tokens: dict[str, int] = field(default_factory=dict)
     of_prompts: set[str] = field(default_factory=set)
-    surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses beyond one per token
+    surcharge: dict[str, int] = field(default_factory=dict)  # budget that a prompt uses beyond its number of tokens
     preempted: dict[str, Request] = field(default_factory=dict)
     held_up: WaitReason | None = None  # why no further request may be admitted
     has_admitted: bool = False  # if True, the step must not preempt
@@ -35,7 +35,7 @@ class StepPlan:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether the remaining budget and all uses add up to the initial budget."""
+        """Whether remaining budget, scheduled tokens and surcharges add up to the initial budget."""
         return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.initial_budget
 
     def within_prompt_budget(self, count: int, *, of_prompt: bool) -> int:
@@ -43,7 +43,7 @@ class StepPlan:
         return min(count, self.prompt_budget) if of_prompt else count
 
     def give(self, request: Request, count: int, surcharge: int = 0, *, of_prompt: bool = False) -> None:
-        """Schedule `count` tokens of a request, and reduce the budget by `count` and the surcharge.
+        """Schedule `count` tokens of a request. Reduce the budget by `count` + `surcharge`.
 
         of_prompt: True if the tokens also reduce the prompt budget.
         """

@@ -36,13 +36,13 @@ class StepInFlight:
     ended_ids: set[str] = field(default_factory=set)
 
     def requests(self, requests: Mapping[str, Request]) -> list[Request]:
-        """Return the step's requests that have not ended. requests: All open requests by id."""
+        """Return the step's requests that have not ended."""
         return [requests[name] for name in self.scheduled.num_scheduled_tokens if name not in self.ended_ids]
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
         """Return True if the next step has work and can be scheduled before this step has a result.
 
-        With drafts or grammars, return False, because the new tokens are unpredictable.
+        With drafts or grammars, return False.
         """
         continues, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
@@ -68,7 +68,7 @@ class StepsInFlight:
         return None
 
     def take_all(self) -> list[StepInFlight]:
-        """Take all steps."""
+        """Remove and return all steps."""
         steps = list(self.steps)
         self.steps.clear()
         return steps

@@ -12,7 +12,7 @@ class TransferCost:
     """
 
     _WEIGHT = 0.2
-    _TRIED_AGAIN = 32  # one in this many loads that seem slower is tried
+    _TRIED_AGAIN = 32  # of 32 loads that seem slower, one is tried
 
     def __init__(self) -> None:
         self._loads = StepCost()

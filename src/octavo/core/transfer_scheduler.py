@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PROMPT_SHARE = 16  # a step with fewer tokens per request is mostly decodes
 _EXPECTED_LOOKUP_S = 5.0  # minimum lookup timeout if another engine computes the KV
-_SAVED_TOGETHER = 8  # generated blocks per save, because each save has a fixed cost
+_SAVED_TOGETHER = 8  # generated blocks per save
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Lookup:
 class KVTransferScheduler:
     """Orders loads and saves of KV, and tracks pending transfers.
 
-    Transfer ids are never reused, so a late or repeated report matches no pending transfer.
+    Transfer ids are never reused.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class KVTransferScheduler:
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
         """Return how many tokens to load after the `computed` tokens, or None if the store has not yet answered.
 
-        The number is a multiple of the block size. It is 0 if loading would take longer than computing, or if the store
-        has not answered and `may_wait` is False.
+        The number is a multiple of the block size. It is 0 if loading would take longer than computing. It is also 0 if
+        `may_wait` is False and the store has not yet answered.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._abandoned
@@ -203,8 +203,8 @@ class KVTransferScheduler:
     def offer(self, request: Request) -> None:
         """Save a request's committed blocks, except blocks that the store has or does not want.
 
-        Blocks of the prompt are saved immediately. Blocks of generated tokens are saved several at a time. If the KV is
-        for another engine, the limit on pinned blocks does not apply.
+        Blocks of the prompt are saved immediately, and blocks of generated tokens in groups of `_SAVED_TOGETHER`. If
+        the KV is for another engine, the limit on pinned blocks does not apply.
         """
         if not self.has_store:
             return
@@ -274,8 +274,8 @@ class KVTransferScheduler:
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
         """Process the end of a transfer. Return the transfer if it is a pending load, otherwise None.
 
-        After an incomplete load, a request asks the store once more for fewer blocks, if no loaded token is usable and
-        the KV is not from another engine.
+        If an incomplete load leaves a request without usable tokens, the request asks the store once more for fewer
+        blocks. KV from another engine is not asked for again.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -392,7 +392,7 @@ class KVTransferScheduler:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Order a request's last saves, and drop its records. Call this before the request's blocks are freed."""
+        """Start the last saves of a request, and drop its records. Call this before the request's blocks are freed."""
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:

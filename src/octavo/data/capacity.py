@@ -23,10 +23,7 @@ class KVGroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """The limits in effect, which may be lower than the configured limits.
-
-    Names are from vLLM and TGI.
-    """
+    """The limits in effect, which may be lower than the configured limits."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -44,7 +41,7 @@ class EngineCapacity:
     bounded_groups: tuple[KVGroupCapacity, ...] = ()
     role: str = "both"
     kv_transfer_port: int | None = None  # of a prefill engine
-    kv_format: dict[str, str] | None = None  # everything that transferred KV depends on, except tokens
+    kv_format: dict[str, str] | None = None  # all properties on which transferred KV depends, except tokens
     fingerprint: EngineFingerprint | None = None
 
     @classmethod

@@ -72,7 +72,7 @@ class DraftStats:
 
 
 class AcceptanceRates:
-    """Acceptance rate of each draft position if all earlier positions were accepted.
+    """Estimates how often each draft position is accepted if all earlier positions are accepted.
 
     decay: Factor, 0 to 1, by which each new observation multiplies the weight of earlier observations.
     """
@@ -85,7 +85,7 @@ class AcceptanceRates:
         self._tried: list[float] = []
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from a draft, up to the first rejected token."""
+        """Learn from a draft's tokens, up to the first rejected token."""
         num_told = min(num_accepted + 1, num_drafted)
         num_new = num_told - len(self._tried)
         if num_new > 0:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from octavo.data.expert_stats import ExpertLoad  # noqa: TC001 - as above
 from octavo.data.kv_tiers import TierMove  # noqa: TC001 - as above
 
 if TYPE_CHECKING:
@@ -267,6 +268,13 @@ class StepCompleted(Event):
     """A step's result was processed."""
 
     num_new_tokens: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsComputed(Event):
+    """Experts computed a step."""
+
+    load: ExpertLoad
 
 
 @dataclass(frozen=True, slots=True)

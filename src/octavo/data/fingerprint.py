@@ -10,7 +10,7 @@ _COMPARED = ("weights", "tables", "logits", "draft")
 
 @dataclass(frozen=True, slots=True)
 class EngineFingerprint:
-    """Checksums of weights, tables and results, which an engine computes at its start.
+    """Checksums that an engine computes at its start from weights, tables and results.
 
     A checksum has 16 hexadecimal digits that are equal at every start. If results depend on threads or memory
     addresses, no checksum is computed, and the value is "".

@@ -20,13 +20,13 @@ class KVGroupKind(Protocol):
 
     @property
     def most_positions(self) -> int | None:
-        """Maximum number of positions that a token attends to, including its own, or None for no limit."""
+        """Maximum number of positions that a token attends to, including the token's, or None for no limit."""
         ...
 
     def first_position(self, num_tokens: int) -> int:
         """Return the first position that the token at position `num_tokens` attends to.
 
-        The result never decreases for a larger `num_tokens`, so a request never needs earlier positions again.
+        The result never decreases for a larger `num_tokens`.
         """
         ...
 
@@ -49,7 +49,7 @@ def kind_named(name: str) -> type[KVGroupKind]:
 @register
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """A token attends to all positions up to its own."""
+    """A token attends to all positions up to the token's position."""
 
     name: ClassVar[str] = "full_attention"
 
@@ -105,7 +105,7 @@ class KVGroupSpec:
 
 
 def num_blocks_read(kind: KVGroupKind, block_size: int) -> int | None:
-    """Return how many blocks one token reads at most, or None for no limit."""
+    """Return the maximum number of blocks that one token reads, or None for no limit."""
     most = kind.most_positions
     return None if most is None else -(-(most - 1) // block_size) + 1
 

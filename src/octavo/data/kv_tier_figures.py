@@ -27,7 +27,7 @@ class KVTierFigures:
     saved_bytes: int = 0
     save_seconds: float = 0.0
     num_evicted: int = 0
-    wait_seconds: float = 0.0  # waiting time of loads with an estimate in `computing_seconds`
+    wait_seconds: float = 0.0  # waiting time of the loads that `computing_seconds` covers
     computing_seconds: float = 0.0  # estimated time to compute the same tokens instead
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
+from octavo.data.expert_stats import ExpertStats, ExpertTokens
 from octavo.data.kv_store_figures import KVStoreFigures  # noqa: TC001 - msgspec reads this type
 from octavo.data.kv_tier_figures import KVTierCounter, KVTierFigures
 from octavo.data.kv_tiers import DEVICE, HOST
@@ -103,6 +104,8 @@ class EngineStats:
     request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REASONS, 0))
     tenant_tokens: dict[str, list[int]] = field(default_factory=dict)  # [prompt, generated] of ended requests
     drafts: DraftStats = field(default_factory=DraftStats)
+    experts: ExpertStats = field(default_factory=ExpertStats)
+    expert_tokens: ExpertTokens | None = None  # None without experts
     kv_load_tokens: int = 0
     kv_load_seconds: float = 0.0  # waiting time of loads with an estimate in `kv_computing_seconds`
     kv_computing_seconds: float = 0.0  # estimated time to compute the same tokens instead
@@ -180,6 +183,8 @@ class EngineMetrics:
                     self._settle()
             case events.DraftsVerified() | events.DraftsTimed():
                 stats.drafts.add(event)
+            case events.ExpertsComputed():
+                stats.experts.add(event.load)
             case events.BlocksQuarantined():
                 stats.num_quarantined_blocks += len(event.block_ids)
             case events.StepFailed():

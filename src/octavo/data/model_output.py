@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
+    from octavo.data.expert_stats import ExpertLoad
     from octavo.data.kv_tiers import EndedTransfer, TierMove
 
 
@@ -41,3 +42,4 @@ class ModelOutput:
     num_drafting_passes: int = 0  # of a draft model; 0 if all drafts were looked up
     computed_drafts: AbstractSet[str] = frozenset()  # requests with drafts from a draft model
     num_compilations: int = 0
+    experts: ExpertLoad | None = None  # None without experts

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """A request's state. FINISHED_STOPPED and all later states are final."""
+    """A request's state. All states that begin with FINISHED are final."""
 
     WAITING = "waiting"
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
@@ -42,7 +42,7 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """Positions `first` to `end` - 1 of a prompt, whose tokens are placeholders for an image or other content."""
+    """A range of a prompt's positions, `first` to `end` - 1, with placeholders for an image or other content."""
 
     first: int
     end: int
@@ -164,7 +164,7 @@ class Request:
         if rotary_positions is not None and {*map(len, rotary_positions)} != {len(prompt_token_ids)}:
             raise ValueError("rotary_positions must have one position of each dimension for each token of the prompt")
         self.rotary_positions = rotary_positions  # lists by dimension; None for one dimension
-        self.deadline = deadline  # when the request ends with an error
+        self.deadline = deadline  # time at which the request ends with an error
         self.predicted_token_ids = predicted_token_ids
         self.status = RequestStatus.WAITING
         self.admitted_time: float | None = None

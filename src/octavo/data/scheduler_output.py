@@ -101,8 +101,8 @@ class TransferDirection(Enum):
 class KVTransfer:
     """An order to move whole blocks between this engine and a store, while steps are computed.
 
-    keys: For each block, a hash of everything that its KV depends on. A store keeps the content of all groups under one
-    key. A load copies the content that was saved under a key, or fails for this block.
+    keys: The hash of each block. A store keeps a block's content of all groups under one key. A load fails for a block
+    if the store lacks the block's key.
     block_ids: For each KV group, a list parallel to `keys`. `NO_BLOCK` in a bounded group's list means:
     - In a load, no token reads the group's part of the block.
     - In a save, the part was evicted.
@@ -163,7 +163,7 @@ class SchedulerOutput:
 
     @property
     def only_waits_for_transfers(self) -> bool:
-        """Whether there are no tokens, only pending transfers or lookups."""
+        """Whether the step has no tokens, but transfers or lookups are pending."""
         return bool(self.num_pending_transfers) and not self.num_scheduled_tokens
 
     @property

@@ -31,7 +31,7 @@ _CHARS_PER_ID = 4
 
 
 class AsyncEngine:
-    """Steps an engine in a thread, and serves asyncio code.
+    """Runs an engine in a thread, and offers its methods to asyncio code.
 
     Other threads reach the engine only through a command queue. max_unread_outputs: Number of unread outputs above
     which a request is ended, or None.
@@ -76,13 +76,13 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request. Closing the iterator early aborts the request.
 
-        The other arguments are those of `Engine.add_request`.
-
         - fields: Values that replace fields of `options`.
         - on_processed: Awaited with the tokenized request before the core gets it. An exception ends the request.
         - on_unread: Called with each output that a disconnected or slow reader does not receive.
 
-        Raises `RequestError`, `EngineDeadError`, and `SlowReaderError` if too many outputs are unread.
+        For the other arguments, see `Engine.add_request`.
+
+        Raises `RequestError` and `EngineDeadError`. Raises `SlowReaderError` if too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead

@@ -16,7 +16,7 @@ UNREADABLE_KEY = "arguments"
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Return a complete call's arguments, perhaps repaired, or None if the text is no object."""
+    """Parse the arguments of a complete call, and repair syntax errors. Return None if the text is no object."""
     if not text.strip():
         return {}
     try:

@@ -132,8 +132,6 @@ class ChatTemplate:
 
 
 class _Compiled:
-    """A compiled template."""
-
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str, special: Mapping[str, str]) -> None:
         self.template = environment.from_string(source)
         self.traits = TemplateTraits.find(lambda messages: self._try(messages, special, None, [TOOL]))
@@ -188,7 +186,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # unlike Jinja's filter, without HTML escapes
+        # Jinja's own filter would escape HTML
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])

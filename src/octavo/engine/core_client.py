@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class CoreClient(Protocol):
     """A client of a core in this process or another one. Only `wake` and the properties are thread-safe.
 
-    After a request is accepted, `step` returns outputs until all its streams have ended. If the core dies before,
-    the callback of `on_lost` is called.
+    After a request is accepted, `step` returns outputs until all streams of the request have ended. If the core dies
+    earlier, the callback of `on_lost` is called.
     """
 
     @property
@@ -63,7 +63,7 @@ class CoreClient(Protocol):
         ...
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:
-        """Register `lose`, which is called each time the core dies. Unanswered requests are refused before the call."""
+        """Register `lose`. When the core dies, unanswered requests are refused, and then `lose` is called."""
         ...
 
     def add_request(self, request_id: str, streams: Sequence[Request], answer: Answer) -> None:

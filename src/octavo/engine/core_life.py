@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from octavo.errors import OctavoError
 
 _STANDARD_ERROR = 2
-_MOST_AT_ONCE = 1000  # limit on messages per call, because commands wait meanwhile
+_MOST_AT_ONCE = 1000
 
 
 @dataclass(slots=True)

@@ -80,8 +80,8 @@ class IncrementalDetokenizer:
     """Turns token ids into text. The joined results of `add` and `finish` equal `Tokenizer.decode`.
 
     Incomplete characters and byte runs are held back until later tokens complete them. The text continues the prompt.
-    Therefore the first word keeps its leading space, which sentencepiece would strip. A character that begins in the
-    prompt is part of the text.
+    Therefore the first word keeps its leading space, which sentencepiece would strip. A character is part of the text
+    even if its first bytes are in the prompt.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")
@@ -98,7 +98,7 @@ class IncrementalDetokenizer:
         self._kept = pieces.kept[skip_special_tokens]
         self._held = bytearray()
         self.num_prompt_bytes = 0
-        self._first_ids: list[int] | None = None  # until their text is not empty
+        self._first_ids: list[int] | None = None  # ids whose text is still empty, or None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 
@@ -152,7 +152,7 @@ class IncrementalDetokenizer:
         if num_bytes and self.num_prompt_bytes:
             self.num_prompt_bytes = 0
             if text[0] == REPLACEMENT and not self._held.startswith(_REPLACEMENT_BYTES):
-                text = text[1:]  # the first character belongs to the prompt
+                text = text[1:]  # the invalid bytes belong to the prompt
         del self._held[:num_bytes]
         return text
 

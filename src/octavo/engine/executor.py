@@ -17,7 +17,7 @@ class Executor(Protocol):
 
     `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
     before the next step. A step with `only_waits_for_transfers` ends when a KV transfer has ended, or after a few
-    milliseconds, so that new requests do not wait.
+    milliseconds.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:
@@ -33,7 +33,7 @@ class Executor(Protocol):
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Start the preparation of a request, such as compiling its grammar. Return None if none is needed.
+        """Start the preparation of a request, such as compiling its grammar. Return None if no preparation is needed.
 
         Tenants take turns. The future is `running()` once the tenant's turn comes. The future raises `RequestError` if
         the request cannot be served. The method raises `RequestError` if the preparation cannot start.

@@ -71,7 +71,7 @@ def _number(path: Path, key: str, value: Any) -> float | int:
 
 
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
-    """Return the ids except negative ones, which mean no EOS."""
+    """Return the ids that are not negative. Negative ids mean no EOS."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
         raise ModelError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")

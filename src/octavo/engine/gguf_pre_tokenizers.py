@@ -57,8 +57,7 @@ _SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}"
 class PreTokenizer(NamedTuple):
     """A pre-tokenizer with llama.cpp's settings.
 
-    ignores_merges: True if pieces in the vocabulary are not split. adds_bos: True if BOS is added by
-    default.
+    ignores_merges: True if a piece in the vocabulary becomes one token. adds_bos: True if BOS is added by default.
     """
 
     patterns: tuple[str, ...]

@@ -38,7 +38,7 @@ _IDS = {
     "mask_token": "mask",
 }
 _ENDS = ("eos", "eot", "eom")
-# Many files name only one EOS token, but the model's turns may end with one of these.
+# Many files name only one EOS token, but the model may end its turns with one of these tokens.
 _END_MARKS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
@@ -189,7 +189,7 @@ class GGUFVocabulary:
     def _strips_after(self) -> frozenset[str]:
         """Return the tokens that strip following spaces. Only Phi-3 has such tokens.
 
-        As in llama.cpp, Phi-3 is detected by name, because its files do not list these tokens.
+        As in llama.cpp, Phi-3 is detected by name.
         """
         name = str(self._metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:

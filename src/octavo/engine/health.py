@@ -19,7 +19,8 @@ class Patience:
 
     - frozen: Time without a message, after which the process is not ready.
     - dead: Time without a message, after which the process is killed.
-    - stuck, endless: The same limits for time without progress.
+    - stuck: Like `frozen`, for time without progress.
+    - endless: Like `dead`, for time without progress.
     - loading: Replaces `dead` until the process is ready.
     - restarts: Pauses before consecutive restarts. The last pause repeats.
     - healthy: Time of service after which the first pause applies again.
@@ -46,7 +47,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time. Call this before messages are read.
 
-        A long gap since the last call means that this thread was stopped. The gap does not count as silence.
+        If the last call was long ago, this thread was stopped. The time without calls does not count as silence.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

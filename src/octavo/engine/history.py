@@ -23,7 +23,7 @@ def with_short_ids(chat: Sequence[Message]) -> list[Message]:
     """Replace the ids of tool calls and results by ids of nine letters and digits.
 
     Ids of this form are kept. A new id depends only on the old id, or on the call's position if the call has no id.
-    Therefore the ids are the same in the conversation's next turn, and the prefix of the prompt stays cached.
+    Therefore ids stay the same in the next turn, and the prompt's prefix stays cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []

@@ -37,11 +37,11 @@ class TextCodec(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return token ids without a second BOS. The end of the text may be skipped after more than `most` ids."""
+        """Return token ids without a second BOS. If a text has more than `most` ids, the last ids may be missing."""
         ...
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last ids."""
+        """Return the text's last `num_tokens` ids."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -76,7 +76,7 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A checked request. prompt: Text of the prompt, or None."""
+    """A checked request."""
 
     request_id: str
     prompt: str | None
@@ -115,15 +115,15 @@ class InputProcessor:
         return self._tokenizer
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """Return the checkpoint's default sampling parameters, or vLLM's."""
+        """Return the checkpoint's default sampling parameters. Other parameters have vLLM's defaults."""
         return SamplingParams(**{**self.model_info.generation_defaults, **overrides})
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = False, least_output_tokens: int = 1
     ) -> list[int]:
-        """Return a text's token ids. Raises `RequestError`, and `PromptTooLongError` above `max_model_len`.
+        """Return a text's token ids. Raises `RequestError`. Raises `PromptTooLongError` above `max_model_len`.
 
-        is_prompt: True if `least_output_tokens` must fit after the text.
+        is_prompt: True to reserve room for `least_output_tokens`.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:
@@ -151,7 +151,7 @@ class InputProcessor:
         return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
 
     def encode_start(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the first ids. See `encode_end`."""
+        """Return the first `num_tokens` ids of a text. See `encode_end`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
@@ -192,7 +192,7 @@ class InputProcessor:
         self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
-        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # only the first stream has these
+        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # for the first stream only
         eos_ids = frozenset[int]() if params.ignore_eos else self.model_info.eos_token_ids
         streams = [
             Request(

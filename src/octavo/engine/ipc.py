@@ -207,7 +207,7 @@ decode_from_engine = msgspec.msgpack.Decoder(ToParent).decode
 
 
 def request_id_of(data: bytes) -> str | None:
-    """Return the request id of an `Add` that cannot be decoded, or None."""
+    """Decode only the request id of an `Add`. Return None if the id is invalid."""
     try:
         return _decode_envelope(data).request_id
     except DecodeError:

@@ -1,7 +1,4 @@
-"""Parse JSON objects that a model wrote, and repair syntax errors if only one repair is plausible.
-
-A wrong repair would call a tool with wrong arguments.
-"""
+"""Parse JSON objects that a model wrote, and repair syntax errors if only one repair is plausible."""
 
 from __future__ import annotations
 
@@ -146,7 +143,7 @@ def recover_object(
     Returns None unless exactly one repair is plausible.
 
     ends: Pattern of the text that must follow the object. known: Keys that are expected, or None for any. opener:
-    Pattern of the start of a tool call. A string with such a start and unescaped quotes is ambiguous.
+    Pattern of the start of a tool call. A string with unescaped quotes is ambiguous if it contains a match of `opener`.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
@@ -192,8 +189,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One interpretation of a text up to a position.
 
-    num_strays: Number of unescaped quotes within strings. is_clear: True if no other repair explains the text.
-    is_paired: True if each string with unescaped quotes contains an even number of quotes.
+    is_clear: True if no other repair explains the text. is_paired: True if no string with unescaped quotes has an odd
+    number of quotes.
     """
 
     position: int = 0
@@ -221,9 +218,8 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes, because two of these strings and the text in between could also be one
-    long string. If that one string has an odd number of quotes, the interpretation is accepted only if no other
-    interpretation exists.
+    At most one string may have unescaped quotes. If this string has an odd number of quotes, a second interpretation
+    makes the text ambiguous.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
@@ -381,8 +377,7 @@ class _Search:
 class _Escapes:
     """The backslashes in one string.
 
-    has_invalid: True if a backslash begins no valid escape. Then the model probably escapes no backslashes, and other
-    escapes (has_other) are ambiguous. has_end: True if an escaped quote may end the string.
+    After an invalid escape, valid escapes are ambiguous, because the model probably does not escape backslashes.
     """
 
     has_invalid: bool = False

@@ -43,7 +43,7 @@ class Engine:
         self.clock = clock
         self._submitted: dict[str, ProcessedInput] = {}
         self._put_by: list[RequestOutput] = []  # outputs that the next `step` returns
-        self._given_up: set[str] = set()  # requests of failed batches; their outputs are dropped
+        self._given_up: set[str] = set()  # requests of failed batches, whose outputs are dropped
         self._new_ids = map(str, itertools.count())
         self._is_shut_down = False
 
@@ -86,7 +86,7 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Add all streams of a checked request, or none. Wait until its grammar, if any, is compiled."""
+        """Add all streams of a checked request, or none. If the request has a grammar, wait for its compilation."""
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
         try:
@@ -126,7 +126,7 @@ class Engine:
             raise
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Abort requests now. A later `step` returns the last output of each, with finish_reason "abort"."""
+        """Abort requests now. A later `step` returns the last output of each request, with finish_reason "abort"."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             stream_ids = self.output_processor.stream_ids(request_id)
             if request_id in self._submitted:
@@ -138,10 +138,7 @@ class Engine:
         self._given_up.update(name for name in request_ids if name in self.output_processor)
 
     def step(self) -> list[RequestOutput]:
-        """Compute a step and return new outputs.
-
-        Outputs that `generate_batch` received for requests outside its batch come first.
-        """
+        """Compute a step and return new outputs."""
         put_by, self._put_by = self._put_by, []
         return put_by + self._step()
 
@@ -169,7 +166,10 @@ class Engine:
         *,
         params: SamplingParams | None = None,
     ) -> RequestOutput:
-        """Answer one prompt, and return the last output. params: Same as sampling_params. Raises `RequestError`."""
+        """Answer one prompt, and return the last output. Raises `RequestError`.
+
+        params: Another name of sampling_params.
+        """
         return next(iter(self.generate_batch([prompt], sampling_params, params=params).values()))
 
     def generate_batch(
@@ -183,11 +183,11 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together. Return the last outputs by request id, in the prompts' order.
 
-        Earlier requests continue, and the next `step` returns their outputs. If all requests are finished, the call
-        waits until KV stores have saved the KV. A `RequestError` aborts the whole batch.
+        Requests that were added earlier continue, and the next `step` returns their outputs. If all requests have
+        finished at the end, the call waits until KV stores have saved the KV. A `RequestError` aborts the whole batch.
 
-        sampling_params (or params): One object for all prompts, or a list with one object per prompt. on_output: Called
-        with each output.
+        - sampling_params or params: One object for all prompts, or a list with one object per prompt.
+        - on_output: Called with each output.
         """
         if sampling_params is not None and params is not None:
             raise RequestError("sampling_params and params are two names of one argument", parameter="sampling_params")
@@ -227,9 +227,9 @@ class Engine:
                     num_open -= 1
 
     def finish_transfers(self) -> None:
-        """If no request is unfinished, run steps until the KV of ended requests is saved.
+        """If all requests are finished, run steps until their KV is saved.
 
-        Logs a warning and returns if no transfer ends for some seconds.
+        If no transfer ends for some seconds, log a warning and return.
         """
         self.client.finish_transfers()
 

@@ -46,8 +46,8 @@ class _Held:
 class LocalCore:
     """A `CoreClient` of a core in this process.
 
-    prepare_s: Limit on compiling a request's grammar, in seconds. turn_s: Limit on the wait until the compilation
-    starts, in seconds.
+    prepare_s: Limit on compiling a request's grammar, in seconds. turn_s: Limit on the wait for the compilation's
+    start.
     """
 
     num_restarts = num_failed_starts = 0
@@ -132,7 +132,7 @@ class LocalCore:
         return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams. A request that is being prepared is accepted first, because each request needs an answer."""
+        """End streams. A request that is still being prepared is accepted, and all its streams are aborted."""
         ended = set(stream_ids)
         for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
             self._held.remove(each)
@@ -148,7 +148,7 @@ class LocalCore:
         return bool(self._undelivered) or self.core.has_work()
 
     def step(self) -> list[EngineCoreOutput]:
-        """Add prepared requests. Return the outputs of aborted requests if any exist, or else compute a step."""
+        """Add prepared requests. If requests were aborted, return their last outputs. Otherwise compute a step."""
         self._take_prepared()
         if self._undelivered:
             outputs, self._undelivered = self._undelivered, []

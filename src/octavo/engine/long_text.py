@@ -1,8 +1,8 @@
-"""Tokenize a long text in pieces, or only its end. The ids are the same as for the whole text.
+"""Tokenize a long text in pieces, or only its end. The ids are those of the whole text.
 
 A text is cut before a blank between two letters, or after a single line break between two visible characters. The text
 before a cut must not change the tokens after the cut. Therefore no token may span a cut, and pre-tokenizers must split
-at each cut. The vocabulary and a sample text are checked for these conditions.
+at each cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 PIECE_CHARS = 1 << 15  # 15 ms of work
-MAX_UNCUT_CHARS = 1 << 20  # a second or two of work that cannot be cancelled
+MAX_UNCUT_CHARS = 1 << 20  # a second or two of work, which cannot be cancelled
 # Spellings of a blank and a line break: byte-level, sentencepiece, plain.
 _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
@@ -54,7 +54,7 @@ class LongTextEncoder:
     def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
         """See `TextCodec`.
 
-        Raises `RequestError` if too many characters lie between two possible cuts.
+        Raises `RequestError` if the text has too many characters without a possible cut.
         """
         ids = list(self._front) if add_special_tokens else []
         for piece in self._pieces(text, 0):

@@ -69,7 +69,7 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """A step's outputs, and ids of streams that the core must end after a stop string or an exception."""
+    """A step's outputs, and ids of streams that the core must end because of a stop string or an exception."""
 
     request_outputs: list[RequestOutput]
     streams_to_stop: list[str]
@@ -137,7 +137,7 @@ class OutputProcessor:
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def piece(self, token_id: int) -> str | bytes:
-        """Return the text of any token, or bytes that may be part of a character."""
+        """Return a token's text, or its bytes if they may be only a part of a character."""
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:

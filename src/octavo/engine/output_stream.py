@@ -19,11 +19,10 @@ DEADLINE_GRACE_S = 1.0  # the stream fails this long after the deadline if the e
 
 
 class OutputStream:
-    """A queue of one request's outputs, on the event loop of its only reader.
+    """A queue of one request's outputs. The only reader runs on the event loop `loop`.
 
-    on_unread: Called with each output that the reader does not receive. accepted: Future that succeeds when the core
-    accepts the request, and fails when the core refuses it. Only the engine's thread uses is_detached and
-    num_delivered.
+    accepted: Future that succeeds when the core accepts the request, and fails when the core refuses it. Only the
+    engine's thread uses is_detached and num_delivered.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:
@@ -58,13 +57,13 @@ class OutputStream:
         return self._outputs.popleft()
 
     def end(self, error: OctavoError) -> None:
-        """End the stream with an error instead of the unread outputs."""
+        """Drop the unread outputs, and end the stream with an error."""
         self._drop_unread()
         self.put(error)
         self._has_reader = False
 
     def detach(self) -> None:
-        """Drop unread and later outputs, because the reader is gone."""
+        """Drop unread and later outputs."""
         self._has_reader = False
         if self._timer is not None:
             self._timer.cancel()

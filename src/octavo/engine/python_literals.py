@@ -29,8 +29,8 @@ class ValueScanner:
     """Finds the end of a literal in a text that arrives in pieces.
 
     ends: Characters that end the literal outside of brackets and strings. If empty, the literal ends after its last
-    bracket. is_begun: True if the text ended within the literal. line_ends: Positions of unescaped line ends in strings
-    without triple quotes.
+    bracket. is_begun: True if the whole text has arrived but the literal is incomplete. line_ends: Positions of
+    unescaped line ends in strings without triple quotes.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
@@ -45,8 +45,8 @@ class ValueScanner:
     def end(self, text: str, *, is_over: bool) -> int | None:
         """Return the literal's end, or None if more text is needed.
 
-        Raises `NotALiteralError` if brackets do not match, or if the literal is incomplete and no more text will come
-        (`is_over`).
+        Raises `NotALiteralError` if brackets do not match. If no more text will come (`is_over`), an incomplete literal
+        raises the error, too.
         """
         while self._position < len(text):
             before = self._position
@@ -71,7 +71,7 @@ class ValueScanner:
         return None
 
     def value(self, text: str, end: int) -> str:
-        """Return the literal's text. The line ends at `line_ends` are escaped."""
+        """Return the literal's text with escaped line ends."""
         pieces, start = list[str](), self._start
         for place in (each for each in self.line_ends if each < end):
             pieces += [text[start:place], "\\n" if text[place] == "\n" else "\\r"]
@@ -79,9 +79,9 @@ class ValueScanner:
         return "".join([*pieces, text[start:end]])
 
     def begun_json(self, text: str) -> str | None:
-        """Return the JSON of a cut-off string, list or dict, or None for any other value.
+        """Convert a cut-off string, list or dict to cut-off JSON. Return None for any other value.
 
-        A list or dict ends after its last complete member. For example, `[1, 2` becomes `[1`.
+        The JSON of a list or dict ends after the last complete member. For example, `[1, 2` becomes `[1`.
         """
         if self._whole is None:
             return begun_string_json(self.value(text, len(text)).lstrip())
@@ -146,7 +146,7 @@ def literal_json(text: str) -> str:
 
 
 def begun_string_json(text: str) -> str | None:
-    """Return the JSON of an unfinished string without a closing quote, or None for other text."""
+    """Convert an unfinished string to JSON that has no closing quote. Return None for other text."""
     opened = _STRING.match(text)
     if opened is None:
         return None

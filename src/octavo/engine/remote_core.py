@@ -1,4 +1,4 @@
-"""A client of a core in another process. That process handles only token ids."""
+"""A client of a core in another process. The core's process handles only token ids."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _PAUSE_POLL_MS = 20
 _LAST_WORDS_MS = 100  # for an ended process's last messages
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
-_KILL_S = 5.0  # longest wait for a killed process at shutdown
-_GIVE_BACK_S = 60.0  # longest wait for the end of a killed process before a restart
+_KILL_S = 5.0  # limit at shutdown
+_GIVE_BACK_S = 60.0  # limit before a restart
 _MAX_PENDING = 4096
 
 
@@ -57,7 +57,7 @@ class RemoteCore:
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
-        self.stats = EngineStats()  # at most half a second old, except during a longer step
+        self.stats = EngineStats()  # at most half a second old, except in long steps
         self.num_restarts = 0
         self.num_failed_starts = 0
         self._command, self._config = command, config
@@ -79,8 +79,6 @@ class RemoteCore:
         self._load_s = 0.0
         self._num_lives = self._num_failures = 0
         self._was_ready = self._is_shut_down = False
-
-    # --- process -------------------------------------------------------------------------------------------------
 
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
         """Start the process, and return the result of `meanwhile`, which is called while the process loads.
@@ -205,8 +203,6 @@ class RemoteCore:
         if self._listener is not None:
             self._send(ipc.Watch(is_on=True))
 
-    # --- requests ------------------------------------------------------------------------------------------------
-
     @property
     def core(self) -> EngineCore:
         """Raise `EngineError`."""
@@ -260,7 +256,7 @@ class RemoteCore:
             answer(error)
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """See `CoreClient`. The socket's queue is unlimited, so no message is lost."""
+        """See `CoreClient`."""
         if stream_ids:
             self._send(ipc.Finish([*stream_ids], status))
 
@@ -271,8 +267,6 @@ class RemoteCore:
 
     def _send(self, message: ipc.ToEngine) -> bool:
         return self._life is not None and self._life.send(ipc.encode(message))
-
-    # --- outputs -------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         """See `CoreClient`."""

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from octavo.engine.engine_core import EngineCore
 
 SNAPSHOT_INTERVAL_S = 0.25
-_MAX_WEIGHT = 5_000  # of a snapshot, so that it does not block the receiver for long
+_MAX_WEIGHT = 5_000  # of a snapshot
 
 
 class SnapshotFeed:
-    """Reports events to one watching client, beginning with recent ones. Use it only between two steps."""
+    """Reports events to one client. The first snapshot has recent events. Call methods only between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core

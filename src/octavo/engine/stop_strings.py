@@ -17,7 +17,7 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that was found. num_chars_after: Number of later characters in the searched piece."""
+    """A found stop string. num_chars_after: Number of characters after the stop string in the searched piece."""
 
     stop_string: str
     num_chars_after: int
@@ -26,8 +26,8 @@ class StopMatch:
 class StopStrings:
     """All stop strings as one automaton (Aho and Corasick, 1975).
 
-    Each node is the number of a prefix. The strings are sorted. The prefixes that a string adds have consecutive
-    numbers.
+    A node is the number of a prefix of a stop string. Prefixes are numbered string by string, in sorted order. A
+    prefix that strings share has only the number from the first of these strings.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
@@ -56,7 +56,7 @@ class StopStrings:
             branches[text[length]] = self._first_nodes[index] + length + 1
 
     def next(self, node: int, character: str) -> int:
-        """Return the node that follows `node` after one more character, in amortized constant time."""
+        """Return the node after one more character. Takes amortized constant time."""
         while True:
             if self._characters[node] == character:
                 child = node + 1
@@ -104,7 +104,7 @@ class StopSearch:
         """Search the next piece of the text. Return the first stop string that ends in this piece, or None.
 
         If two stop strings end at the same character, the longer stop string is returned. counts: False to ignore stop
-        strings that end in this piece. A stop string that begins in this piece may still end in a later piece.
+        strings that end in this piece. A later call can still find stop strings that begin in this piece.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):

@@ -48,13 +48,13 @@ class TemplateTraits:
 
     - part_roles: Roles with content that may be a list of parts. For other roles, parts are joined by line feeds.
     - only_part_roles: Roles with content that must be a list of parts.
-    - null_content, empty_content: Replacement of null or "" as content of a message with calls.
+    - null_content, empty_content: Content that replaces null or "" in a message with calls.
     - takes_text_arguments: True if arguments must be JSON text.
     - joins_turns: True if consecutive messages of a role must be joined.
     - joins_results: True if a user message must be joined with the tool result before it.
     - wants_short_ids: True if call ids must be nine letters and digits.
     - wants_single_calls: True if the template refuses a message with several calls, or drops calls.
-    - system: Positions at which the template shows system messages. "first" means only the beginning.
+    - system: Positions at which the template shows system messages.
     """
 
     part_roles: frozenset[str] = frozenset()
@@ -111,7 +111,7 @@ class TemplateTraits:
         )
 
     def shapes(self, chat: Sequence[Message]) -> Iterator[list[Message]]:
-        """Yield the conversation as the traits demand, and then in forms for stricter templates.
+        """Yield the conversation in the form that the traits demand, and then in forms for stricter templates.
 
         In `chat`, content is text, text parts, null or absent. Arguments are objects.
         """
@@ -169,10 +169,7 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Find the best form of a message with a call and no text. Return its content, and True if arguments must be text.
-
-    In the best form, the prompt shows the arguments and has the fewest "None", "null" and "{'".
-    """
+    """Find the best form of a message with a call and no text. Return content, and True if arguments must be text."""
     faults: dict[tuple[EmptyContent, bool], tuple[bool, int]] = {}
     for as_text in forms:
         for content in contents:

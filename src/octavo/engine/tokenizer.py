@@ -25,7 +25,7 @@ _SHORT_CHARS = 1024
 class Tokenizer:
     """A checkpoint's tokenizer.
 
-    special_tokens: Texts by key of tokenizer_config.json, such as "bos_token". eos_token_id: Id of "eos_token".
+    special_tokens: Texts by key of tokenizer_config.json, such as "bos_token".
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> None:

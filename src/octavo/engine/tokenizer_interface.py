@@ -22,7 +22,7 @@ class Detokenizer(Protocol):
         ...
 
     def add(self, token_ids: list[int]) -> str:
-        """Append tokens. Return the new text that no later token changes."""
+        """Append tokens. Return the new text that later tokens cannot change."""
         ...
 
     def finish(self) -> str:

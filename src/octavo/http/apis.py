@@ -28,7 +28,7 @@ class Api:
 
     below: Path prefix. Errors for unknown paths with this prefix have this API's format.
     event: Returns the last event of a stream that fails.
-    last_event: Matches the last event of a complete stream. If None, the last event has a field of `_LastToken`.
+    last_event: Matches the last event of a complete stream. If None, the last event has a true field of `_LastToken`.
     statuses: Maps an HTTP status to the status that this API sends instead.
     any_type: True if any Content-Type is accepted.
     lines: True if each event is a line of JSON.
@@ -36,7 +36,7 @@ class Api:
     The router reads the other fields.
 
     limits: Request fields that limit the number of output tokens. "a.b" means field b of object a.
-    counted: Answer field at which the token counts begin.
+    counted: Answer field that comes before the token counts or contains them.
     """
 
     name: str
@@ -158,7 +158,7 @@ OLLAMA = Api(
     below="/api/",
     error=_ollama_error,
     event=lambda error: msgspec.json.encode(_ollama_error(error)) + b"\n",
-    any_type=True,  # `curl -d` sends the type of a form
+    any_type=True,  # `curl -d` sends the Content-Type of a form
     lines=True,
     prompt=("tools", "system", "messages", "prompt"),
     limits=("num_predict", "options.num_predict"),
@@ -167,7 +167,7 @@ OLLAMA = Api(
     answer_counts=("eval_count",),
 )
 SGLANG, OPERATOR = replace(OPENAI, name="SGLang"), replace(OPENAI, name="operator")
-# The router joins prompt fields in this order, which agrees with each API's own order.
+# The router joins a prompt's parts in the order in which the prompt fields occur here.
 APIS = (RESPONSES, ANTHROPIC, OPENAI, OLLAMA, TGI)
 OLLAMA_TAG = ":latest"  # Ollama's clients append it to model names
 

@@ -44,7 +44,7 @@ class Spans(Protocol):
 class AuditMiddleware:
     """The outermost middleware. Logs and counts every request, without its content.
 
-    Keeps a valid X-Request-Id of the client, otherwise makes an id. Routes add fields to the log line in
+    A valid X-Request-Id of the client is kept. Otherwise, a new id is made. Routes add fields of the log line to
     `request.state.audit`.
     """
 

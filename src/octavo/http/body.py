@@ -25,7 +25,7 @@ FREE_BYTES = 64 << 10
 async def received(
     request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
-    """Read a request's body and yield its pieces. The body's bytes return to `pool` when the block ends.
+    """Read a request's body and yield its pieces. The end of the `with` block returns the body's bytes to `pool`.
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """
@@ -53,9 +53,9 @@ def read_timeout(request: Request, limit_s: float) -> float:
 
 
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read a body. When `taken` is closed, the bytes return to `pool`.
+    """Read a body, and take its bytes from `pool`. Closing `taken` returns the bytes.
 
-    The first `FREE_BYTES` are not taken from `pool`, because each connection has a buffer anyway.
+    The first `FREE_BYTES` are not taken from `pool`.
     """
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")

@@ -41,11 +41,10 @@ _HEADERS_TOO_LARGE = HttpError(431, f"the request's headers exceed the limit of 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """An HTTP/1.1 connection with time limits. Answers 431 if headers exceed `MAX_HEADER_BYTES`.
 
-    header_timeout_s: Limit for a request's headers, from their first byte. For the first request, the time begins when
-    the client connects.
+    header_timeout_s: Seconds in which a request's headers must arrive, counted from their first byte. For a
+    connection's first request, the time begins when the client connects.
     idle_timeout_s: Period in which the client must take all waiting bytes, or at least `MAX_UNSENT_BYTES` of them.
-    max_connections: Number of connections that accept any request. Further connections accept only health checks, so
-    that a full server does not look dead.
+    max_connections: Number of connections that accept any request. Further connections accept only health checks.
     on_refused: Called for each error that the application does not see.
 
     Pipelined requests are answered in order. The next request is read while an answer is sent, because a disconnect is
@@ -71,7 +70,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._timer: Timeout | None = None
         self._reader_timer: Timeout | asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None  # current or last; uvicorn's `cycle` is the newest
+        self._answered: RequestResponseCycle | None = None  # current or last request; uvicorn's `cycle` is the newest
         self._num_header_bytes = 0
         self._is_in_body = self._made_progress = False
         self._is_for_probes = False
@@ -115,7 +114,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def pause_writing(self) -> None:
-        """Watch the client."""
+        """Check from now on that the client reads."""
         super().pause_writing()
         self._watch_reader()
 
@@ -190,7 +189,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def write_body(self, piece: bytes) -> bool:
         """Write a piece of a chunked answer, faster than ASGI's `send`. Returns False if too many bytes are unsent.
 
-        After False, the caller must send an empty piece by ASGI, which waits until the client has read enough.
+        After False, the caller must send an empty piece by ASGI. ASGI's `send` waits until the client has read enough.
         """
         if self.transport.is_closing():  # `receive` reports the disconnect
             return True
@@ -221,7 +220,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer invalid input with an error, and close the connection.
 
-        No error is sent if the client could take it for another request's answer.
+        No error is sent if the client could mistake the error for another request's answer.
         """
         answered = self._answered
         is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
@@ -265,7 +264,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # `after` is always 0 in gVisor. If the client takes no byte at all, the operating system ends the connection.
+        # If `after` is 0, nothing is known, because gVisor always reports 0. On Linux, the kernel itself ends a
+        # connection if the client acknowledges nothing.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return
@@ -289,8 +289,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 class PacedAnswers:
     """Middleware that sends a large body in pieces. A piece is sent after the client has taken the previous pieces.
 
-    So the keep-alive timeout starts only when almost the whole body has arrived. Events of streams are not split,
-    because a comment could be sent between two pieces.
+    So the keep-alive timeout starts only when almost the whole body has arrived. Events of streams are not split.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -54,7 +54,7 @@ class GracefulServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to exit."""
+        """Return True if the server must exit."""
         return await super().on_tick(counter) or self._service.is_dead
 
     def reload(self) -> None:

@@ -23,7 +23,7 @@ _NUM_ENDINGS = 64
 
 
 class Bucket:
-    """A token bucket. It gains `per_minute` units a minute, and holds at most this number.
+    """A token bucket. It gains `per_minute` units a minute, and holds at most `per_minute` units.
 
     The level may be negative, because tokens are taken after use.
     """
@@ -53,9 +53,9 @@ class Bucket:
 class Pool:
     """Counts how many units of a resource each tenant holds.
 
-    If `is_shared` is true, a tenant that holds units may hold at most its weight times the number of free units. So one
-    tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
-    switch", 1998).
+    If `is_shared` is true, a tenant that holds units may hold at most the tenant's weight times the number of free
+    units. So one tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a
+    shared-memory packet switch", 1998).
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -75,9 +75,9 @@ class Pool:
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
-        """Return how many units a tenant may take, or a negative number if it holds too many.
+        """Return how many units a tenant may take, or a negative number if the tenant holds too many.
 
-        besides: Number of held units to ignore, because the same request holds them.
+        besides: Number of the tenant's held units to ignore.
         """
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
@@ -115,8 +115,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was its tenant's first waiter. A unit counts half
-    if a tenant with twice the weight took it.
+    passed: Units that later requests took while this request was the tenant's first waiter. A unit counts half if a
+    tenant with twice the weight took it.
     """
 
     tenant: Tenant
@@ -127,15 +127,15 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """True if later requests took at least `amount` units. Then free units are reserved for this request."""
+        """True if requests that came later took at least `amount` units. Free units are then kept for this request."""
         return self.passed >= self.amount
 
 
 class WaitingLine:
     """Requests that wait for units of a pool. Requests of one tenant wait in order of arrival.
 
-    Later requests may overtake a tenant's first waiter until they have taken the number of units that the waiter
-    requested. Then two rules prevent starvation:
+    Later requests may overtake a tenant's first waiter. Two rules apply after later requests have taken the number of
+    units that the waiter requested:
 
     - No request of the same tenant overtakes the waiter.
     - If the tenant holds no units, other tenants cannot take the units that the waiter needs.
@@ -223,8 +223,8 @@ class _Account:
 class Permit:
     """The output streams that one HTTP request may use.
 
-    is_kept: True if the streamed answer releases the permit instead of the `with` block. is_in: True after the first
-    prompt was admitted.
+    is_kept: True if the streamed answer, not the `with` block, releases the permit. is_in: True after the first prompt
+    was admitted.
     """
 
     tenant: Tenant
@@ -271,8 +271,8 @@ class Permit:
 class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
-    waiting_tokens: Pool of the tokens of prompts that have no output yet. Methods raise `RequestError` if a request can
-    never be served, and `QueueFullError` if it may be served later.
+    Methods raise `RequestError` if a request can never be served, and `QueueFullError` if it may be served later.
+    waiting_tokens: Counts the prompt tokens of requests without output.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take output streams for a request, which `begin` must have counted.
+        """Take output streams for a request. The caller must have called `begin`.
 
         at_least: Number of streams that each part needs, if the request can be served in parts. The permit has a
         multiple of this number, within the tenant's limit and share. If None, the permit has all `num_streams`.
@@ -349,7 +349,7 @@ class RequestLimiter:
             tokens.take(num_tokens, self._clock())
 
     def change(self, tenants: tuple[Tenant, ...]) -> None:
-        """Set the tenants. A bucket keeps its level if its rate is unchanged."""
+        """Set the tenants. A bucket keeps its level if the rate is unchanged."""
         for pool in (self.streams, self.waiting_tokens, self.body_bytes):
             pool.is_shared = len(tenants) > 1
         self.line.serve()

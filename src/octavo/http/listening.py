@@ -73,8 +73,7 @@ def check_certificate(config: AccessConfig) -> None:
 def hearing_signals() -> Iterator[None]:
     """Handle signals in the main thread until the server handles them.
 
-    SIGHUP is ignored, because it would kill the process. Without a handler, the first process of a container would
-    ignore SIGTERM.
+    SIGHUP is ignored. Without a handler, the first process of a container would ignore SIGTERM.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -113,8 +112,7 @@ def is_loopback(host: str) -> bool:
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that refuses connections until `open_door` is called. Raises `ConfigError`.
 
-    host: An address. "::" includes IPv4. While this server loads, a proxy's connections are refused, so the proxy tries
-    another server. TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client.
+    TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client. host: An address. "::" includes IPv4.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -131,7 +129,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _bind(sock: socket.socket, host: str, port: int) -> None:
-    """Bind a socket to an address that no other socket can bind, even before this server listens.
+    """Bind a socket. No other socket can bind the same address, even before this server listens.
 
     With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only briefly, and only if
     closed connections (TIME_WAIT) block the address.
@@ -158,9 +156,9 @@ def open_door(sock: socket.socket) -> None:
 
 
 def bytes_taken(sock: socket.socket | None) -> int | None:
-    """Return how many bytes the client has acknowledged, TLS overhead included, or None if unknown.
+    """Return the number of acknowledged bytes, including TLS overhead, or None if unknown.
 
-    Linux only, from tcpi_bytes_acked of tcp_info (linux/tcp.h).
+    Only Linux reports the number, as tcpi_bytes_acked of tcp_info (linux/tcp.h).
     """
     if sys.platform == "linux" and sock is not None:
         with contextlib.suppress(*_SOCKET_CLOSED):

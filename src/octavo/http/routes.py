@@ -26,7 +26,6 @@ class Route:
     work: "answer" if a model generates text, "vectors" if a model embeds texts, "count" if texts are only read. The
     tenant's limits apply to requests with `work`, and the router balances these requests.
     methods: Allowed HTTP methods. The OpenAPI document shows only the first method.
-    aliases: Older paths.
     operators: Action that needs the permission `read_metrics`.
     """
 
@@ -46,7 +45,7 @@ class Route:
 
 
 class Routes:
-    """A list of routes. Starlette tries them in this order. The router looks up exact paths."""
+    """A list of routes. Starlette tries the routes in order. The router looks up exact paths."""
 
     def __init__(self, *routes: Route) -> None:
         self._routes = routes

@@ -109,7 +109,7 @@ class HttpService(ABC):
             self.limiter.change(self.keyring.tenants)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests. Abort requests that are open after `grace_s`."""
+        """Refuse new requests. Abort requests that are still open after `grace_s` seconds."""
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):

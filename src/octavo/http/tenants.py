@@ -1,13 +1,13 @@
 """API keys from a file. Each key is a tenant with its own limits and share.
 
     [keys.alice]
-    sha256 = "9f86d081884c7d65..."    # `octavo keys add FILE alice` makes a key and writes this
+    sha256 = "9f86d081884c7d65..."    # `octavo keys add FILE alice` makes a key and writes its digest
     previous_sha256 = "2c26b46b..."   # `octavo keys rotate FILE alice` keeps the old key valid
     weight = 2.0                      # twice the share of weight 1, under the fair policy
     max_concurrency = 16              # open output streams
     requests_per_minute = 600
     tokens_per_minute = 100000
-    share_prefix_cache = true         # false: other keys cannot infer its prompts from fast answers
+    share_prefix_cache = true         # if false, other keys cannot infer this key's prompts from fast answers
     read_metrics = true               # false closes /metrics, which covers all keys
 
 Keys are long and random, so a plain SHA-256 protects them.
@@ -55,8 +55,7 @@ class Tenant:
     def cache_salt(self, requested: str | None) -> str | None:
         """Return the cache salt for a request. Raises `RequestError`.
 
-        The salt contains the tenant's name, or "shared" if the tenant shares the prefix cache. So no client can request
-        another tenant's salt.
+        The salt contains the tenant's name, or "shared" if the tenant shares the prefix cache.
         """
         check_salt(requested)
         if not self.name:
@@ -162,7 +161,7 @@ def _check(field: str, value: Any, place: str) -> None:
 
 
 def add_key(path: Path, tenant: Tenant) -> str:
-    """Make and return a tenant's key, and add its digest and limits to a file.
+    """Make and return a tenant's key. Add the key's digest and the tenant's limits to a file.
 
     A missing file is created, readable by its owner only. Raises `ConfigError`.
     """
@@ -219,7 +218,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
 
     is_new, path = not path.exists(), path.resolve()
     if not is_new:
-        _read(path)  # for its error messages
+        _read(path)  # checks the file
     document = tomlkit.document() if is_new else tomlkit.parse(path.read_text(encoding="utf-8"))
     tables = document.setdefault("keys", tomlkit.table(is_super_table=True))
     if name is not None and name not in tables:
@@ -235,7 +234,7 @@ def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
         if not is_new:
             before = path.stat()
             unfinished.chmod(stat.S_IMODE(before.st_mode))
-            if hasattr(os, "chown"):  # the server must read it, even if root writes it
+            if hasattr(os, "chown"):  # the server must be able to read the file that root writes
                 os.chown(unfinished, before.st_uid, before.st_gid)
         unfinished.replace(path)
     except OSError as error:

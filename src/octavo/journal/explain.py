@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
+from octavo.data.expert_stats import ExpertStats
 from octavo.data.kv_tier_figures import shares_of
 from octavo.errors import ConfigError
 
@@ -126,6 +127,8 @@ class _Explainer:
         self.shared: Counter[str] = Counter()
         self.drafts = DraftStats()
         self.drafted_step = -1
+        self.experts = ExpertStats()
+        self.own_steps = deque[int](maxlen=2)  # steps in flight
         self.rivals: list[str] = []
         self.held_up: dict[events.WaitReason, float] = defaultdict(float)
         self.blocked: tuple[events.RequestBlocked, float] | None = None
@@ -148,6 +151,9 @@ class _Explainer:
             self.drafted_step = event.step
         elif isinstance(event, events.DraftsTimed) and event.step == self.drafted_step:
             self.drafts.add(event)
+        elif isinstance(event, events.ExpertsComputed):
+            if event.step in self.own_steps:
+                self.experts.add(event.load)
         elif isinstance(event, events.TokenPostponed):
             self.num_postponed += event.request_id == self.request_id
         elif isinstance(event, events.HostBlocksFound | events.HostBlocksCopied):
@@ -175,6 +181,8 @@ class _Explainer:
             result.reasons.append(f"it took part in {self.num_steps} steps and generated {self.num_tokens} tokens")
         if self.drafts.num_drafts:
             result.reasons.append(_describe_drafts(self.drafts))
+        if self.experts.num_steps:
+            result.reasons.append(_describe_experts(self.experts))
         others = [f"{name} ({count} tokens)" for name, count in self.shared.most_common(3)]
         if others:
             result.reasons.append(f"the other requests with the most tokens in its steps: {', '.join(others)}")
@@ -221,6 +229,7 @@ class _Explainer:
             self.tokens_while_queued.update(event.num_scheduled_tokens)
         if self.request_id not in event.num_scheduled_tokens:
             return
+        self.own_steps.append(event.step)
         self.rivals = list(event.num_scheduled_tokens)
         self.num_steps += 1
         self.num_chunks += not self.has_output
@@ -323,6 +332,14 @@ def _describe_drafts(drafts: DraftStats) -> str:
         if drafts.speed_up is None
         else f"; these steps were {drafts.speed_up:.2f} times as fast as steps without drafts, over all requests in "
         "them"
+    )
+
+
+def _describe_experts(experts: ExpertStats) -> str:
+    return (
+        f"its steps read {experts.read_bytes / experts.num_steps / 2**20:,.1f} MiB of experts each, for "
+        f"{experts.tokens_per_read:.2f} tokens per expert; the busiest had {experts.imbalance / experts.num_steps:.2f} "
+        "times the mean"
     )
 
 

@@ -9,20 +9,22 @@ spans are replaced by keyed hashes. "spans" is a list of [first, end, key].
     ["f", t, [numbers], status]                                     requests were ended from outside
     ["s", t, checksum]                                              a step was decided; null: not known
     ["u", t, [[number, sampled, accepted, status, error], ...], [[transfer, blocks, moves, evicted], ...],
-     seconds, passes, [numbers], [moves], {number: count}, kernels] the result of a step
+     seconds, passes, [numbers], [moves], {number: count}, kernels,
+     experts]                                                       the result of a step
     ["k", [answers]]                                                a store's answers to the call in the next line
     ["x", t, message]                                               the step failed
     ["p", [numbers]], ["r"]                                         preempt these requests; reset the prefix cache
     ["g", number, output]                                           an ended request's generated tokens
 
 A result omits requests that got one token and continue, and requests with an incomplete prompt. For a request with a
-postponed token, sampled is 0 and error is null. The last six fields of a result are omitted if all are empty:
+postponed token, sampled is 0 and error is null. The last seven fields of a result are omitted if all are empty:
 
 - seconds, passes: Seconds and forward passes of drafting.
 - [numbers]: Requests with drafts from a model.
 - [moves]: Copies to and from host memory.
 - {number: count}: Number of proposed drafts by request.
 - kernels: Number of compiled kernels.
+- experts: Fields of `ExpertLoad`, or omitted.
 
 In the header, "journal" is the version, and "kv_groups" has `KVGroupSpec.to_json` of each KV group, full attention
 first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null.

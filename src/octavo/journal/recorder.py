@@ -42,7 +42,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RecordedClock:
-    """A clock that rounds to whole microseconds. The scheduler reads the clock once in each call."""
+    """A clock that rounds to whole microseconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -170,11 +170,13 @@ class RecordingScheduler:
                 name = output.request_id
                 number = (self._replaced.get(name) or self._unfinished[name]).number
                 rows.append([number, num_sampled, num_accepted, reason, output.error])
-        if result.drafting_s or result.host_moves or result.draft_token_ids or result.num_compilations:
+        load = result.experts
+        if result.drafting_s or result.host_moves or result.draft_token_ids or result.num_compilations or load:
             computed = [known[name].number for name in sorted(result.computed_drafts) if name in known]
             drafts = {known[name].number: len(ids) for name, ids in result.draft_token_ids.items() if name in known}
             seldom = result.drafting_s, result.num_drafting_passes, computed, result.host_moves, drafts
-            self._write(["u", self._elapsed(), rows, result.kv_transfers, *seldom, result.num_compilations])
+            experts = [] if load is None else [dataclasses.astuple(load)]
+            self._write(["u", self._elapsed(), rows, result.kv_transfers, *seldom, result.num_compilations, *experts])
         elif rows or result.kv_transfers:
             self._write(["u", self._elapsed(), rows, result.kv_transfers])
         else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config import CacheConfig, SchedulerConfig
 from octavo.core.scheduler import Scheduler
 from octavo.data.events import EventLog
+from octavo.data.expert_stats import ExpertLoad
 from octavo.data.kv_groups import KVGroupSpec
 from octavo.data.kv_tiers import TierMove
 from octavo.data.kv_transfer_params import KVTransferParams
@@ -129,6 +130,7 @@ class Player:
         host_moves: Sequence[list[Any]] = (),
         num_drafts: Mapping[str, int] | None = None,
         num_compilations: int = 0,
+        experts: list[Any] | None = None,
     ) -> None:
         scheduled = self.scheduler.in_flight
         assert scheduled is not None
@@ -160,6 +162,7 @@ class Player:
             num_drafting_passes=num_drafting_passes,
             computed_drafts={self.names[number] for number in computed_drafts},
             num_compilations=num_compilations,
+            experts=None if experts is None else ExpertLoad(*experts),
         )
         self.scheduler.update_from_output(scheduled, result)
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from octavo.journal.replay import Replay
 
 _BATCH, _REQUESTS = 1, 2
-_FIRST_LANE = 100  # Perfetto merges thread 0, and a thread with its process's number, into the main thread
+_FIRST_LANE = 100  # Perfetto shows thread 0 as the main thread, and also a thread with its process's number
 
 
 def chrome_trace(replay: Replay) -> dict[str, Any]:

@@ -33,7 +33,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 _IN_TRITON = ("triton", "fast-inexact")
 
-# Measured on the last 512 of 4,096 tokens of qwen2-0.5b; int4 with avx512_bf16 is an estimate.
+# Measured with qwen2-0.5b, for the last 512 of 4,096 prompt tokens. The value of avx512_bf16 for 4 bits is an estimate.
 _ATTENTION_SLOWNESS = {
     "amx": {16: 3.0, 8: 4.9, 4: 2.8},
     "avx512_bf16": {16: 1.6, 8: 2.9, 4: 1.9},
@@ -42,7 +42,7 @@ _ATTENTION_SLOWNESS = {
 
 
 def attention_slowness(isa: str | None, bits: int) -> float:
-    """Return the time of an operation in attention, divided by that of an operation in matrix products.
+    """Return how many times slower an operation is in attention than in matrix products.
 
     isa: None means AVX-512 VNNI. bits: 16, 8 or 4 per weight.
     """
@@ -59,7 +59,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def default_instruction_set() -> str | None:
-    """Return OCTAVO_ISA if set, otherwise the processor's best instruction set, or None without compiled kernels.
+    """Return OCTAVO_ISA if set, otherwise the best supported instruction set. Return None if no kernels are compiled.
 
     Raises ConfigError if the processor does not support OCTAVO_ISA.
     """
@@ -73,7 +73,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return True if a row is known to have the same bits in any batch. No measurement has shown this on a GPU."""
+    """Return True if a row is known to have the same bits in any batch. False for GPUs."""
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 

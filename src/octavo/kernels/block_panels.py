@@ -23,7 +23,7 @@ _BYTES_AT_ONCE = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class BlockPanels:
-    """A weight's parts along out_features, each of one kind of blocks."""
+    """A weight in parts along out_features. Each part has one kind of blocks."""
 
     panels: tuple[PanelWeight, ...]
 
@@ -59,7 +59,7 @@ class BlockPanels:
 
 def _pack_kind(kernels: CpuKernels, weights: Sequence[BlockWeight], bias: Tensor | None) -> PanelWeight:
     kind, in_features = weights[0].kind, weights[0].in_features
-    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # parts would share a panel
+    if any(weight.shape[0] % PANEL_COLUMNS != 0 for weight in weights[:-1]):  # two weights would share a panel
         weights = [BlockWeight(kind, torch.cat([weight.rows for weight in weights]), in_features)]
     out_features = sum(weight.shape[0] for weight in weights)
     panel_bytes = kind.packed_bytes(PANEL_COLUMNS, in_features)

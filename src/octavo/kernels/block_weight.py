@@ -17,7 +17,7 @@ GROUP_VALUES = 32
 SUPER_GROUPS = 8
 # Byte offsets of a block's float16 numbers; (0,) for kinds that are not listed.
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
-_FLOAT16_EXPONENT = 0x7C  # all bits set if not finite
+_FLOAT16_EXPONENT = 0x7C  # all these bits are set in NaN and infinities
 _E8M0_NAN = 255
 _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -59,7 +59,7 @@ class BlockKind(Enum):
 
 
 class BlockValues(NamedTuple):
-    """Rows as values * scales + minima, in groups of 32 input features, in Q6_K of 16.
+    """Rows as values * scales + minima. A group has 32 input features (16 in Q6_K).
 
     values are whole numbers, float32 [rows, groups, size].
     """
@@ -75,10 +75,10 @@ class BlockValues(NamedTuple):
 
 
 class StoredScales(NamedTuple):
-    """Scales and minima [rows, groups] as blocks store them. A group has 32 input features, in Q6_K 16.
+    """Scales and minima [rows, groups] as blocks store them. A group has 32 input features (16 in Q6_K).
 
-    scales: float16, uint8 with 6 bits, int8, or exponents of MXFP4. minima: float16, or uint8 to subtract. The last two
-    fields are the blocks' float16 factors of integer scales and minima.
+    scales: float16, uint8 with 6 bits, int8, or exponents of MXFP4. minima: float16 to add, or uint8 to subtract.
+    scales_of_blocks, minima_of_blocks: float16 factors of integer scales and minima.
     """
 
     scales: Tensor
@@ -93,7 +93,7 @@ class StoredScales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks of one kind. The uint8 rows may map a file; forget(rows) then drops their pages."""
+    """A weight in blocks of one kind. If the uint8 rows map a file, forget(rows) drops the file's pages from memory."""
 
     kind: BlockKind
     rows: Tensor
@@ -196,7 +196,7 @@ def mxfp4_codes(weight: BlockWeight) -> Tensor:
 
 
 def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
-    """Group neighbouring weights of one kind, which can be fused along out_features."""
+    """Group neighbouring weights of one kind. The weights of a group can be fused along out_features."""
     groups: list[list[BlockWeight]] = []
     for weight in weights:
         if groups and groups[-1][0].kind is weight.kind:
@@ -218,7 +218,7 @@ def _float16(data: Tensor) -> Tensor:
 
 
 def _nibbles(data: Tensor, together: int = 16) -> Tensor:
-    """Return the low halves of each `together` bytes, then their high halves."""
+    """For each `together` bytes, return the low halves, then the high halves."""
     parts = data.view(len(data), data.shape[1] // together, 1, together)
     return torch.cat([parts & 15, parts >> 4], dim=2).flatten(1)
 

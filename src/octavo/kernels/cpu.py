@@ -46,15 +46,14 @@ _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
 _NO_SOURCES = (0, _TENSOR_DTYPES[torch.int64], (0,), (1,))
 _LINE_BYTES = 64
 _SAME_SETS_BYTES = 2048  # lines at multiples of this distance use only two of a cache's 64 sets
-_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # maximum of a task, and the maximum if rows are few
+_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # maximum rows of a task; the second is for few rows
 _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # with fewer chunks per thread, chunks are cut into partitions
 
 
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    All threads except the caller's are pinned if each usable core has a thread. Otherwise other processes may use the
-    cores, and no thread is pinned.
+    All threads except the caller's are pinned if each usable core has a thread. Otherwise no thread is pinned.
     """
 
     name = "cpu"
@@ -95,7 +94,7 @@ class CpuKernels:
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the most bytes that attention allocates (csrc/attention.h); other operations take less."""
+        """Return the maximum bytes that attention allocates (csrc/attention.h). Other operations allocate less."""
         del vocab_size
         padded_dim = -(-head_dim // PANEL_COLUMNS) * PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
@@ -111,17 +110,14 @@ class CpuKernels:
     def layout(self) -> str:
         """The version of the packed layout, and the family of kernels that read it.
 
-        Raise the version if csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` change a packed weight.
-        The family is included because a packed weight determines the kernel that reads it.
+        Raise the version if a change in csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` alters
+        weights.
         """
         who = {"amx": " of tiles", "avx512_bf16": " of pairs"}
         return f"panels 4{who.get(self.isa, '')}"
 
     def measure_limits(self, num_bytes: int = 512 << 20, rounds: int = 3) -> Limits:
-        """Measure this instruction set's limits in about a second.
-
-        Each round measures every rate, so the loss of a core spoils one sample of each.
-        """
+        """Measure this instruction set's limits in about a second."""
         data = torch.zeros(num_bytes, dtype=torch.uint8)
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
         data.fill_(1)
@@ -141,7 +137,7 @@ class CpuKernels:
         return Limits(**best)
 
     def set_num_threads(self, num_threads: int) -> None:
-        """Change the number of threads, but no results."""
+        """Change the number of threads. Results stay the same."""
         self.kernel_set.set_num_threads(num_threads)
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
@@ -281,7 +277,7 @@ class CpuKernels:
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Allocate rows for a matrix product.
 
-        The stride is one cache line longer if otherwise all rows of a column would share two cache sets.
+        If a column would use only two cache sets, the stride is one cache line longer.
         """
         if columns * dtype.itemsize % _SAME_SETS_BYTES != 0:
             return self._empty(rows, columns, dtype=dtype)

@@ -109,8 +109,8 @@ class OutputRows:
 class DecodePlan:
     """Steps to capture as graphs.
 
-    sizes: numbers of sequences, ascending, by the highest mean number of rows per sequence, also ascending.
-    table_width: width of block tables. num_bytes: memory limit for all graphs.
+    sizes: maps the highest mean number of rows per sequence to numbers of sequences. Keys and values ascend. num_bytes:
+    memory limit for all graphs.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
@@ -152,7 +152,7 @@ class Kernels(Protocol):
     workers would spin on the same cores.
     kv_cache_dtypes: supported quantized values of `CacheConfig.kv_cache_dtype`.
     multiplies_fp8: True if fp8 weights of a checkpoint stay fp8 instead of being expanded.
-    warm_up_rows: sizes of warm-up steps that together launch every kernel; empty if no kernel is compiled at launch.
+    warm_up_rows: sizes of warm-up steps that together launch every kernel; empty if kernels are not compiled at launch.
     """
 
     name: str
@@ -178,7 +178,7 @@ class Kernels(Protocol):
         ...
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation in place. If the backend has no kernel for it, run its torch version."""
+        """Compute an operation in place. If the backend has no kernel, run the operation's torch version."""
         ...
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
@@ -188,8 +188,8 @@ class Kernels(Protocol):
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
         """Pack `weight` [out_features, in_features], or the sequence of its parts, with a bias.
 
-        Activations may have another dtype. They are quantized in products with quantized weights, except fp8. Parts
-        that are `BlockWeight`s may have different kinds.
+        Activations may have another dtype than the weight. Products with quantized weights, except fp8, quantize
+        activations. Parts that are `BlockWeight`s may have different kinds.
         """
         ...
 
@@ -225,15 +225,15 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return x @ weight.T + bias [num_tokens, out_features], in x's dtype or float32.
 
-        out: contiguous memory for the result. Float sums with the bias are float32, rounded once. Integer sums are
-        exact.
+        out: contiguous memory for the result. Integer sums are exact. Float sums, including the bias, are float32 and
+        rounded once.
         """
         ...
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
         """Return activation(gate) * up. The halves of x @ weight.T + bias are gate and up.
 
-        The result has the bits of `gate` after `linear`. Its row stride may exceed its width.
+        The result has the same bits as gate(linear(x)). The result's row stride may exceed its width.
         """
         ...
 
@@ -250,16 +250,16 @@ class Kernels(Protocol):
         sources: Tensor | None = None,
         float32_out: bool = False,
     ) -> Tensor:
-        """Multiply each row by the weight of its group (an expert or an adapter), with the bits of `linear`.
+        """Multiply each row by the weight of its group (an expert or an adapter). Gives the same bits as `linear`.
 
-        The result is sorted by group. sources int64 [num_rows]: row of x for each row of the result, or None if the
-        rows of x are in this order. group_start int32 [num_groups + 1]: first row of each group, then num_rows. Weights
-        of empty groups are not read.
+        The result is sorted by group. sources int64 [num_rows]: row of x for each row of the result, or None if x is
+        already sorted by group. group_start int32 [num_groups + 1]: first row of each group, then num_rows. Weights of
+        empty groups are not read.
         """
         ...
 
     def head_linear(self, x: Tensor, packed: PackedGroups, out: Tensor | None = None) -> Tensor:
-        """Multiply x [num_tokens, num_heads, in_features] by one weight per head, with the bits of `linear`.
+        """Multiply x [num_tokens, num_heads, in_features] by one weight per head. Gives the same bits as `linear`.
 
         Returns [num_tokens, num_heads, out_features] in x's dtype, written to `out` if given. x and `out` may have any
         strides of tokens and heads.
@@ -286,10 +286,10 @@ class Kernels(Protocol):
         max_tokens: int,
         decodes: DecodePlan | None = None,
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
-        """Run a forward pass. Return its result, and None or a faster pass for up to `max_tokens` tokens.
+        """Run a forward pass. Return its result, and a faster pass for up to `max_tokens` tokens, or None.
 
         `forward` must select output rows with `take_rows`, and may be called with all rows as outputs. The faster pass
-        returns the same bits, in memory that its next call overwrites.
+        returns the same bits. Its next call overwrites the result.
         """
         ...
 
@@ -323,13 +323,16 @@ class Kernels(Protocol):
         """Rotate q in place (Su et al. 2021), and write rotated k and v into their slots. k is not changed.
 
         q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
-        cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. Dimension i of a head is paired with i +
-        rotary_dim / 2 (GPT-NeoX) or, if interleaved, 2 i with 2 i + 1 (GPT-J). query_scale float32 [max_positions]:
-        multiplies rotated and rounded queries. k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], with
-        the last two dimensions contiguous, have q's dtype, int8 or float8_e4m3fn. For int8 and float8_e4m3fn, rows are
-        rounded to q's dtype, then by `round_kv_rows`.
+        cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. If interleaved, dimension 2 i of a head is
+        paired with 2 i + 1 (GPT-J). Otherwise dimension i is paired with i + rotary_dim / 2 (GPT-NeoX).
+        query_scale float32 [max_positions]: multiplies rotated and rounded queries.
+
+        k_cache and v_cache are [num_blocks, num_kv_heads, block_size, head_dim]. The last two dimensions are
+        contiguous. The dtype is that of q, int8 or float8_e4m3fn. For int8 and float8_e4m3fn, rows are rounded to q's
+        dtype, then by `round_kv_rows`.
+
         If the v of a head and token is not finite, zeros are written for v, and NaN for k. Then attention is NaN for
-        rows that see this position, and other rows can multiply its v by zero.
+        rows that see this position. Other rows can multiply v by zero.
         """
         ...
 
@@ -361,7 +364,7 @@ class Kernels(Protocol):
 
         A greedy row takes the largest logit, and the lowest id of equal logits. Other rows take argmax(logits /
         temperature + noise) over the ids that min_p, then top_k, then top_p keep; see `octavo.kernels.noise`. A row
-        with a NaN, or of -inf only, yields -1.
+        that has a NaN, or only -inf, yields -1.
         """
         ...
 
@@ -370,9 +373,9 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return each request's accepted tokens: leading drafts that equal the target's choices, and one more choice.
 
-        target_sampled int64: the target's choice for each row. draft_ids int64: input token of each row, which is the
-        newest token in a request's first row, and then a draft of the previous row's choice. cu_num_logits int32: first
-        row of each request, then the number of rows.
+        target_sampled int64: the target's choice for each row. draft_ids int64: input token of each row. In a request's
+        first row, this is the newest token. In each later row, it is the draft for the previous row's choice.
+        cu_num_logits int32: first row of each request, then the number of rows.
 
         Returns int64 [num_requests, num_speculative_steps + 1], padded with -1, and int32 counts. Raises `IndexError`
         if a request has no row or too many.

@@ -21,7 +21,7 @@ _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
-    """Return OMP_NUM_THREADS if set, otherwise the number of usable cores, at most the cgroups' quota."""
+    """Return OMP_NUM_THREADS if set, otherwise the number of usable cores, limited by the cgroups' quota."""
     return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
 
@@ -41,7 +41,7 @@ def processor_name() -> str:
 
 
 def processor_identity() -> list[str]:
-    """Return the processor's properties by which libraries choose code."""
+    """Return the processor's properties that libraries use to choose code."""
     names = ("cpu family", "model", "stepping", "microcode", "flags", "Features", "CPU part", "CPU revision")
     described = _describe_processor()
     return [processor_name(), *(described[name] for name in names if name in described)]
@@ -60,7 +60,7 @@ def _describe_processor() -> dict[str, str]:
 def cold_bytes() -> int:
     """Return how many bytes a benchmark must read so that caches are cold.
 
-    Twice the third-level cache, but 192 to 512 MiB, because other processes share larger caches.
+    Twice the third-level caches, but between 192 and 512 MiB.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 
@@ -113,9 +113,10 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Allocate memory by touching each page in idle processor time. Keeps content, even if it changes meanwhile.
+    """Allocate memory by touching each page in idle processor time.
 
-    stop: address of a byte that ends the call when it is not zero.
+    Keeps the content, even if other threads write it meanwhile. stop: address of a byte that ends the call when it is
+    not zero.
     """
     try:
         from octavo import _kernels  # noqa: PLC0415

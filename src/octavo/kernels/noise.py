@@ -7,8 +7,7 @@ Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
     word w of t = word number (t >> 4) & 3          (16 lanes serve 64 consecutive ids)
 
 Gumbel noise has stream 0 and lies in (-3.14, 22.88). For a word w, x = (w + 0.5) / 2^32 and G = -ln(E), E = -ln(1 - x).
-The code below defines each operation, in float32, rounded once. It uses a word's distance to the nearer end of the
-range, so both tails keep full precision.
+The code below defines each operation, in float32, rounded once.
 
 A uniform number takes words 0 and 1 of c = 0: (word 0 * 2^20 + (word 1 >> 12) + 0.5) / 2^52, exact in float64.
 """
@@ -33,7 +32,10 @@ _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
 class RandomStream(IntEnum):
-    """Independent streams, one per kind of decision. CHOICE is for a row's token, the rest for rejection sampling."""
+    """Independent streams, one per kind of decision. CHOICE is for a row's token.
+
+    The other streams are for rejection sampling.
+    """
 
     CHOICE = 0
     DRAFT = 1

@@ -14,10 +14,10 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Operation(Generic[*Arguments]):
-    """A kernel as a function: `soft_cap(kernels, logits, 30.0)`. Decorates the reference in torch.
+    """A kernel that is called as `soft_cap(kernels, logits, 30.0)`. Decorates the kernel's torch version.
 
-    The kernel changes tensors in place, and a row's result depends only on that row. Backends' kernels have the same
-    name, in the list of `csrc/kernels.h`, or as a function and module of `octavo.kernels.triton`.
+    The kernel changes tensors in place. A row's result depends only on the row. A backend's kernel has the same name in
+    the list of `csrc/kernels.h`, or as module and function of `octavo.kernels.triton`.
     """
 
     def __init__(self, reference: Callable[[*Arguments], None]) -> None:

@@ -80,7 +80,7 @@ class PanelWeight:
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
 
     def keep(self) -> KeptLinear:
-        """Return the argument of `restore`, without a copy. Types are stored by name, because numbers may change."""
+        """Return the argument of `restore`, without a copy. The dtype is stored by name."""
         numbers: dict[str, int | str] = {
             "out_features": self.out_features,
             "in_features": self.in_features,

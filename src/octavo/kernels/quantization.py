@@ -1,7 +1,7 @@
 """Quantized weights, activations, KV and products, defined in torch for all backends (docs/why.md).
 
 - Products round activations to int8 with one scale per row, so that the largest magnitude becomes 127.
-- With int8 weights (W8A8), activations and weights are rotated first; with int4 weights (W4A8), they are not.
+- With int8 weights (W8A8), activations and weights are rotated first. With int4 weights (W4A8), nothing is rotated.
 - int8 KV is rounded like activations, with one scale per token and head. In fp8 KV (E4M3 of Micikevicius et al. 2022),
   the largest magnitude becomes 448.
 
@@ -102,7 +102,7 @@ class Int4Weight:
         return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return the float32 weight, from unrounded scales, in the order of input features."""
+        """Return the float32 weight in the order of input features. Scales are not rounded."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
@@ -111,8 +111,8 @@ class Int4Weight:
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return the scales for products: int16 multiples [out_features, groups] of float32 units [out_features].
 
-        A row's largest multiple is 4,079, or 2,039 with zero points, because weights must be 16-bit integers. An
-        infinite or NaN scale makes its row NaN. Raises `ValueError` for a zero point above 16.
+        A row's largest multiple is 4,079 (with zero points, 2,039), so that its weights fit in 16 bits. An infinite or
+        NaN scale makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -125,7 +125,7 @@ class Int4Weight:
         return multiples.to(torch.int16), torch.where(is_finite, largest / most, torch.nan)
 
     def whole_offsets(self, multiples: Tensor) -> Tensor | None:
-        """Return (zero point - 8) * multiple, rounded to int16, or None without zero points."""
+        """Return (zero point - 8) * multiple, rounded to int16, or None if no zero points exist."""
         if self.zeros is None:
             return None
         return ((self.zeros.float() - INT4_ZERO) * multiples.float()).round().to(torch.int16)
@@ -218,8 +218,8 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
 def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: bool | None = None) -> Int4Weight:
     """Round a weight to int4, with one bfloat16 scale per group.
 
-    minima: if False, the scale maps a group's first value of largest magnitude to 8 steps below zero. If True, a scale
-    and a float16 zero point map min(group, 0) to 0 and max(group, 0) to 15. If None, `minima_pay` decides.
+    minima: If False, the scale maps the first value of largest magnitude in a group to -8 steps. If True, a scale and a
+    float16 zero point map min(group, 0) to 0 and max(group, 0) to 15. If None, `minima_pay` decides.
     Of several clipped ranges, the first with the least squared error is used. NaN becomes zero.
     """
     if minima is None:
@@ -244,10 +244,7 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
-    """Return True if minima more than halve the squared error of `round_rows(rows, minima)` on sampled rows.
-
-    In groups of 32, minima cost half a bit per weight. Values with half a bit more would at best halve the error.
-    """
+    """Return True if minima reduce the squared error of `round_rows(rows, minima)` below half, on sampled rows."""
     rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
     return bool(errors[1] < 0.5 * errors[0])
@@ -379,7 +376,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Like `linear_int8`, but without rotation. The column's scale is its unit."""
+    """Like `linear_int8`, but without rotation. A column's scale is the unit of `whole_scales`."""
     values, row_scales = quantize_rows(x if weight.order is None else x[:, weight.order])
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
@@ -404,7 +401,7 @@ def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
     """Return float32 x @ weight.T, with x rounded to int8 in groups of 32.
 
     A result is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) * minimum) *
-    (scale of x's group). Each operation is rounded once. Two scales for 32 values make two terms.
+    (scale of x's group). Each operation is rounded once. In Q6_K, 32 values have two scales and two terms.
     """
     rounded, scales = quantize_rows(x.reshape(-1, GROUP_VALUES))
     row_scales = scales.view(x.shape[0], -1, 1)

@@ -1,4 +1,4 @@
-"""Recorded forward passes (csrc/program.h), without Python calls, which take longer than small kernels."""
+"""Record forward passes, and repeat them without Python calls (csrc/program.h)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ALIGNMENT = 64
-# Methods that make views or read properties.
 _VIEWS = frozenset({"view", "split_with_sizes", "split", "select", "unsqueeze", "transpose"})
 _QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel", "dim", "size", "__len__"})
 
@@ -34,7 +33,7 @@ class Rehearsal:
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
         self._sizes: list[int] = []
-        self._ends: dict[int, int] = {}  # index of the first result that is allocated later
+        self._ends: dict[int, int] = {}  # by result: the next result after its end
         self.views_only = _ViewsOnly()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -140,7 +139,7 @@ class RecordedForward:
         return self._result.shape[0]
 
     def measure_calls(self) -> Tensor:
-        """Return int64 [calls], to which later steps add nanoseconds."""
+        """Return int64 [calls]. Later steps add each call's nanoseconds."""
         self._nanoseconds = torch.zeros(len(self.calls), dtype=torch.int64)
         return self._nanoseconds
 
@@ -158,7 +157,7 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with all rows as outputs, in separate arrays."""
+    """Return the batch with all rows as outputs, in copied arrays."""
     rows = torch.arange(batch.positions.shape[0])
     return replace(batch, outputs=OutputRows(rows, _copy(batch)))
 
@@ -198,7 +197,7 @@ def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Raises `NotRecordableError` if torch computes something, which a recording would miss."""
+    """Raises `NotRecordableError` if torch computes something."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

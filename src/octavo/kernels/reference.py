@@ -1,6 +1,6 @@
 """Every operation in plain torch, as the reference in tests and as the fallback.
 
-A row's last bits may depend on other rows, because torch chooses the order of sums by shape.
+A row's last bits may depend on other rows.
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """Return a mask of the tokens that min_p, then top_k, then top_p keep. scaled: logits / temperature [n, vocab].
 
     min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending).
-    top_p keeps the shortest prefix with a float64 sum, in this order, of at least top_p.
+    top_p keeps the shortest prefix of probability top_p or more. The probabilities are added in float64, in this order.
     """
     top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):

@@ -40,7 +40,7 @@ def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw a token id per row with probability in proportion to weights, or -1 if weights sum to 0 or to NaN.
 
-    The id is the first with a cumulative float64 sum above total * `uniform`, a number in (0, 1).
+    The id is the first with a cumulative float64 sum above total * uniform. uniform: Number in (0, 1) per row.
     """
     sums = weights.double().cumsum(dim=1)
     total = sums[:, -1:].contiguous()
@@ -61,8 +61,8 @@ def rejection_sampling_batched(
 ) -> tuple[Tensor, Tensor]:
     """Return the accepted tokens of each request: the accepted drafts, then one more token.
 
-    Other arguments, the result and `IndexError` are as in `Kernels.rejection_sample`. target_sampled is used only in
-    the last row of a request with all drafts accepted.
+    Other arguments, the result and `IndexError` are as in `Kernels.rejection_sample`. target_sampled gives only the
+    token after a request's last draft, if all its drafts are accepted.
     target_probs [num_logits, vocab]: p, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the next row's
     draft, or None if drafts were looked up, which means q = 1.
     If a row's p sums to 0 or to NaN, its token is -1, and no token follows.
@@ -91,7 +91,7 @@ def rejection_sampling_batched(
         residual = target.scatter(1, drafts[at].unsqueeze(1), 0.0)
     else:
         residual = (target - draft_probs[at].double()).clamp(min=0.0)
-    # All zeros if p and q differ only by rounding.
+    # The residual is zero if p and q differ only by rounding.
     residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, target)
     chosen[is_rejected] = draw(
         residual, uniform_noise(seed[at], position[at], sample_index[at], RandomStream.RESAMPLING)

@@ -24,7 +24,7 @@ def rotation_block(in_features: int) -> int:
 def rotate(rows: Tensor) -> Tensor:
     """Rotate rows in float32, unnormalized.
 
-    For distances 1, 2, 4, ..., a pair of values becomes its sum and its difference (csrc/rotation.h).
+    For each distance 1, 2, 4, ..., pairs of values at this distance become their sum and difference (csrc/rotation.h).
     """
     rotated, apart = rows.float().contiguous(), 1
     while apart < rotation_block(rows.shape[-1]):

@@ -32,9 +32,9 @@ def create_store(
     """Return the configured stores as one store, or None if no store is configured.
 
     first: Makes a store from block_bytes. This store is asked first. direct: This engine's side of direct transfers. A
-    prefill engine saves to `direct` first, because decode engines wait for these blocks. A decode engine asks `direct`
-    last, because the blocks may not be computed yet. part_bytes: Bytes of the first KV group in a block, or None if the
-    model has one group. Stores are opened at first use. Raises `ConfigError` if the disk limit is below one block.
+    prefill engine saves to `direct` first. A decode engine asks `direct` last. part_bytes: Bytes of the first KV group
+    in a block, or None if the model has one group. Stores are opened at first use. Raises `ConfigError` if the disk
+    limit is below one block.
     """
     stores: list[KVStore] = [] if first is None else [first(block_bytes)]
     directory, max_bytes = config.disk_dir, config.disk_bytes

@@ -30,8 +30,8 @@ _RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # first and longest pause between two look
 class _Lookup:
     """A lookup of a request's blocks [first, num_blocks).
 
-    num_expected: Number of leading blocks that another engine saves. The lookup waits for these blocks until `until`
-    (monotonic time). end: Index after the last block found, or None while unknown.
+    num_expected: Number of leading blocks that another engine saves. The lookup waits for these blocks until the
+    monotonic time `until`.
     """
 
     first: int
@@ -58,7 +58,7 @@ class _Lookup:
 
 
 class StoreConnector:
-    """The scheduler's access to a store, a `core.kv_connector.KVConnector`.
+    """A `core.kv_connector.KVConnector` that looks up blocks in a store.
 
     The result of a lookup is kept until the request ends or needs other blocks. After a load that ended early, only
     blocks before the first missing block are looked up. Blocks that another engine saves are looked up again until all

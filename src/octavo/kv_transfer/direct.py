@@ -81,8 +81,7 @@ def create_connector(
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers, or None. Raises `ConfigError`.
 
-    secret, kv_format: Must be equal in both engines. kv_format has, by name, the properties on which KV depends in
-    addition to tokens.
+    secret, kv_format: Must be equal in both engines. kv_format: Properties by name, except tokens, on which KV depends.
     """
     if not config.direct:
         return None
@@ -105,5 +104,5 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def num_load_threads(config: KVTransferConfig) -> int:
-    """Return the number of load threads. Loads that wait for a prefill must not block other loads."""
+    """Return the number of load threads."""
     return config.num_threads + (RECEIVER_AREAS if config.direct and config.role == "decode" else 0)

@@ -50,8 +50,9 @@ class TransferClient:
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
         """Return a living client, or None if no client is ready within timeout_s.
 
-        host: This machine's address on the route to the peer. The first host that is not loopback replaces the default,
-        and may restart the process. Raises `StoreError` after `close`, and during a pause after a failed start.
+        host: This machine's address on the route to the peer. The first host that is not loopback replaces the default.
+        The replacement may restart the process. Raises `StoreError` after `close`, and during a pause after a failed
+        start.
         """
         with self._changed:
             if self._is_guess and not ip_address(host).is_loopback:  # local peers can use any address

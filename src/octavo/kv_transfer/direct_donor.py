@@ -57,8 +57,7 @@ class _Pace:
 class DirectDonor:
     """A `KVStore` that writes blocks into the memory of decode engines. See `MooncakeConnector`.
 
-    The donor waits for a requested block while the block's transfer is open or the block is being saved. So KV is sent
-    before the prompt is complete.
+    The donor waits for a requested block while the block's transfer is open or the block is being saved.
     """
 
     name = "direct"
@@ -73,7 +72,7 @@ class DirectDonor:
         self._segment = Segment(block_bytes, max_bytes)
         self._client = TransferClient(protocol=protocol, object_bytes=self._object_bytes, num_areas=DONOR_AREAS)
         self._changed = threading.Condition()  # guards all fields below
-        self._open: Counter[str] = Counter()  # number of open requests by transfer
+        self._open: Counter[str] = Counter()  # by transfer
         self._ended: OrderedDict[str, None] = OrderedDict()  # transfers that get no further blocks
         self._saving: Counter[bytes] = Counter()
         self._connections: set[socket.socket] = set()
@@ -86,8 +85,6 @@ class DirectDonor:
         self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=has_both)
         self.port: int | None = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, name="octavo-kv-direct", daemon=True).start()
-
-    # --- scheduler events ---------------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
         """Open the transfer of a request that hands KV over."""
@@ -131,8 +128,6 @@ class DirectDonor:
 
     def forget_expected(self, request_id: str) -> None:
         """Do nothing."""
-
-    # --- store --------------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """See `KVStore`."""
@@ -188,8 +183,6 @@ class DirectDonor:
         for each in (self._listener, *connections):
             _end(each)
         self._client.close()
-
-    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         while True:

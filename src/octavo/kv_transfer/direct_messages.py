@@ -1,6 +1,7 @@
 """Messages between prefill and decode engines. A message is a length, then msgpack.
 
-With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET. The decode engine's proof covers its request.
+With two fresh nonces, each side proves that it knows OCTAVO_KV_SECRET. The decode engine's proof covers its
+`ReadyToReceive`, too.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Channel:
 
 
 def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
-    """Describe how the KV of two engines differs, or return "" if it is equal."""
+    """Describe how the KV of two engines differs, or return "" if the KV is equal."""
     names = sorted(of_prefill.keys() | of_decode.keys())
     return "; ".join(
         f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "

@@ -63,9 +63,8 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests. See `MooncakeConnector`.
 
-    A faulty or malicious prefill engine only costs time. After it fails, requests that were added before the failure do
-    not ask it again. So each request waits for at most one failure. If the prefill engine still answers a new
-    connection, only the old connection has failed, and only one request is affected.
+    A faulty or malicious prefill engine only costs time. After a failure, requests that were added earlier do not ask
+    this prefill engine again. But if the prefill engine answers a new connection, the failure affects only one request.
     """
 
     name = "direct"
@@ -88,8 +87,6 @@ class DirectReceiver:
         self._num_corrupt = 0
         self._num_errors = 0
         self._is_closed = False
-
-    # --- scheduler events ---------------------------------------------------------------------------------------------
 
     def request_added(self, request: Request) -> None:
         """See `MooncakeConnector`."""
@@ -126,8 +123,6 @@ class DirectReceiver:
         """See `MooncakeConnector`."""
         with self._lock:
             self._expected.pop(request_id, None)
-
-    # --- store --------------------------------------------------------------------------------------------------------
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that one prefill engine should send."""
@@ -170,8 +165,6 @@ class DirectReceiver:
             self._is_closed = True
             self._expected.clear()
         self._client.close()
-
-    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _split(self, keys: Sequence[bytes]) -> tuple[_Expected | None, Sequence[bytes]]:
         with self._lock:
@@ -288,10 +281,7 @@ class DirectReceiver:
         return head == messages.header(generation, key, checksum(key, block))
 
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
-        """Count and log a fault of a source.
-
-        is_down: True if requests that were added before must not ask the source again. Ignored if is_corrupt.
-        """
+        """Count and log a fault of a source."""
         with self._lock:
             self._num_errors += 1
             self._num_corrupt += is_corrupt
@@ -318,8 +308,7 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 def _answers(source: str) -> bool:
     """Return True if a source accepts two new connections, and answers or closes each.
 
-    A source at its limit of connections closes each new connection. A process that is ending closes one and refuses the
-    next.
+    A process that is ending may close one connection, but refuses the next.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

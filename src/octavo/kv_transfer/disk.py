@@ -25,7 +25,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class DiskStore:
-    """A `KVStore` in a directory that other processes may use, with other models and versions of octavo.
+    """A `KVStore` in a directory. Other processes with other models and versions of octavo may use the same directory.
 
     Each save writes one file. The least recently used file is evicted first, even after a restart. If writing fails (no
     space, no permission), blocks are still served, and saving is retried after a growing pause.
@@ -84,7 +84,7 @@ class DiskStore:
         return self._directory.index.lacking(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Fill blocks in order. If a file fails, read another file with the same block."""
+        """Fill blocks in order. If a file is unreadable or corrupt, read the block from another file."""
         done = 0
         while done < len(keys) and not self._is_closed:
             found = self._directory.index.run(keys[done:])
@@ -167,7 +167,7 @@ class DiskStore:
                 self._directory.remove(sorted(names))
 
     def stats(self) -> StoreStats:
-        """See `KVStore`. Bytes include all files."""
+        """See `KVStore`. num_bytes includes all files."""
         directory = self._directory
         return StoreStats(
             directory.index.num_blocks,

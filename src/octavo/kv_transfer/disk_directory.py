@@ -5,9 +5,8 @@
     TOKEN.bad     a corrupt file, which is evicted first
     lock          locked while files are added or removed; each change writes new random bytes into this file
 
-Links, files with other names and files of other users are ignored. Reading takes no lock, because a file that is
-removed meanwhile is a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it
-writes. So all files, including unfinished files, never exceed the limit.
+Links, files with other names and files of other users are ignored. Reading takes no lock, because a removed file is
+only a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it writes.
 """
 
 from __future__ import annotations
@@ -75,8 +74,6 @@ class DiskDirectory:
     def num_bytes(self) -> int:
         """Bytes, including unfinished files."""
         return self.index.num_bytes + sum(list(self._writing.values()))
-
-    # --- changes by other processes -----------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Update the index if the directory changed, except shortly after the last listing."""
@@ -164,8 +161,6 @@ class DiskDirectory:
             return ()
         return header.keys if header.block_bytes in self._sizes else ()
 
-    # --- reading ------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
         """Open a file for reading. Raises `OSError` for a link."""
@@ -183,7 +178,7 @@ class DiskDirectory:
             raise CorruptFileError(str(error)) from error
 
     def touch(self, names: list[str]) -> None:
-        """Mark files as used now. The first file counts as the newest, because later blocks are useless without it."""
+        """Mark files as used now. The first file becomes the newest, because later files are useless without it."""
         now_ns = time.time_ns()
         for place, name in enumerate(names):
             try:
@@ -191,8 +186,6 @@ class DiskDirectory:
             except OSError as error:  # a process without write permission does not affect eviction
                 if error.errno not in {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}:
                     raise
-
-    # --- removing -----------------------------------------------------------------------------------------------------
 
     def set_aside(self, name: str, reason: str) -> None:
         """Stop reading a file."""
@@ -216,7 +209,7 @@ class DiskDirectory:
         self.index.add(BlockFile(bad, size), 0)
 
     def _skip_undeletable(self, name: str) -> None:
-        """Count a file, but not its blocks. Retry it later."""
+        """Count only a file's bytes, and retry it later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 
@@ -227,8 +220,6 @@ class DiskDirectory:
             for name in names:
                 self.index.drop(name)
                 (self.path / name).unlink(missing_ok=True)
-
-    # --- adding -------------------------------------------------------------------------------------------------------
 
     def make_room(self, num_bytes: int) -> None:
         """Evict files until num_bytes fit, and remove files of dead writers."""
@@ -329,10 +320,6 @@ class DiskDirectory:
         self._counted_at = now
 
     def _is_dead(self, name: str) -> bool:
-        """Return True if a temporary file has no writer.
-
-        Processes of this user can open the files that they write, so an unreadable file has no writer.
-        """
         try:
             with self.open(name) as (descriptor, found):
                 if not is_ours(found):

@@ -6,7 +6,7 @@
                zeros up to a multiple of 4096
                the blocks, without gaps
 
-SHA-256 is fast, because processors have instructions for it (1.8 GB/s on one core) and hashlib releases the GIL.
+SHA-256 is fast, because processors have instructions for it.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class DiskIndex:
             return {key for key in keys if key not in self._holders}
 
     def files_of(self, keys: Sequence[bytes]) -> tuple[int, list[str]]:
-        """Return the number of leading keys found, and the names of their files in order."""
+        """Return the number of leading keys that have files, and the names of these files in order."""
         names: dict[str, None] = {}
         with self._lock:
             for count, key in enumerate(keys):

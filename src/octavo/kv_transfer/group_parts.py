@@ -1,7 +1,7 @@
 """Blocks that are stored with only the first KV group, because the content of other groups was evicted before the save.
 
-A request can use such a block if no row reads the other groups any more. The block's bytes are the beginning of the
-whole block. The whole block has another key, because the content of a key never changes.
+A request can use such a block if no row reads the other groups any more. The bytes are the beginning of the whole
+block, and the key differs from the whole block's key.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _PREFIX = b"without its window part"  # must not change: stores have such keys
 
 
 def key_of_first_group(key: bytes) -> bytes:
-    """Return the key for the block with only the first group. key: Key of the whole block."""
+    """Return the key for the block with only the first group."""
     return hashlib.sha256(_PREFIX + key).digest()
 
 
 def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: int, kinds: Sequence[KVGroupKind]) -> int:
     """Return the number of leading blocks after which a request can resume.
 
-    is_whole: True for each block with all groups. first: Index of the first block. The request has the blocks before
-    it. kinds: Kinds of all groups except the first.
+    is_whole: True for each block with all groups. first: Index of the first block in the request, which has all earlier
+    blocks. kinds: Kinds of all groups except the first.
     """
     count, before = len(is_whole), -1
     while count != before:
@@ -56,7 +56,7 @@ def look_up(
         is_whole += [False] * (store.num_matched(rest, only_first_group=True) if rest else 0)
         if len(is_whole) == before:
             break
-    # A block may be stored under both keys. Look for whole blocks among the blocks that the next row reads.
+    # The store may also have the whole block. Look for whole blocks among the blocks that the next row reads.
     num_computed = min((first + len(is_whole)) * block_size, num_tokens - 1)
     start = max(min(kind.first_position(num_computed) for kind in kinds) // block_size - first, 0)
     if False in is_whole[start:]:

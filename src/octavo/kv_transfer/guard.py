@@ -75,7 +75,7 @@ class GuardedStore:
 
     @property
     def is_usable(self) -> bool:
-        """True if the store may be called. A call may still fail."""
+        """True if the store may be called."""
         now = self._clock()
         with self._lock:
             hangs = self._hangs(now)
@@ -108,7 +108,7 @@ class GuardedStore:
         return min(self._ask(lambda store: store.num_matched(keys), 0), len(keys))
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys, or no keys while the store is unusable, so that nothing is saved."""
+        """Return the missing keys, or no keys while the store is unusable."""
         store = self._store
         if store is None or not self.is_usable:
             return set()
@@ -131,7 +131,7 @@ class GuardedStore:
         return count
 
     def take_evicted(self) -> int:
-        """Return how many blocks were evicted since the last call, up to the last load or save."""
+        """Return how many blocks were evicted since the last call. The number is updated by loads and saves."""
         with self._lock:
             count, self._num_evicted_reported = self._num_evicted - self._num_evicted_reported, self._num_evicted
         return count

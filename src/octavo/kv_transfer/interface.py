@@ -39,7 +39,7 @@ class KVStore(Protocol):
     `stats` never block. Other methods may wait for I/O, and raise `StoreError`.
 
     block_bytes: Size of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are
-    smaller. All blocks of one save have the same size, and a load must use this size.
+    smaller. All blocks of one save have the same size. A load of these blocks must use the same size.
     """
 
     name: str
@@ -50,7 +50,7 @@ class KVStore(Protocol):
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the missing keys, as far as known without I/O."""
+        """Return the keys that are known to be missing. Does no I/O."""
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:

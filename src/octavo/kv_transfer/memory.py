@@ -321,7 +321,7 @@ class MemoryStore:
         )
 
     def close(self) -> None:
-        """Do nothing, because other engines may use the pool."""
+        """Do nothing."""
 
 
 def _checksum(key: bytes, content: memoryview) -> bytes:

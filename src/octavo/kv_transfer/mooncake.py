@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<8s32s32s")  # magic, key, checksum over key and bytes
 _HEADER_BYTES = 128  # aligns the block to a cache line
 _MAGIC = b"octavoK" + bytes([FORMAT])
 _MAX_KNOWN = 1 << 17
-_MAX_QUERIED = 256  # keys per query, because the pool may lack most keys
+_MAX_QUERIED = 256  # keys per query
 _WRONG_SIZE, _TRANSFER_FAILED = -600, -800
 _NO_MASTER = (-900, -901)
 _HAS = 1
@@ -81,7 +81,7 @@ class MooncakeStore:
     def num_matched(self, keys: Sequence[bytes]) -> int:
         """Count the leading keys that the pool has, and lease them for the following load.
 
-        If there are no keys, only ask the master.
+        If keys is empty, only check that the master answers.
         """
         if not keys:
             self._has([])

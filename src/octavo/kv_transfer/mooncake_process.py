@@ -1,7 +1,7 @@
 """The process that runs Mooncake: `python -m octavo.kv_transfer.mooncake_process ORDER`.
 
 Mooncake's library holds the GIL while it connects and closes, which takes minutes if the master is down. Some failed
-calls end the process. So the library runs outside the engine. The engine sees any failure as a closed pipe.
+calls end the process. Therefore the library runs outside the engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LIMITS = {
 def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
     """Connect to the pool, and return calls by name. A call takes keys and the address of the first key's object.
 
-    Raises `ImportError`, and `OSError` if it cannot connect.
+    Raises `ImportError`. Raises `OSError` if the connection fails.
     """
     from mooncake.store import (  # noqa: PLC0415 - an optional extra; its import may fail
         MooncakeDistributedStore,
@@ -78,7 +78,7 @@ def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
 
 
 def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]:
-    """Start a TransferEngine, and return its calls and session name. Raises like `open_client`.
+    """Start a TransferEngine, and return its calls and session name. Raises as in `open_client`.
 
     The call "write" copies objects into another engine's memory.
     """

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class Experts:
-    """One layer's experts."""
+    """One layer's experts. starts: memory for `sort_by_expert`."""
 
     __slots__ = (
         "choice_bias", "config", "down", "gate_up", "kernels", "router", "shared_down", "shared_gate", "shared_gate_up",
+        "starts",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext, config: ExpertsConfig, tensors: ExpertsTensors) -> None:
@@ -32,6 +33,13 @@ class Experts:
         self.shared_gate_up = None if shared is None else context.linear(shared.gate_up)
         self.shared_down = None if shared is None else context.linear(shared.down)
         self.shared_gate = None if gate is None else context.linear(gate)
+        self.starts: Tensor | None = None
+        context.experts.append(self)
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Mean bytes of an expert's packed weights."""
+        return (self.gate_up.num_bytes + self.down.num_bytes) // self.config.router.num_experts
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
         """See `MLP`."""
@@ -48,7 +56,7 @@ class Experts:
         )  # fmt: skip
         sources = kernels.empty(num_tokens * num_chosen, like=batch.positions)
         places = kernels.empty(num_tokens, num_chosen, like=integers)
-        starts = kernels.empty(router.num_experts + 1, like=integers)
+        starts = kernels.empty(router.num_experts + 1, like=integers) if self.starts is None else self.starts
         sort_by_expert(kernels, ids, sources, places, starts)
         gate_up = kernels.grouped_linear(hidden, self.gate_up, starts, sources=sources)
         inner = kernels.gate(gate_up, self.config.activation)

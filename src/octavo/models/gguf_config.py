@@ -229,7 +229,7 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 def _read_dtype(file: GGUFFile) -> str:
     """Return the least precise dtype that holds all matrices outside `BLOCK_KINDS` exactly.
 
-    Other blocks become float32. Routers are ignored, because llama.cpp always writes them in float32.
+    Other blocks become float32. Routers are ignored.
     """
     kinds = {each.type for name, each in file.tensors.items() if len(each.shape) == 2 and ".ffn_gate_inp" not in name}
     others = kinds - BLOCK_KINDS.keys()

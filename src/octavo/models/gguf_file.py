@@ -1,7 +1,4 @@
-"""Reads and checks GGUF, versions 2 and 3 in little-endian order (ggml's docs/gguf.md). Does not import torch.
-
-The package `gguf` is slow, and checks no counts, offsets or nesting.
-"""
+"""Reads and checks GGUF, versions 2 and 3 in little-endian order (ggml's docs/gguf.md). Does not import torch."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class LatentAttentionConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Always 1, because all heads read one row."""
+        """Always 1."""
         return 1
 
     @property

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBatch, Kernels, PackedGroups, PackedLinear
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm, Vector
+    from octavo.models.expert_layer import Experts
     from octavo.models.rope_config import RopeConfig
 
 
@@ -57,6 +58,7 @@ class ModelContext:
     cos_sin         (rope, head_dim) -> float32 [max_model_len, rotary_dim], cached
     query_scale     rope -> float32 [max_model_len] or None, cached
     linears, norms  the recorded weights
+    experts         by layer
     """
 
     architecture: Architecture
@@ -67,6 +69,7 @@ class ModelContext:
     query_scale: Callable[[RopeConfig | None], Tensor | None]
     linears: list[PackedLinear] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
 
     def linear(self, declared: Linear) -> PackedLinear:
         """See `Weights`."""
@@ -108,8 +111,8 @@ class CausalLM:
     """
 
     __slots__ = (
-        "architecture", "dtype", "embed_tokens", "embedding_scale", "first_norm", "kernels", "layers", "linears",
-        "lm_head", "norms",
+        "architecture", "dtype", "embed_tokens", "embedding_scale", "experts", "first_norm", "kernels", "layers",
+        "linears", "lm_head", "norms",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext) -> None:
@@ -117,7 +120,7 @@ class CausalLM:
         self.kernels = context.kernels
         self.dtype = context.dtype
         self.embedding_scale = context.rounded(context.architecture.embedding_scale)
-        self.linears, self.norms = context.linears, context.norms
+        self.linears, self.norms, self.experts = context.linears, context.norms, context.experts
         tensors = context.architecture.tensors()
         self.embed_tokens = context.linear(tensors.embedding)
         self.first_norm = context.optional_norm(tensors.layers[0].before_attention)

@@ -167,7 +167,7 @@ def pack_nibbles(values: Tensor) -> Tensor:
 
 
 def stored_tensors(module: str, weight: Tensor, precision: str, group_size: int) -> dict[str, Tensor]:
-    """Round a weight and return its tensors by name. int8 is not rotated, because other programs do not rotate."""
+    """Round a weight and return its tensors by name. int8 is not rotated."""
     if precision == "int8":
         values, scales = round_to_int8(weight, rotated=False)
         return {f"{module}.weight": values, f"{module}.weight_scale": scales.unsqueeze(1)}

@@ -49,10 +49,7 @@ def read_sigmoid_router(config: ConfigFile) -> Router:
 
 
 def with_float_routers(architecture: Architecture) -> Architecture:
-    """Return the architecture with routers, and lm_head of FP8 checkpoints, as floats.
-
-    Quantizers skip routers without listing them, because routers are not linear layers.
-    """
+    """Return the architecture with routers, and lm_head of FP8 checkpoints, as floats."""
     floats, integers = architecture.stored_floats, architecture.stored
     if floats is not None:
         floats = replace(floats, ignored=(*floats.ignored, _ROUTER, "lm_head"))
@@ -74,7 +71,7 @@ def _shared_size(config: ConfigFile) -> int | None:
 
 
 def _mlp_kinds(config: ConfigFile, num_dense: int) -> list[str]:
-    """Return "dense" or "sparse" for each layer. num_dense: default number of dense layers, which come first."""
+    """Return "dense" or "sparse" for each layer."""
     num_layers = config.count("num_hidden_layers")
     if config.has("mlp_layer_types"):
         kinds = config.values["mlp_layer_types"]

@@ -44,7 +44,7 @@ class AnswerLimits:
     """Limits of an answer.
 
     first_byte_s: Seconds from the request's end to the headers' end. idle_s: Seconds between pieces of the body.
-    max_bytes: Size of a body that is read as a whole.
+    max_bytes: Largest body that is read as a whole.
     """
 
     first_byte_s: float
@@ -55,8 +55,8 @@ class AnswerLimits:
 class Answer:
     """An engine's answer, used in an `async with` block.
 
-    At the end of the block, the connection is released, or closed if the answer is incomplete. The time limits do not
-    run while received bytes wait for the reader.
+    The end of the block releases the connection, or closes the connection if the answer is incomplete. The time limits
+    do not run while received bytes wait for the reader.
     """
 
     def __init__(self, connection: EngineConnection, limits: AnswerLimits, *, is_head: bool) -> None:
@@ -106,7 +106,7 @@ class Answer:
 
     @property
     def is_of_lines(self) -> bool:
-        """True if events are lines."""
+        """True if each event is a line."""
         return self._content_type == _JSON_LINES
 
     @property
@@ -251,7 +251,7 @@ class Answer:
             self._read_on(is_reading=False)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Complete an answer that ends with its connection, or fail it."""
+        """Complete the answer if the end of the connection is its end. Otherwise fail the answer."""
         if self._is_begun and self.ends_with_connection and error is None:
             self.is_over = True
         elif not self._num_framing_bytes and not self._is_begun:

@@ -11,13 +11,13 @@ from octavo.router.usage import COUNTS_BYTES
 if TYPE_CHECKING:
     from octavo.router.routed_request import Share
 
-_KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # the token counts may be in an earlier event than the last
+_KEPT_PIECES, _KEPT_BYTES = 4, 1 << 20  # the last event may contain no token counts
 _BLANK_LINES = (b"\n\n", b"\n\r\n")
 _LONGEST_END = 3
 
 
 class EventStream:
-    """Splits an engine's stream into complete events in linear time, and counts them in `share`.
+    """Splits an engine's stream into complete events in linear time, and counts the events in `share`.
 
     is_of_lines: True if each line is an event. Otherwise a blank line ends an event. max_bytes: Limit of an event.
     """
@@ -33,7 +33,7 @@ class EventStream:
     def whole(self, piece: bytes) -> bytes:
         """Add bytes and return completed events. Raises `MalformedAnswerError`.
 
-        Spaces between events are returned immediately, because they show that the engine is alive.
+        Spaces between events are returned immediately.
         """
         if not (self._rest or piece.strip(b" ")):
             return piece

@@ -19,7 +19,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _LONG_S = 60.0  # a longer run counts as a successful start
 _MAX_FAILED_STARTS = 3
 _STOP_S = 15.0
-_FROZEN_TIMES = 8  # unanswered checks in a row: half a minute by default
+_FROZEN_TIMES = 8  # unanswered checks in a row, which take half a minute by default
 
 
 class Launcher:
@@ -44,10 +44,7 @@ class Launcher:
 
 
 class LocalReplicas(Launcher):
-    """Runs engines as child processes. Restarts a child that dies or freezes. Children end when this process ends.
-
-    commands: Commands by the engine's address.
-    """
+    """Runs engines as child processes. Restarts a child that dies or freezes. Children end when this process ends."""
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> None:
         self._replicas = {
@@ -137,7 +134,7 @@ class _Replica:
                 return
             was_well = time.monotonic() - start >= _LONG_S
             pause, num_failed = (_FIRST_PAUSE_S, 0) if was_well else (pause, num_failed + 1)
-            # a restart does not correct a wrong option
+            # status 1 or 2 means a wrong option, which a restart does not correct
             self._has_failed = num_failed >= _MAX_FAILED_STARTS or (num_failed > 0 and status in {1, 2})
             logger.error("replica %d exited with status %d; it restarts in %g s", self._index, status, pause)
             self._is_stopping.wait(pause)

@@ -92,7 +92,10 @@ class Pair:
         self._task.add_done_callback(share.__exit__)
 
     async def scope(self) -> Scope:
-        """Wait until `decode` may get the request. Return the scope to send, which is unchanged after a failure."""
+        """Return the scope of the request to `decode`.
+
+        If KV is sent through a store, wait for the prefill. After a failed prefill, the scope is unchanged.
+        """
         if self._params.source is None and not await self._is_computed():
             return self._scope
         self._decode.num_paired += 1
@@ -102,8 +105,7 @@ class Pair:
     def close(self, usage: ReportedUsage | None) -> None:
         """Cancel the prefill, and record whether its KV arrived. usage: None if the answer is incomplete.
 
-        If fewer than `min_prefill_tokens` tokens were new, nothing is recorded, because the decode engine may have had
-        these tokens in its cache.
+        If fewer than `min_prefill_tokens` tokens were new, nothing is recorded.
         """
         has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()
@@ -162,7 +164,6 @@ class Pair:
             engine.num_cached_tokens += usage.num_cached_tokens
 
     def _failed(self, why: str, retry_after_s: float | None = None) -> None:
-        """Pause prefills after a failure, because waiting for missing KV costs time."""
         engine = self._prefill
         engine.num_failed_prefills += 1
         pause_s = _PAUSE_S if retry_after_s is None else min(retry_after_s, _LONGEST_PAUSE_S)

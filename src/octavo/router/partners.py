@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 _VAIN_IN_A_ROW = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _MAX_UNKNOWN = 1024
-_LEAST_SHARE = 0.1  # of new tokens; if fewer were found, no KV arrived
-_COMPUTED_SHARE = 0.5  # of estimated new tokens; if this share was computed, no KV arrived
+_LEAST_SHARE = 0.1  # of new tokens; if a smaller share was cached, no KV arrived
+_COMPUTED_SHARE = 0.5  # of estimated new tokens; if this share or more was computed, no KV arrived
 
 
 class PromptFigures(NamedTuple):
     """Prompt tokens of an engine since its start.
 
-    num_loaded: Tokens with KV from a store or another engine. num_computed: Tokens in no cache, or None if the engine
-    does not count them. num_sent: Estimated tokens from this router.
+    num_loaded: Tokens with KV from a store or another engine. num_computed: Tokens that were in no cache, or None if
+    the engine does not count them. num_sent: Estimated tokens of prompts from this router.
     """
 
     num_loaded: float
@@ -58,9 +58,8 @@ class _Unknown:
 class Partners:
     """Compares engines' KV formats, and counts requests for which no KV arrived.
 
-    Engines with different formats are never paired, because they cannot find each other's blocks. After
-    `_VAIN_IN_A_ROW` consecutive requests without KV, a pair is not used for a while. Each further request without KV
-    doubles this pause.
+    Engines with different formats are never paired. After `_VAIN_IN_A_ROW` consecutive requests without KV, a pair is
+    not used for a while. Each further request without KV doubles this pause.
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
@@ -102,9 +101,9 @@ class Partners:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
 
     def figures_read(self, decode: EngineHandle, now: float) -> None:
-        """Record whether KV arrived for ended requests, by the token counts of `decode`.
+        """Decide from the token counts of `decode` whether KV arrived for ended requests.
 
-        If `decode` loaded and computed no tokens, the prompt was in its cache. Then nothing is recorded.
+        If `decode` loaded and computed no tokens, the prompt was already cached. Then nothing is recorded.
         """
         figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
         if figures is None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
-_OK, _FULL, _NOT_SERVING = 200, 429, 503  # an engine also answers 503 to requests that were open when it restarted
+_OK, _FULL, _NOT_SERVING = 200, 429, 503  # after a restart, an engine answers 503 to requests that were open
 _REFUSED = frozenset({_FULL, _NOT_SERVING})
 _MAX_FAILURES = 2
 _END_BYTES = 2 * COUNTS_BYTES
@@ -56,7 +56,7 @@ class Proxy:
     """Passes requests to engines."""
 
     def __init__(self, service: RouterService, local_paths: Collection[str] = (), routes: Routes = ROUTES) -> None:
-        """local_paths: Paths that the router serves itself. Their other methods get 405."""
+        """local_paths: Paths that the router serves itself. Other methods on these paths get 405."""
         self._service, self._routes = service, routes
         self._local_paths = frozenset(local_paths)
 
@@ -185,7 +185,7 @@ class _Exchange:
                 self._service.suspect(engine)
                 logger.info("%s failed a request: %s: %s", engine.url, type(error).__name__, error)
                 if self._routed.is_begun:
-                    raise  # the client's connection is closed
+                    raise  # the server then closes the client's connection
                 raise _failure_of(error) from error
             finally:
                 pool.note_usage(summary, engine, usage.num_prompt_tokens, usage.num_cached_tokens)
@@ -195,7 +195,7 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> ReportedUsage:
-        """Send a JSON answer after it is complete or too large. Until then, another engine can answer instead."""
+        """Send a JSON answer after it is complete or too large."""
         async with self._routed.guarded():
             body, is_whole = await answer.read_held()
             if not is_whole:

@@ -48,7 +48,7 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 class RequestSummary:
     """The facts of a request that a router needs.
 
-    prompt: Parts of the body, not copied. If a prompt continues another prompt, both begin with the same bytes.
+    prompt: Views of the body. If a prompt continues another prompt, both prompts begin with the same bytes.
     owner: JSON of model, salt and tenant. Requests with the same owner share a prefix cache.
     num_tokens: Estimated tokens of all prompts.
     max_tokens: Estimated tokens of each answer.
@@ -136,7 +136,7 @@ def read_request_summary(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Return the prompt without final quotes and brackets. So a longer prompt can begin with the same bytes."""
+    """Return the prompt without final quotes and brackets, because a longer prompt has other characters there."""
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])

@@ -44,7 +44,7 @@ class RoutedRequest:
 
     @contextlib.asynccontextmanager
     async def guarded(self) -> AsyncIterator[None]:
-        """If `end` is called during the block, raise its error there."""
+        """Run a block that `end` can abort. The block then raises the error of `end`."""
         self._task = asyncio.current_task()
         try:
             self._raise()

@@ -30,7 +30,7 @@ _BODIES = 64  # of the largest size
 
 
 class RouterService(HttpService):
-    """State of a router. Used on one event loop only.
+    """State of a router.
 
     launcher: None if this process starts no engines. Raises `ConfigError`.
     """
@@ -60,7 +60,7 @@ class RouterService(HttpService):
 
     @property
     def request_timeout_s(self) -> float:
-        """The time limit of a request. By default, the engines' limit with a margin."""
+        """The time limit of a request. By default, it is the engines' limit plus a margin."""
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 

@@ -38,7 +38,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def is_local_failure(error: BaseException) -> bool:
-    """Return True for a failure of this host, like too many open files."""
+    """Return True for a failure of this host, such as too many open files."""
     return isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in _LOCAL_ERRNOS)
 
 

@@ -9,7 +9,7 @@ from octavo.http.apis import APIS
 
 
 def _number(*names: str) -> re.Pattern[bytes]:
-    """Match a JSON field with a number. Text of a model does not match, because its quotes are escaped."""
+    """Make a pattern for a JSON field with a number. Text of a model never matches, because its quotes are escaped."""
     return re.compile(rb'(?<!\\)"(?:%b)":\s*(\d+)' % "|".join(names).encode())
 
 

@@ -45,7 +45,7 @@ def return_free_memory() -> None:
 def returning_free_memory(period_s: float = RETURN_PERIOD_S) -> Iterator[None]:
     """Call `return_free_memory` every period_s seconds during the block.
 
-    Also limits glibc to two heaps for the rest of the process. Otherwise each thread's heap would keep its peak size.
+    Also limits glibc to two heaps for the rest of the process.
     """
     choose = getattr(_libc(), "mallopt", None)
     if choose is not None:

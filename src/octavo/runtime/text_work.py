@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-# Sizes in characters. Each size class has a separate queue, because eight texts of 30,000 characters take 150 ms, a
-# short request 4 ms, and a tiny text 0.2 ms.
+# Sizes in characters. Each size class has a separate queue.
 _AT_ONCE_CHARS = 1 << 9
 _LANES = {"short": 1 << 11, "medium": 1 << 15, "long": 1 << 19, "longest": math.inf}
 _LARGE = 256  # entries of JSON
@@ -71,7 +70,7 @@ class TextWork:
     """One thread for each size class of texts ("lane"). Tenants use a thread in turns.
 
     Tiny texts run on the event loop. Token counts have separate threads. A lane starts a token count only after the
-    event loop got the result of the previous count, so that other callbacks hardly wait.
+    event loop got the result of the previous count.
     """
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ class TextWork:
         """Run `work` and return its result. Raises exceptions of `work`, and `DeadlineError`.
 
         deadline: Time of the event loop's clock. on_read: Called at the end, even after an error, with the number of
-        tokens read. is_count: True for token counts. If the caller is cancelled, the work stops at its next `progress`.
+        tokens read. If the caller is cancelled, the work stops at its next `progress`.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:

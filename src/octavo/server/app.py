@@ -54,7 +54,7 @@ class _AppRoute(AppRoute):
         self.methods = set(methods)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Store this route in the scope even for a wrong method, because metrics and traces read the route's path."""
+        """Store this route in the scope even for a wrong method."""
         match, child = super().matches(scope)
         return match, {**child, "route": self} if match is not Match.NONE else child
 
@@ -62,7 +62,7 @@ class _AppRoute(AppRoute):
 async def _serve(service: Service, route: Route, endpoint: Endpoint, request: Request) -> Response:
     """Check the permissions, read the body, and call the handler.
 
-    If the endpoint takes a body, errors after the permission check have the format of the route's API.
+    Errors have the format of the route's API if the endpoint takes a body and the permissions were granted.
     """
     if route.operators:
         check_operator(request.state.tenant, route.operators)

@@ -106,7 +106,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the first field that contains NaN, Infinity or 1e999. Python's own parser accepts these values."""
+    """Return the first field that contains NaN, Infinity or 1e999."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):

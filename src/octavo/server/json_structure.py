@@ -1,7 +1,4 @@
-"""Limit the number of values in JSON, because parsing blocks all other threads.
-
-A few megabytes can contain millions of empty lists, which take seconds to parse.
-"""
+"""Limit the number of values in JSON, because parsing blocks all other threads."""
 
 from __future__ import annotations
 

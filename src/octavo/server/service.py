@@ -46,8 +46,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # consecutive engine processes that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
-_ENGINE_GRACE_S = 1.0  # for the engine to end aborted requests
-_BODIES = 16  # how many bodies of the largest size fit into memory
+_ENGINE_GRACE_S = 1.0  # in which the engine ends aborted requests
+_BODIES = 16  # of the largest size
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class _Open:
 
 
 class Service(HttpService):
-    """One engine, with keys and limits. Must be used on one event loop only.
+    """One engine, with keys and limits.
 
     settings: Shown by GET /server_info, so they must not contain secrets. Raises `ConfigError` if the file of keys
     cannot be used, or if packages for a requested feature are missing.
@@ -184,7 +184,7 @@ class Service(HttpService):
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
         check: Called with the tokenized prompt, and may raise an error to refuse the request. unsent: Called with the
-        last output of a failed request, because this output is not yielded. For errors, see `outputs_of`.
+        last output of a failed request. For errors, see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -217,7 +217,7 @@ class Service(HttpService):
                     request_id,
                     options=options,
                     on_processed=reserve_prompt,
-                    on_unread=lambda output: place.charge(_num_tokens(output)),  # computed, although not read
+                    on_unread=lambda output: place.charge(_num_tokens(output)),  # unread tokens were computed, too
                 )
                 async with aclosing(outputs) as stream:  # type: ignore[type-var]
                     async for output in stream:

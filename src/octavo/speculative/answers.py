@@ -1,4 +1,4 @@
-"""Keep answers of ended requests, from which later requests get drafts."""
+"""Keeps the answers of ended requests as drafts for later requests."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class DraftTask:
     """A request that needs draft tokens.
 
     token_ids: int32 [num_tokens]. Prompt and output with this step's sampled tokens, valid until the next step. Later
-    steps only append tokens. max_computed: Limit on drafts from a model, or None for max_drafts. cache_salt: Only
-    requests with equal salts may share drafts. predicted_token_ids: int32. Answer that the client expects.
+    steps only append tokens. max_computed: Maximum number of drafts from a model. None means max_drafts. cache_salt:
+    Only requests with equal salts may share drafts. predicted_token_ids: int32. Answer that the client expects.
     """
 
     request_id: str
@@ -44,7 +44,7 @@ class EndedRequest:
 class Proposer(Protocol):
     """A source of draft tokens, called once after each step.
 
-    num_bytes: Maximum memory use in bytes. num_passes: Number of a draft model's forward passes in the latest call.
+    num_bytes: Maximum memory use in bytes. num_passes: Number of forward passes of a draft model in the latest call.
     computes: True if the proposer may run a model.
     """
 
@@ -67,5 +67,5 @@ class Proposer(Protocol):
         ...
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop the state of ended requests. Their answers may become drafts for later requests with an equal salt."""
+        """Drop the state of ended requests. The answers may become drafts for later requests with an equal salt."""
         ...

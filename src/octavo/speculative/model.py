@@ -1,7 +1,7 @@
 """Drafts from a smaller model with the same vocabulary, or from the quantized target model.
 
 Based on speculative decoding (Leviathan et al., arXiv 2211.17192). With exact verification, the draft model samples
-with the same random noise as the target model, so that sampled drafts are often accepted.
+with the same random noise as the target model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Drafts with a model if the lookup proposer `first` finds no drafts for a request."""
+    """Takes drafts from the lookup proposer `first`, and drafts with a model if `first` finds none."""
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens

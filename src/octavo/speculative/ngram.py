@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _TOKEN_BITS = 32
 _MOST_TOKENS = 1 << 17  # limit for all requests together
-_ENTRY_BYTES = 120  # measured in a dict that has just grown, except the key's tokens
+_ENTRY_BYTES = 120  # maximum size of a dict entry, excluding the tokens of the key
 
 
 @dataclass(slots=True)
 class _Index:
     """The latest end position of each n-gram in a request's first `num_tokens` tokens.
 
-    An n-gram is added when the token after it is known. newest: The last tokens. N-grams and `newest` are encoded as
+    An n-gram is added once the next token is known. newest: The last tokens. N-grams and `newest` are encoded as
     integers.
     """
 
@@ -35,10 +35,10 @@ class _Index:
 
 
 class NgramProposer(LookupProposer[_Index]):
-    """Matches the longest suffix of a request's tokens that occurred before.
+    """Finds the last earlier occurrence of a request's last tokens, and drafts the tokens that followed.
 
-    The suffix has prompt_lookup_min to prompt_lookup_max tokens. While the indices are full, new requests get no
-    drafts.
+    The longest possible match is used, from prompt_lookup_max down to prompt_lookup_min tokens. While the indices are
+    full, new requests get no drafts.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NgramProposer(LookupProposer[_Index]):
     ) -> None:
         super().__init__(num_speculative_tokens, min(max_tokens, _MOST_TOKENS))
         self._lengths = range(prompt_lookup_max, prompt_lookup_min - 1, -1)
-        # A leading 1 bit distinguishes n-grams that begin with token 0.
+        # A leading 1 bit distinguishes n-grams of different lengths, because token 0 has no bits.
         self._masks = [((1 << _TOKEN_BITS * n) - 1, 1 << _TOKEN_BITS * n) for n in self._lengths]
         self.num_bytes = self._indices.max_tokens * sum(_ENTRY_BYTES + 4 * n for n in self._lengths)
 

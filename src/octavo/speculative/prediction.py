@@ -49,9 +49,9 @@ class PredictionProposer:
 
 
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
-    """Return up to `most` tokens of the prediction that follow the end of the answer.
+    """Return up to `most` tokens with which the prediction continues the answer.
 
-    If the answer is not a prefix of the prediction, the returned tokens follow the longest match of the answer's last
+    If the prediction does not begin with the answer, the returned tokens follow the longest match of the answer's last
     tokens in the prediction. On a tie, the match that ends closest to position len(answer) wins.
     """
     start = len(answer)

@@ -30,7 +30,7 @@ class RequestIndices(Generic[IndexT]):
         return self.max_tokens - self.num_tokens + current
 
     def keep(self, request_id: str, index: IndexT, num_tokens: int) -> None:
-        """Store a request's index. num_tokens: its capacity, at most `free_tokens()`."""
+        """Store a request's index. num_tokens: Capacity of the index, at most `free_tokens()`."""
         self.forget((request_id,))
         self._kept[request_id] = (index, num_tokens)
         self.num_tokens += num_tokens

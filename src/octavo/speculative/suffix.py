@@ -3,8 +3,7 @@
 Based on SuffixDecoding (Oliaro et al., arXiv 2411.04975). A client can observe accepted drafts, because accepted drafts
 make the answer faster. Therefore drafts are isolated by cache salt, like prefix cache hits:
 
-- An answer becomes a draft only for requests with an equal salt. Requests without a salt share one empty salt. The
-  server gives each tenant separate salts, unless the tenant's key shares the prefix cache.
+- An answer becomes a draft only for requests with an equal salt. Requests without a salt share one empty salt.
 - The last tokens of a prompt are kept with the answer.
 - The tokens of an unfinished request are drafts only for that request.
 """
@@ -29,7 +28,7 @@ _MIN_CAPACITY = 256  # least spare capacity of a new index, in tokens
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):
-    """Drafts from the request's own tokens or from earlier answers, whichever have the higher score (see the paper).
+    """Drafts from the request's own tokens or from earlier answers. The draft with the higher score wins.
 
     When all indices together reach the size limit, an index keeps only its newest tokens, and a new request gets no
     index.
@@ -41,7 +40,7 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
         self._max_model_len = max(max_model_len, MIN_CAPACITY)
         super().__init__(config.num_speculative_tokens, min(max_num_seqs * self._max_model_len, _MOST_TOKENS))
         self.num_bytes = self._indices.max_tokens * BYTES_PER_TOKEN
-        # Allocated when the first request ends, but counted in `num_bytes`.
+        # Allocated when the first request ends, but counted in `num_bytes` from the start.
         self._answers: Answers | None = None
         self._max_bytes = config.suffix_decoding_max_cached_bytes
         self._max_answers = config.suffix_decoding_max_cached_requests

@@ -1,7 +1,6 @@
-"""Finds earlier occurrences of a suffix and drafts the tokens that followed.
+"""Finds earlier occurrences of a suffix, and drafts the tokens after these occurrences.
 
-Uses an n-gram index over a ring buffer instead of SuffixDecoding's suffix tree. Hits are compared token by token, so a
-hash collision never yields a draft.
+Uses an n-gram index over a ring buffer instead of SuffixDecoding's suffix tree. Hits are compared token by token.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class SuffixIndex:
         return max(self._oldest, self.num_tokens - self.capacity)
 
     def extend(self, token_ids: Iterable[int], owner: int = 0) -> None:
-        """Append tokens to the newest text. owner: Owner of the whole text."""
+        """Append tokens to the newest text."""
         capacity, tokens, owners = self.capacity, self._tokens, self._owners
         previous, heads = self._previous, self._heads
         end = self.num_tokens
@@ -75,7 +74,7 @@ class SuffixIndex:
         self.num_tokens = end
 
     def close(self) -> None:
-        """End the newest text. Matches and drafts do not cross its end."""
+        """End the newest text. Matches and drafts never cross the end of a text."""
         self._tokens[self.num_tokens % self.capacity] = _BOUNDARY
         self.num_tokens += 1
 
@@ -92,8 +91,8 @@ class SuffixIndex:
         suffix's last tokens. For each match length, one draft is made from the hits with at least this length:
 
         - The draft has at most `most` tokens, and at most factor times the match length.
-        - The next token is the most frequent token after the hits that agree with the draft so far. On a tie, the token
-          after a newer hit wins.
+        - Only hits that are followed by the draft so far decide the next token. The most frequent token is taken. On a
+          tie, the token after the newest hit wins.
         - The token's probability is its share of these hits times the previous token's probability. The draft ends
           before a probability below min_probability.
 
@@ -144,7 +143,6 @@ class SuffixIndex:
         return hits
 
     def _runs(self, positions: list[int], length: int) -> list[list[int]]:
-        """Return `length` tokens after each position. If fewer tokens follow, repeat these tokens."""
         capacity, tokens, end = self.capacity, self._tokens, self.num_tokens
         runs = [tokens[each % capacity : each % capacity + length].tolist() for each in positions]
         for index, position in enumerate(positions):

@@ -43,9 +43,9 @@ def check_fingerprint(
 ) -> EngineFingerprint:
     """Compare the fingerprint with those of this engine's earlier starts, and return it.
 
-    identity: Hash of the weights, by which an engine with a copy of the weights is recognized. Nothing is compared if
-    packed_cache_bytes is 0 or the fingerprint has no checksums. Raises `FingerprintError` if checksums differ, and
-    `ModelError` if weights were changed.
+    identity: Hash of the weights. The engine is recognized even if the weights are copied to other files. Nothing is
+    compared if packed_cache_bytes is 0 or the fingerprint has no checksums. Raises `FingerprintError` if checksums
+    differ, and `ModelError` if weights were changed.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
@@ -55,7 +55,7 @@ def check_fingerprint(
     try:
         kept = KeptFingerprints(cache_directory() / "fingerprints")
         engine = _describe_engine(config, served, info, draft, dtype)
-    except (OSError, RuntimeError) as error:  # a file was removed, or there is no home directory
+    except (OSError, RuntimeError) as error:  # a file was removed, or no home directory exists
         logger.warning("the fingerprint of this start cannot be compared: %s", error)
         return fingerprint
     kept.check(engine, fingerprint)
@@ -82,7 +82,7 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return a text for each property on which KV depends in addition to tokens.
+    """Return the texts of all properties, except tokens, on which KV depends.
 
     Engines share KV only if all texts are equal. identity: Hash of the weights, or None if KV stays in this engine.
     """

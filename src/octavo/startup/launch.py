@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model to serve. text: Checkpoint of tokenizer and chat template. max_model_len: In tokens."""
+    """A model to serve. text: Checkpoint of tokenizer and chat template."""
 
     checkpoint: Checkpoint
     text: Checkpoint
@@ -105,7 +105,7 @@ def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProc
 
 
 def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler | None:
-    """Create the grammar compiler, or None without a tokenizer."""
+    """Create the grammar compiler. Return None if the engine has no tokenizer."""
     if config.skip_tokenizer_init:
         return None
 

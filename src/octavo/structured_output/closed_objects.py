@@ -1,4 +1,4 @@
-"""Forbid further properties in objects that have `properties`, unless the schema decides on further properties.
+"""Forbid further properties in objects that have `properties`, unless the schema mentions further properties.
 
 By default, JSON Schema allows further properties. A small model would invent properties without end.
 """
@@ -30,7 +30,7 @@ MAX_MERGED = 50_000  # about 20 ms
 
 
 class MergeBudget:
-    """Limits merging, because the product of options and properties grows fast."""
+    """Limits the number of merged parts."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED
@@ -102,11 +102,11 @@ class Merged:
 
     @property
     def is_closable(self) -> bool:
-        """True if `close` forbids further properties. Then at least `least` properties are named."""
+        """True if `close` forbids further properties."""
         return self.has_properties and not self.is_decided and self.least <= len(self.names)
 
     def close(self, schema: Any) -> Any:
-        """Return the schema with an `allOf` member that forbids further properties, if closable."""
+        """Return the schema. If closable, an added `allOf` member forbids further properties."""
         if not self.is_closable or not isinstance(schema, dict):
             return schema
         self._budget.take(len(self.names))
@@ -118,7 +118,7 @@ class Merged:
 
 
 def closed(schema: dict[str, Any], found: Any) -> Any:
-    """Return `found`, closed if possible. found: `schema` with rewritten properties."""
+    """Return `found`, if possible without further properties. found: `schema` with rewritten properties."""
     merged = Merged(MergeBudget())
     merged.add(schema, schema)
     if not merged.is_closable or not isinstance(found, dict):

@@ -1,7 +1,7 @@
 """Translate llama.cpp's GBNF into llguidance's Lark.
 
-Each character becomes a lexeme, except in the parts that `gbnf_lexemes` finds. Longer lexemes could forbid allowed
-texts. For example, with `root ::= word "a"` and `word ::= [a-z]+`, the lexeme `word` would take all of "ba".
+Each character becomes a lexeme, except in the parts that `gbnf_lexemes` finds. Longer lexemes elsewhere could forbid
+allowed texts.
 Notation: https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 """
 

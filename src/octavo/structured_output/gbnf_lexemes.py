@@ -1,8 +1,7 @@
 """Find the parts of a grammar that can be one lexeme. One lexeme per character is exact, but slow.
 
 llguidance's lexer takes the longest lexeme and never backtracks. A grammar without recursion becomes one lexeme. In a
-recursive grammar, parts become lexemes if no text that matches a lexeme or a single character is a prefix of another
-such text.
+recursive grammar, parts become lexemes only if the texts of all lexemes and single characters are prefix-free.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAX_CHARS = 1000
 _MAX_DEPTH = 64
 _MAX_STATES = 1000
 _MAX_ROUNDS = 100
-_MAX_WORK = 100_000  # units of about 5 us, in which other threads wait
+_MAX_WORK = 100_000  # units of about 5 us; other threads wait
 
 
 class TooLargeError(Exception):

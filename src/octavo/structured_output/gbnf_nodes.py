@@ -49,7 +49,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """A lexeme's text."""
+    """A node that is one lexeme."""
 
     regex: str
 

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_MAX_KEPT = 128  # a small schema takes 0.2 MB
+_MAX_KEPT = 128
 _MAX_KEPT_CHARS = 1 << 20
 _STACK_BYTES = 512 << 20  # of address space, for up to 16,000 nested rules
 _MAX_WAITING = 1024  # grammars per tenant
 _LARGE_CHARS = 1 << 12  # shorter grammars process a token within 1 ms
 _PARAMETER = "structured_outputs"
-# About 20 ms for a regular expression, 20 ms for a step, and 50 MB of states.
+# These limits allow about 20 ms for a regular expression, 20 ms for a step, and 50 MB of states.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -61,7 +61,7 @@ class GrammarError(RequestError):
 class Matcher:
     """The position of one output in its grammar. Methods raise `GrammarError` if the grammar exceeds its limits.
 
-    Other threads can run during `allowed`. If `large` is given, they can also run during `advance`.
+    Other threads can run during `allowed`. If `large` is given, other threads can also run during `advance`.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -115,7 +115,7 @@ class Matcher:
 
 
 class _LargeSteps:
-    """Advances a matcher and an unused one. llguidance releases the interpreter lock only for several matchers."""
+    """Advances a matcher together with an unused matcher, because llguidance then releases the interpreter lock."""
 
     def __init__(self, llguidance: Any, tokenizer: Any) -> None:
         self._executor = llguidance.LLExecutor(1)
@@ -175,9 +175,8 @@ class GrammarCompiler:
     def prepare(self, wanted: StructuredOutputsParams, tenant: str = "") -> Future[None]:
         """Start compiling a grammar in the background. If compiling fails, the future raises `GrammarError`.
 
-        The grammar is kept while the object `wanted` exists. Tenants take turns. The future is `running()` once the
-        tenant's turn comes. Raises `GrammarError` if no thread can start, and `QueueFullError` if too many of the
-        tenant's grammars wait.
+        The grammar is kept while the object `wanted` exists. Raises `GrammarError` if no thread can start, and
+        `QueueFullError` if too many of the tenant's grammars wait.
         """
         with _named_faults():
             return _turns().submit(tenant, lambda: self._prepare(wanted))
@@ -308,7 +307,7 @@ def _executor() -> ThreadPoolExecutor:
 
 @contextlib.contextmanager
 def _named_faults() -> Iterator[None]:
-    """Convert llguidance's errors and panics to `GrammarError`, which fails only one request."""
+    """Convert llguidance's errors and panics to `GrammarError`."""
     try:
         yield
     except (OctavoError, KeyboardInterrupt, SystemExit):

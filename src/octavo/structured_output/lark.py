@@ -13,8 +13,8 @@ from octavo.structured_output.schema_rewriting import rewritten
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# JSON is on one line, with an optional space after commas and colons, because small models write endless white space.
-# `oneOf` is treated as `anyOf`, because an automaton cannot count the options that match.
+# JSON is on one line, with an optional space after commas and colons. `oneOf` is treated as `anyOf`, because an
+# automaton cannot count the options that match.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -42,7 +42,6 @@ def lark_json(schema: str | dict[str, Any]) -> str:
 
 
 def _bare(schema: Any) -> Any:
-    """Remove annotations, because the size of a grammar is limited."""
     if isinstance(schema, list):
         return [_bare(each) for each in schema]
     if not isinstance(schema, dict):
@@ -66,8 +65,8 @@ def text_up_to(
 ) -> str:
     """Return two rules. `head` matches any text up to and including a marker, and `text` matches any text.
 
-    token: Name of the marker's token, or None if the marker has several tokens. With a token, `text` matches no text
-    that contains the marker. between: Ids of added tokens that `head` may contain.
+    token: Name of the marker's token, or None if the marker has several tokens. If token is not None, `text` matches
+    only text without the marker. between: Ids of added tokens that `head` may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"
@@ -95,7 +94,7 @@ def pattern(text: str) -> str:
 
 
 def whole_grammar(structure: str, rules: str, free_from: str | None) -> str:
-    """Return llguidance's grammar, in which `rules` call the structure `@answer`. free_from: Marker of free text."""
+    """Return the whole grammar. In `rules`, `@answer` means the structure. free_from: Marker of free text."""
     if free_from is not None:  # an answer must not begin like free text
         begins_so = f"/\\s*{pattern(free_from)}(.|\\n)*/"
         structure = _TEXT_RULE.sub(lambda rule: f"{rule.group()} & ~{begins_so}", structure)

@@ -1,8 +1,7 @@
-"""Replace a regular expression with lookahead by several expressions without lookahead, which must all match.
+"""Replace a regular expression that has lookahead. A text must then match several expressions without lookahead.
 
-llguidance has no lookahead, but pydantic uses it for `Decimal`, zod for `email()`, and users for passwords. A positive
-assertion at the beginning becomes a separate pattern. A negative assertion becomes a pattern for the texts that the
-assertion allows. Functions return None for unknown forms.
+llguidance has no lookahead. A positive assertion at the beginning becomes a separate pattern. A negative assertion
+becomes a pattern for the texts that the assertion allows. Functions return None for unknown forms.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def without_lookahead(pattern: str) -> list[str] | None:
 
 
 def _decimal(found: re.Match[str]) -> str:
-    """Return pydantic's pattern without the assertion that counts digits."""
     whole, most, places = int(found["whole"]), int(found["most"]), found["places"]
     if places is not None and whole + int(places) < most:
         return rf"(?:\d{{0,{whole}}}|\d{{0,{whole}}}\.\d{{0,{places}}}0*)$"

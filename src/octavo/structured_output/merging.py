@@ -1,7 +1,6 @@
 """Merge the constraints that `$ref`, `allOf`, `anyOf` and `oneOf` of a JSON schema put on one value.
 
-Tool calls in other formats than JSON need merged schemas, because each property is written separately. References point
-into `root`, the whole schema.
+References point into `root`, the whole schema.
 """
 
 from __future__ import annotations

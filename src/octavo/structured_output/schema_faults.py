@@ -1,4 +1,4 @@
-"""Find the part of a JSON schema that llguidance refuses. llguidance's error does not name this part."""
+"""Find the part of a JSON schema that llguidance refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCHEMA = re.compile(r"%json (?=\{)")
 _NAMED = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _ONE = ("additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems")
-_MAX_TRIED_CHARS = 1 << 19  # in schemas that are compiled for one fault
+_MAX_TRIED_CHARS = 1 << 19  # total size of the schemas compiled to find a fault
 _UNSUPPORTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 _MAX_PATTERN_CHARS = 200
 _MAX_FIELD_CHARS = 100

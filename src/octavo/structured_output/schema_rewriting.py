@@ -1,7 +1,7 @@
 """Rewrites a JSON schema for llguidance, with the meaning that clients expect.
 
-The result allows the same values or fewer, except that unknown formats are not checked, and that a value may match
-several options of `oneOf`.
+The result allows no value that the original schema forbids, with two exceptions. Unknown formats are not checked. A
+value may match several options of `oneOf`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 class _Rewriter:
     """Rewrites one schema.
 
-    The schema of a whole value is closed, so that further properties are forbidden. If several schemas are merged for
-    one value (`allOf`, or `$ref` with other keywords), only the merged schema is closed.
+    Each value's schema is closed. If `allOf`, or `$ref` with other keywords, merges several schemas for one value, only
+    the merged schema is closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:

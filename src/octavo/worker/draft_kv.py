@@ -27,7 +27,7 @@ class DraftKV(Protocol):
         ...
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many known tokens of each row have KV, at most all but the newest."""
+        """Return each row's number of known tokens with KV, excluding the newest token."""
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
@@ -42,9 +42,9 @@ class DraftKV(Protocol):
 
 
 class SharedDraftKV:
-    """The target's KV cache, which has KV for all tokens but the newest when drafting begins.
+    """The target's KV cache. When drafting begins, all tokens except the newest have KV.
 
-    The draft model writes further KV into slots that the target overwrites before reading.
+    The draft model writes further KV into slots that the target overwrites before it reads them.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -70,7 +70,7 @@ class SharedDraftKV:
 class OwnDraftKV:
     """The draft model's own cache, with the block ids of the target's first KV group.
 
-    In a shared or swapped block, only positions computed for drafting have KV.
+    In a shared or swapped block, only positions that were computed for drafting have KV.
     """
 
     def __init__(self, cache: PagedKVCache, batch: InputBatch, num_speculative_tokens: int) -> None:
@@ -117,7 +117,7 @@ class OwnDraftKV:
         self._guesses[row] = -1
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `DraftKV`. Includes accepted guesses and other requests' KV."""
+        """See `DraftKV`. Includes accepted guesses and shared blocks."""
         noted = self._num_noted[rows]
         positions = noted[:, None] + np.arange(self._guesses.shape[1])
         known = self._batch.token_ids[rows[:, None], np.minimum(positions, num_known[:, None] - 1)]

@@ -122,7 +122,7 @@ class DraftRunner:
         self.kv.update(scheduled)
 
     def warm_up(self, request_id: str) -> None:
-        """Capture graphs with a request, if short enough."""
+        """Capture graphs with a request, if the request is short enough."""
         num_tokens = self._batch.num_tokens[self._batch.requests[request_id].row]
         if self.forward_pass.has_run or num_tokens > self.max_model_len:
             return

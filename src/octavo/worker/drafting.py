@@ -74,7 +74,7 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts for a step's requests.
 
-        max_drafts: limits by request id. With a draft model, only the model's drafts are limited.
+        max_drafts: limits by request id. With a draft model, the limits do not apply to drafts that are looked up.
         """
         if not self.proposer.num_speculative_tokens:
             return {}
@@ -132,8 +132,8 @@ class Drafting:
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
         """Cut off drafts from the first draft that ends the request or that the grammar forbids.
 
-        This first draft is kept if it was drawn for rejection sampling, because dropping it for its token would bias
-        the result.
+        If drafts were drawn for rejection sampling, the first such draft is kept, because cutting it off would bias the
+        result.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]

@@ -1,7 +1,7 @@
 """Advances grammars over new tokens ("walks") on a separate thread.
 
-A mask may take 20 ms, so a step waits for walks only for a share of its time. If a walk is late, a later step chooses
-the token.
+A mask may take 20 ms, so the time that a step waits for walks is limited to a share of the step's time. If a walk is
+late, a later step chooses the token.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Walk:
         return self.result.done()
 
     def wait(self) -> None:
-        """Cancel the walk, or wait if it has begun."""
+        """Cancel the walk. If the walk has begun, wait for its end."""
         if not self.result.cancel():
             wait([self.result])
 
@@ -65,11 +65,11 @@ class GrammarWalks:
         self._numbers = itertools.count()  # for ties
 
     def add(self, walk: Walk, run: Callable[[], Walked], last_s: float) -> None:
-        """Queue a walk. last_s: duration of the request's last walk."""
+        """Queue a walk."""
         self._waiting.put((time.monotonic() + _PATIENCE * last_s, next(self._numbers), walk, run))
 
     def begin(self) -> None:
-        """Start queued walks together. To wake the thread takes as long as a short walk."""
+        """Start queued walks together."""
         if not self._waiting.empty():
             self._executor.submit(self._run_all)
 
@@ -94,7 +94,7 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait for a share of the step's time so far. is_all: wait longer, because all requests need walks."""
+    """Wait for a share of the step's time so far. is_all: True to wait longer, because all requests need walks."""
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:
         return

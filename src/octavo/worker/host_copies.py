@@ -1,6 +1,7 @@
 """Copies between host memory and the device for steps in flight.
 
-A GPU copies later, and the source must not change before. So steps alternate between two sets of pinned memory.
+A GPU copies after the call returns, so the source must not change yet. Therefore steps alternate between two sets of
+pinned memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Mark(Protocol):
     """A position in a device's queue."""
 
     def synchronize(self) -> None:
-        """Wait for all earlier work. Raises its error."""
+        """Wait for all earlier work, and raise the work's error."""
         ...
 
 
@@ -86,7 +87,7 @@ class HostCopies(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the host, complete once a later `mark` is reached. On a CPU, this is `tensor` itself."""
+        """Return a copy on the host, which is complete at a later `mark`. On a CPU, return `tensor` itself."""
         ...
 
     def mark(self) -> Mark:

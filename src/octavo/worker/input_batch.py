@@ -1,7 +1,7 @@
 """The worker's requests, and the ragged batch of a step.
 
-A step may be launched before the previous step is collected. For a token that is sampled but not collected (an awaited
-token), the host writes -1 - row, and the device inserts the row's last sampled token.
+A step may be launched before the previous step is collected. A token that is sampled but not collected is an awaited
+token. The host writes -1 - row for the token. The device replaces this number by the row's last sampled token.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class RequestRow:
 class ModelInputs:
     """One step, ready for the model, without padding.
 
-    output_start    first row of each request's hidden states, then the total. A request has only its sampled rows, or
-                    all rows if it wants the logprobs or the mean of its prompt
-    sampled         indices of `requests` that this step samples, because it computes their last tokens
+    output_start    first row of each request's hidden states, then the total. A request has its sampled rows, or all
+                    rows if logprobs or the mean of its prompt are requested
+    sampled         indices of `requests` to sample. The step computes the last tokens of these requests
     cu_num_logits   int32 [len(sampled) + 1], first row of logits of each sampled request, then the total
     sampled_rows    int64 [num_logits], rows in the worker's arrays
     num_known       int64 [num_logits], tokens before the token to choose
@@ -85,7 +85,8 @@ class InputBatch:
 
     Only `append_sampled` makes tokens known. Awaited tokens or drafts may follow known tokens. block_tables:
     [max_num_seqs, blocks] per KV group, undefined for released blocks. num_changes: how often a request ended or
-    failed. num_position_dims: dimensions of positions, which after the prompt all continue from its largest position.
+    failed. num_position_dims: dimensions of a position. After the prompt, all dimensions continue from the prompt's
+    largest position.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs)
 
     def add_request(self, data: NewRequestData) -> None:
-        """Add a request. Raises `ValueError`, before any change, for positions with a wrong number of dimensions."""
+        """Add a request. If positions have a wrong number of dimensions, change nothing and raise `ValueError`."""
         if data.rotary_positions is not None and len(data.rotary_positions) != self.num_position_dims:
             raise ValueError(f"positions of {len(data.rotary_positions)} dimensions, not of {self.num_position_dims}")
         row, predicted = self._free_rows.pop(), data.predicted_token_ids
@@ -181,7 +182,10 @@ class InputBatch:
         self.num_awaited[rows] += 1
 
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
-        """Count one awaited token less in `rows`, except rows of removed requests in `left`, which may be reused."""
+        """Decrement `num_awaited` of `rows`.
+
+        Skip rows of removed requests in `left`, because new requests may use the rows.
+        """
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
@@ -220,7 +224,7 @@ class InputBatch:
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def append_unsampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens after the known tokens. Return a view of both."""
+        """Write tokens after the known tokens. Return a view of all these tokens."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
@@ -324,7 +328,7 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Replace awaited tokens. A failed choice becomes 0, because its results are discarded."""
+        """Replace awaited tokens. A failed choice becomes 0."""
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)

@@ -1,4 +1,4 @@
-"""Compares a start's fingerprint with that of earlier starts. A start that differs is refused once."""
+"""Compares a start's fingerprint with that of earlier starts. A start with another fingerprint is refused once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ROOMS = ("kernels", "models", "worker")  # code in these packages affects resul
 class KeptFingerprints:
     """A directory with a JSON file per engine. If there are too many files, the oldest are removed.
 
-    `<key>.json` has the expected fingerprint, and `<key>.other` that of the last refused start.
+    `<key>.json` has the expected fingerprint. `<key>.other` has the fingerprint of the last refused start.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -47,8 +47,8 @@ class KeptFingerprints:
         """Compare a fingerprint with the stored one. Store it if this is the engine's first start.
 
         engine: plain data about everything that affects numbers. Raises `FingerprintError` if a checksum differs. But
-        if the previous start was refused with the same fingerprint, that fingerprint is stored. An unusable directory
-        only causes a warning.
+        if the previous start was refused and its fingerprint equals `found`, `found` replaces the stored fingerprint.
+        An unusable directory only causes a warning.
         """
         path = self.path(engine)
         try:
@@ -127,7 +127,7 @@ def describe_model(
 ) -> dict[str, Any]:
     """Describe everything that affects a model's numbers. seed: for random weights. Raises `OSError`.
 
-    Weights are not read. A file is described by its hash in `hashes` or, without a hash, by path and state.
+    Weights are not read. A file is described by its hash in `hashes`, or by path and state if the hash is missing.
     """
     files = [] if seed is not None else [_hash_or_state(path, hashes) for path in weights.weight_files()]
     configs = [_content(path) for path in weights.config_files()]

@@ -44,7 +44,7 @@ class TimeMark(Protocol):
     """A time in a device's queue."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds until a later mark, once both are reached."""
+        """Return the milliseconds until a later mark. Both marks must be reached."""
         ...
 
 
@@ -61,8 +61,8 @@ class PagedKVCache:
     """Keys and values of all layers; see `KVLayout`. Each block of each KV group is a row of memory.
 
     dtype: the activations' dtype, or int8 or float8_e4m3fn with float32 scales after the rows of each block, layer and
-    head. num_host_blocks: blocks of host memory, each for a block of every group. num_scratch_blocks: blocks of each
-    group that the scheduler does not use.
+    head. num_host_blocks: blocks of host memory. A host block has space for one block of every group.
+    num_scratch_blocks: blocks of each group that the scheduler does not use.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PagedKVCache:
     def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
         """Enqueue copies of whole blocks, in the order of `BlockCopies`.
 
-        The returned function, called after these copies, returns the moves to and from host memory.
+        Call the returned function after the copies. It returns the moves to and from host memory.
         """
         if not copies:
             return _no_moves
@@ -158,7 +158,7 @@ class PagedKVCache:
 
 
 def time_mark(device: torch.device) -> TimeMark:
-    """Return a mark after all enqueued work, or on a CPU the time."""
+    """Return a mark after all enqueued work. On a CPU, return the current time."""
     if device.type == "cpu":
         return _Now(time.perf_counter())
     event = torch.cuda.Event(enable_timing=True)

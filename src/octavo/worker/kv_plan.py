@@ -30,9 +30,9 @@ class KVSize:
 class KVPlan:
     """Bytes per block of each KV group, and the blocks that bounded groups (with windows) need.
 
-    A short sequence has equally many blocks of every group, but a long sequence has few of bounded groups. Lengths are
-    unknown, so a bounded group gets blocks for all sequences that may run or, if more, one per `bytes_of_all /
-    block_bytes[0]` blocks of the first group. Then short and long sequences get the same share of their best plan.
+    A short sequence has equally many blocks in every group, but a long sequence has fewer blocks in bounded groups.
+    Lengths are unknown. Therefore a bounded group gets the larger of two numbers of blocks: enough for all sequences
+    that may run, and `block_bytes[0] / bytes_of_all` times the blocks of the first group.
     block_bytes: the first entry includes the draft model's KV. blocks_of_sequence: blocks of each bounded group that a
     sequence holds after a step.
     """
@@ -61,7 +61,7 @@ class KVPlan:
         return cls(
             block_bytes=(first + draft_block_bytes, *others),
             max_num_seqs=max_num_seqs,
-            # Both ends of a window may be inside a block, and a copy may hold its source.
+            # A window may have both ends inside blocks, and the source of a copy may be held, too.
             blocks_of_sequence=tuple(-(-most // block_size) + 2 for most in most_positions if most is not None),
             blocks_of_step=-(-max_num_batched_tokens // block_size),
         )
@@ -95,8 +95,8 @@ class KVPlan:
         """Return how many blocks of the first group are useful if bounded groups have `num_bytes`.
 
         Without full-attention layers, blocks of the first group have no bytes, but still cost time and memory. The
-        number suffices for the sequences that fit in the bounded groups next to a step, or for one sequence and all
-        cached blocks.
+        result suffices for two cases: all sequences that fit in the bounded groups while a step runs, and one sequence
+        with all cached blocks.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:

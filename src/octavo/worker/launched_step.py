@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from octavo.data.kv_tiers import TierMove
     from octavo.data.scheduler_output import SchedulerOutput
@@ -32,6 +33,7 @@ class LaunchedStep:
     is_awaited   True if a later step is fed the sampled tokens
     num_changes  `InputBatch.num_changes` at the launch
     troubles     reasons why rows of logits give no token
+    experts      of `ExpertTally`
     """
 
     scheduled: SchedulerOutput
@@ -47,3 +49,4 @@ class LaunchedStep:
     errors: dict[str, str] = field(default_factory=dict)
     prompt_scores: list[PromptScores] = field(default_factory=list)
     pooled_rows: list[PooledRows] = field(default_factory=list)
+    experts: Tensor | None = None

@@ -66,10 +66,7 @@ class LocalExecutor:
         self._submitted.append(scheduled)
 
     def collect(self) -> ModelOutput:
-        """Return the oldest submitted step's result, or raise its `ExecutionError`.
-
-        A step that only waits for KV ends when a transfer ends, or after `TRANSFER_WAIT_S`.
-        """
+        """Return the oldest submitted step's result, or raise its `ExecutionError`."""
         assert self._submitted, "collect without submit"
         result = self._mode.collect()
         only_waits = self._submitted.popleft().only_waits_for_transfers

@@ -61,7 +61,7 @@ class Timing:
 class Product(Timing):
     """A product, measured as it is served: gate_up includes SiLU.
 
-    of_limit: share of arithmetic rate or bandwidth, whichever is larger.
+    of_limit: the larger of two shares: of the arithmetic rate and of the bandwidth.
     """
 
     ops_per_s: float
@@ -86,8 +86,8 @@ class Check:
     """Results of checking one product.
 
     rows_are_independent: a row has equal bits alone and in a batch. threads_are_equal: one thread and all threads
-    compute equal bits. error: relative norm of the difference from the float64 product, with rounded activations (int8,
-    int4) and scales (int4).
+    compute equal bits. error: relative norm of the difference from the float64 product. Includes the rounding of
+    activations (int8, int4) and scales (int4).
     """
 
     name: str
@@ -106,8 +106,7 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits: the better of `limits_each`, measured twice because a shared machine's load varies. best_limits: limits of
-    the best instruction set.
+    limits: the best rates of `limits_each`. best_limits: limits of the best instruction set.
     """
 
     processor: str
@@ -141,10 +140,10 @@ def examine(
     precisions: tuple[str, ...],
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Report:
-    """Measure limits and products, and check exactness. Takes 20 s and 1.8 GB for a 0.5B model on two cores.
+    """Measure the processor's limits and the model's matrix products, and check exactness.
 
-    precisions: dtypes, "int8", "int4" (with int8 lm_head), "int4_all", or kinds of GGUF blocks. Raises `ConfigError`
-    without compiled kernels for `isa`, or if a precision fits no product.
+    precisions: dtypes, "int8", "int4" (with int8 lm_head), "int4_all", or kinds of GGUF blocks. Raises `ConfigError` if
+    no kernels for `isa` are compiled, or if a precision is impossible for all matrices of the model.
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
@@ -204,7 +203,7 @@ def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limi
 
 
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """Return (out_features, in_features) by name, without those of experts."""
+    """Return (out_features, in_features) by name. Experts are excluded."""
     tensors = architecture.tensors()
     linears: dict[str, Linear | None] = {}
     for layer in tensors.layers:
@@ -274,7 +273,7 @@ def _rows(precision: str, count: int, depth: int) -> Tensor:
 
 
 def checked_rows(precision: str, depth: int) -> int:
-    """Return enough rows for every kind of product to read its panels twice."""
+    """Return a number of rows for which every kind of product reads its panels twice."""
     row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64
 
@@ -341,7 +340,6 @@ def _packed_experts(
 
 
 def _check_experts(name: str, shape: ExpertShape, precision: str, kernels: CpuKernels, one_thread: CpuKernels) -> Check:
-    """Compare a grouped product with products of one expert."""
     counts = torch.tensor([3, 0, checked_rows(precision, shape.in_features), 1])
     x = _rows(precision, int(counts.sum()), shape.in_features)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
@@ -355,7 +353,6 @@ def _check_experts(name: str, shape: ExpertShape, precision: str, kernels: CpuKe
 
 
 def _measure_experts(name: str, shape: ExpertShape, precision: str, kernels: CpuKernels) -> Iterator[Timing]:
-    """Measure tokens that choose experts evenly."""
     one = _packed_experts(shape, precision, kernels, 1)[0][0].num_bytes
     count = max(shape.num_experts, -(-cold_bytes() // one))
     packed = _packed_experts(shape, precision, kernels, count)[1]

@@ -16,6 +16,7 @@ from octavo.speculative.none import NoProposer
 from octavo.speculative.prediction import PredictionProposer
 from octavo.worker.draft_model import DraftRunner
 from octavo.worker.drafting import Drafting
+from octavo.worker.expert_tally import ExpertTally
 from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.host_copies import create_host_copies
 from octavo.worker.input_batch import InputBatch, ModelInputs
@@ -74,6 +75,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.kv_mover: KVMover = NoKVMover()
         self.copies = copies = create_host_copies(kv_cache.device)
+        self.expert_tally = ExpertTally(model.experts, kv_cache.device)
         self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
@@ -120,8 +122,8 @@ class ModelRunner:
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """Return True if earlier steps must be collected before this one is launched.
 
-        Drafts, penalties and grammars need tokens on the host. Copies, transfers and preemptions, which are rare, also
-        count.
+        Drafts, penalties and grammars need the sampled tokens on the host. Steps with copies, transfers or preemptions
+        are rare, so they wait as well.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens
@@ -152,7 +154,9 @@ class ModelRunner:
         if scheduled.num_scheduled_tokens:
             step.inputs = inputs = self.batch.prepare_inputs(scheduled)
             self._tasks.begin(inputs)
+            self.expert_tally.begin(int(inputs.output_start[-1]))
             hidden = self.forward(inputs)
+            step.experts = self.expert_tally.take(self.copies)
             assert hidden.shape[0] == inputs.output_start[-1]
             step.prompt_scores = self._prompts.score(inputs, hidden, step.errors)
             step.pooled_rows = self._pooler.take(inputs, hidden, self.batch, self.copies, step.errors)
@@ -248,7 +252,7 @@ class ModelRunner:
             self.batch.append_sampled(tokens)
         if errors:
             self.batch.fail(each for each in requests if each.request_id in errors)
-        drafting = self.drafting
+        experts, drafting = self.expert_tally.read(step.experts), self.drafting
         drafts = drafting.propose(tokens, step.scheduled.max_drafts)
         return ModelOutput(
             step.scheduled.step,
@@ -263,6 +267,7 @@ class ModelRunner:
             drafting_s=drafting.seconds,
             num_drafting_passes=drafting.num_passes,
             computed_drafts=drafting.computed,
+            experts=experts,
         )
 
     def _read(
@@ -276,8 +281,8 @@ class ModelRunner:
     ) -> None:
         """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
-        After drafts that equal the choices, the next choice has the same logits as without drafts and, except with
-        rejection sampling, the same noise.
+        If all earlier drafts equal the chosen tokens, the logits of the next token are those of a step without drafts.
+        The noise is then also the same, except with rejection sampling.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)

@@ -20,9 +20,9 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
     """Return uint8 [num_bytes] of pinned memory. Raises `ConfigError` if too little is free.
 
-    is_brief: True for copies of a step. Such memory comes from torch's allocator, which keeps freed memory until copies
-    are done, and rounds sizes up to powers of two. Other memory has whole pages and must not be freed during a copy. If
-    the driver refuses such pages, torch's allocator is used, with a warning.
+    is_brief: True for copies of a step. Then the memory comes from torch's allocator, which keeps freed memory until
+    copies are done, and rounds sizes up to powers of two. Otherwise the memory has whole pages, and must not be freed
+    during a copy. If the driver refuses whole pages, torch's allocator is used, with a warning.
     """
     if is_brief or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -53,7 +53,7 @@ def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
 
 
 def rounded_bytes(num_bytes: int) -> int:
-    """Return bytes that torch pins."""
+    """Return the bytes that torch pins for `num_bytes`."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 

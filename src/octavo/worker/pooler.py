@@ -40,9 +40,9 @@ class PooledRows:
 
 
 class Pooler:
-    """Takes a prompt's last hidden state, or the mean of all, after the final norm.
+    """Takes a prompt's last hidden state, or the mean of all hidden states, after the final norm.
 
-    Positions are added one by one, so bits do not depend on how the prompt is divided. Sums survive preemptions that
+    Positions are added one by one, so bits do not depend on how steps divide the prompt. Sums survive preemptions that
     keep KV.
     """
 
@@ -78,7 +78,10 @@ class Pooler:
         return taken
 
     def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
-        """Return complete prompts' embeddings as float32 bytes, once copied. Adds failed requests to `errors`."""
+        """Return complete prompts' embeddings as float32 bytes.
+
+        The copies must have ended. Adds failed requests to `errors`.
+        """
         result: dict[str, bytes] = {}
         for rows in taken:
             request_id = rows.request.request_id

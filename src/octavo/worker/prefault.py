@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class Prefault:
-    """A thread with idle priority (on Linux) that touches each page of memory, without changes.
-
-    The system allocates a page at its first touch, which took up to 2.6 s for 2 GB in a virtual machine.
-    """
+    """A thread with idle priority (on Linux) that touches each page of memory, without changes."""
 
     def __init__(self, data: Tensor) -> None:
         self._stop = np.zeros(1, np.uint8)  # not of torch, because a finalizer may run while a pass is recorded

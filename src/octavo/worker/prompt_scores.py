@@ -75,7 +75,7 @@ class PromptScorer:
 
     @staticmethod
     def read(scores: Iterable[PromptScores], errors: dict[str, str]) -> dict[str, list[TokenLogprobs]]:
-        """Return the log probabilities, once copied. Adds failed requests to `errors`."""
+        """Return the log probabilities. The copies must have ended. Adds failed requests to `errors`."""
         result: dict[str, list[TokenLogprobs]] = {}
         for each in scores:
             name = each.request.request_id

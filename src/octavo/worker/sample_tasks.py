@@ -64,10 +64,10 @@ class SampleTasks:
             self._walks.begin()
 
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
-        """Return the step's tasks by row of logits. In each row, the drafts before it count as known tokens.
+        """Return the step's tasks by row of logits. A request's drafts before a row count as the row's known tokens.
 
-        Rows after a forbidden draft and rows of postponed requests get no task, because their choices are unused. Each
-        failed grammar's first row is added to `troubles`, and requests with a late walk are added to `postponed`.
+        Rows after a forbidden draft and rows of postponed requests get no task. The first row of each failed grammar is
+        added to `troubles`, and requests with a late walk are added to `postponed`.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:
@@ -94,7 +94,7 @@ class SampleTasks:
     ) -> dict[int, SampleTask]:
         """Return the tasks for one pass of a draft model, by index into `requests`.
 
-        num_known: number of known tokens and drafts. Grammars are not applied, because walks would delay the step.
+        num_known: number of known tokens and drafts. Grammars are not applied.
         """
         is_plain = self._batch.sampling.is_plain[rows]
         return {
@@ -131,7 +131,7 @@ class SampleTasks:
         if last is not None and last.num_tokens == num_tokens:
             if drafts == last.drafts[:num_drafts]:
                 return
-            last.wait()  # a postponed token has other drafts now
+            last.wait()  # the drafts after a postponed token have changed
         num_walked = 0 if request.matcher is None else request.matcher.num_tokens
         new = known[request.num_prompt_tokens + num_walked : num_tokens].tolist()
         request.walk = walk = Walk(num_tokens, drafts)

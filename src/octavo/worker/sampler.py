@@ -1,8 +1,8 @@
 """Chooses tokens from logits.
 
 A token depends only on its logits, the request's parameters, known tokens and grammar, and the noise of (seed,
-position, sample index). Log probabilities come first, then the grammar, then as in vLLM: allowed ids, min_tokens, logit
-bias, penalties, typical sampling, kernel.
+position, sample index). Log probabilities are computed first. Then the grammar is applied. Then the order is vLLM's:
+allowed ids, min_tokens, logit bias, penalties, typical sampling, kernel.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class SamplingColumns:
 class SampleTask:
     """Work on a row of logits outside the kernel.
 
-    known_tokens: without `SamplingColumns.reads_tokens`, only their number matters. allowed: bool [vocab] of a grammar.
+    known_tokens: if `SamplingColumns.reads_tokens` is False, only their number matters. allowed: bool [vocab] of a
+    grammar.
     """
 
     sampling_params: SamplingParams
@@ -193,7 +194,7 @@ class Choices:
 class Sampler:
     """Chooses one token per row. Only typical sampling waits for the device.
 
-    share_tokens(token_ids): replaces all choices and drafts, int64 [n] on the device.
+    share_tokens(token_ids): returns replacements of all choices and drafts, int64 [n] on the device.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Copies blocks between the KV cache and the buffers of transfers.
 
-A CPU copies with numpy in one thread, because torch would use all cores. On a GPU each buffer has a stream, so
-transfers do not wait for later steps. Blocks are gathered on the device and cross the bus in one copy.
+A CPU copies with numpy in one thread, because torch would use all cores. On a GPU each buffer has a stream. Blocks are
+gathered on the device and cross the bus in one copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CopyStream(Protocol):
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Start later work after a mark of any stream."""
+        """Delay later work until a mark of any stream is reached."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -99,8 +99,8 @@ class CudaStream:
 class PieceBuffer(Protocol):
     """Host memory for a piece of a transfer. Used by one thread at a time.
 
-    `write` and `read` copy nothing after they return or raise. block_ids: ids of blocks by KV group, of which
-    `NO_BLOCK` is skipped. after: mark for which copies wait.
+    `write` and `read` copy nothing after they return or raise. block_ids: ids of blocks by KV group. `NO_BLOCK` is
+    skipped. after: mark for which copies wait.
     """
 
     def views(self, count: int) -> list[memoryview]:
@@ -125,7 +125,7 @@ class _Part:
 
 
 class StoredBlocks:
-    """The blocks of a KV cache as in stores, which keep the contents of all KV groups together."""
+    """The blocks of a KV cache in the form of stores, which keep the contents of all KV groups together."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
@@ -184,7 +184,7 @@ class HostBuffer:
 
 
 class StagedBuffer:
-    """The `PieceBuffer` of a device. Host and device have equal memory, with ids, then a row per block.
+    """The `PieceBuffer` of a device. Host and device memory have the same layout: ids, then a row per block.
 
     Only this buffer's stream uses the device memory.
     """

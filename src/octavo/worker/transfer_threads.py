@@ -1,8 +1,7 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
 A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Writes and
-reads hold the transfer's lock, and check for a cancel first. So a cancelled transfer touches no block, even with a slow
-store.
+reads hold the transfer's lock, and check for a cancel first. Therefore a cancelled transfer touches no block.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class KVMover(Protocol):
     """Moves KV between store and cache."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Cancel and start a step's transfers, after block copies and before the step is computed."""
+        """Cancel and start a step's transfers. Call this after block copies and before the step is computed."""
         ...
 
     def shutdown(self) -> None:
@@ -76,8 +75,8 @@ class _Moving:
 class KVTransferThreads:
     """Runs the transfers of steps, and closes the store at shutdown.
 
-    report: called from any thread, once for each transfer that ends uncancelled. num_threads: threads for loads. Saves
-    have another thread, so loads do not wait for saves.
+    report: called from any thread, once for each transfer that was not cancelled. num_threads: threads for loads. Saves
+    have another thread.
     """
 
     def __init__(
@@ -199,5 +198,5 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return the bytes of all buffers, if no store hangs. A GPU has as many in its memory."""
+    """Return the bytes of all buffers in host memory, if no store hangs. A GPU has buffers of the same size."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes

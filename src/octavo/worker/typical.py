@@ -17,11 +17,11 @@ _FIRST_LOOK = 1024  # tokens; sorting a whole vocabulary is slow
 
 
 def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
-    """Exclude tokens by min_p, top_k, top_p and typical sampling: set them to -inf. Mutates `row`, float32 [vocab].
+    """Set logits to -inf if min_p, top_k, top_p or typical sampling excludes them. Mutates `row`, float32 [vocab].
 
-    Tokens are ordered by the distance of their surprise, -ln p, from its expected value. The nearest tokens are kept
-    until their probability reaches typical_p. Ties with the last kept token are also kept. Rows of greedy requests,
-    rows with NaN and rows of -inf do not change.
+    A token's surprise is -ln p. Tokens are ordered by the distance of their surprise from the expected surprise. The
+    nearest tokens are kept until their probability reaches typical_p. Ties with the last kept token are also kept. Rows
+    of greedy requests, rows with NaN and rows of -inf do not change.
     """
     if params.is_greedy:
         return

@@ -1,7 +1,7 @@
 """Decides which drafts are accepted, and how a draft model draws drafts.
 
-Each row of logits gets a choice. Choices are accepted up to the first choice that differs from its draft. Rejection
-sampling keeps the distribution of answers, but not their tokens.
+Each row of logits gets a choice. A request's choices are accepted until one differs from its draft. This choice is
+accepted, too.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DraftedRows:
     """Requests with or without drafts to verify.
 
     cu_num_logits: int32 [num_requests + 1], first row of each request, then the total. draft_ids: int64 [num_logits],
-    input tokens; a request's drafts follow its first row. draft_probs: float32 [num_drafts or more, vocab] per request,
-    or None if drafts were not drawn.
+    input tokens. A request's drafts are in all its rows except the first. draft_probs: float32 [num_drafts or more,
+    vocab] per request, or None if drafts were not drawn.
     """
 
     is_greedy: Sequence[bool]
@@ -52,23 +52,23 @@ class Verification(Protocol):
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
-        """Return each row's choice from float32 [num_logits, vocab] as int64, -1 if no token can be chosen.
+        """Return each row's choice as int64, or -1 if no token can be chosen. logits: float32 [num_logits, vocab].
 
-        After a request's first choice that differs from its draft, choices are meaningless.
+        A choice is meaningless if an earlier choice of the request differs from its draft.
         """
         ...
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | None]:
-        """Return a draft per row of logits, -1 if none can be drawn, and the distributions, float32 [n, vocab].
+        """Return a draft per row of logits, or -1 if none can be drawn.
 
-        Distributions are None if verification does not need them. Otherwise, a decision to verify a draft must not
-        depend on its token.
+        Also return the distributions, float32 [n, vocab], or None if verification does not need them. With
+        distributions, a decision to verify a draft must not depend on the draft's token.
         """
         ...
 
 
 class ExactVerification:
-    """Chooses tokens and draws drafts with the sampling kernel and equal noise."""
+    """Chooses tokens and draws drafts with the sampling kernel and the same noise."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -145,9 +145,9 @@ def create_verification(config: SpeculativeConfig | None, kernels: Kernels) -> V
 
 
 def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
-    """Divide requests with drafts, except greedy requests, into parts of at most `max_rows` rows, or one request.
+    """Divide requests that have drafts and are not greedy into parts of at most `max_rows` rows.
 
-    In a part, all drafts were drawn, or none.
+    A request with more rows is a part of its own. In each part, all drafts were drawn, or no draft was drawn.
     """
     num_rows = np.diff(drafted.cu_num_logits).tolist()
     for is_drawn in (False, True):
@@ -166,7 +166,6 @@ def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
 
 
 def _draft_probs(drafted: DraftedRows, part: Sequence[int], num_rows: NDArray[np.int32]) -> Tensor | None:
-    """Return None if drafts were not drawn. Last rows of requests are arbitrary."""
     probs: list[Tensor] = []
     for index, count in zip(part, num_rows.tolist(), strict=True):
         of_request = drafted.draft_probs[index]

@@ -160,6 +160,7 @@ class Worker:
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
+        self.runner.expert_tally.reset()
         if self.device.type == "cpu" and self.cache_config.sets_memory:
             for cache in self.runner.kv_caches:
                 for blocks in cache.memory:
@@ -218,8 +219,7 @@ class Worker:
     def take_fingerprint(self) -> EngineFingerprint:
         """Check rotary tables. Return checksums of weights, tables and logits.
 
-        Only compiled kernels have checksums, because other kernels' last bits depend on threads and addresses. Raises
-        `FingerprintError` if a table is wrong.
+        Only compiled kernels have checksums. Raises `FingerprintError` if a table is wrong.
         """
         kernels = self.kernels
         draft = self.runner.draft_runner
@@ -383,7 +383,7 @@ class Worker:
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run from any thread. If kernels have their own threads, torch gets only one, because more would spin."""
+        """Run from any thread. If kernels have their own threads, torch gets only one."""
         if self.device.index is not None:
             use_device(self.device)
         if not self.kernels.has_own_threads:

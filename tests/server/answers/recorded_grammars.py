@@ -90,12 +90,12 @@ def grammars(form: ToolFormat, functions: list[Function], *, only_one: bool) -> 
 def checksums(name: str) -> dict[str, str]:
     """Return the checksums of the grammars of a format, by the functions and the spelling of marks."""
     found = {}
-    for client_field_names, token_name in SPELLINGS.items():
+    for spelling, token_name in SPELLINGS.items():
         form = FORMS[name](token_name)
         for choice, chosen in CHOICES.items():
             texts = [text for only_one in (False, True) for text in grammars(form, chosen, only_one=only_one)]
             digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-            found[f"{name} {choice} {client_field_names}"] = digest[:16]
+            found[f"{name} {choice} {spelling}"] = digest[:16]
     return found
 
 

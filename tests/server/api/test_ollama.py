@@ -586,7 +586,7 @@ OLLAMAS_DEFAULTS = {
 def test_ollama_default_options_are_accepted(running: Running, caplog: pytest.LogCaptureFixture) -> None:
     """Clients that send all options send most of them with defaults. The table has all options of the package."""
     assert ollama.Options.model_fields.keys() <= OLLAMAS_DEFAULTS.keys()
-    run_text_work = {
+    for_both = {
         "truncate": True,
         "shift": True,
         "logprobs": False,
@@ -597,7 +597,7 @@ def test_ollama_default_options_are_accepted(running: Running, caplog: pytest.Lo
     prompt = {"prompt": "Hi", "suffix": "", "system": "", "template": "", "raw": False, "context": [], "images": []}
     with caplog.at_level(logging.WARNING, "octavo.server.api.extra_fields"), running.http() as http:
         for path, fields in (("/api/chat", {"messages": MESSAGES, "tools": []}), ("/api/generate", prompt)):
-            body = {"model": "fake", "stream": False, "options": OLLAMAS_DEFAULTS, **run_text_work, **fields}
+            body = {"model": "fake", "stream": False, "options": OLLAMAS_DEFAULTS, **for_both, **fields}
             assert http.post(path, json=body).status_code == 200, http.post(path, json=body).text
     assert "penalties cover all tokens" in caplog.text
 

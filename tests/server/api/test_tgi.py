@@ -183,8 +183,8 @@ def test_tgi_stream_equals_unstreamed_answer(client: huggingface_hub.InferenceCl
 
 def test_each_token_of_multi_token_update_has_separate_event() -> None:
     """With speculation, or an engine ahead of the server, one update has the tokens of several steps."""
-    client_names = {7: "ab", 8: "c", 9: "", 10: "de", 11: "f", EOS: ""}
-    detokenizer = SimpleNamespace(add=lambda token_ids: "".join(client_names[each] for each in token_ids))
+    texts = {7: "ab", 8: "c", 9: "", 10: "de", 11: "f", EOS: ""}
+    detokenizer = SimpleNamespace(add=lambda token_ids: "".join(texts[each] for each in token_ids))
     tokenizer = SimpleNamespace(
         token=str,
         is_special=lambda token_id: token_id == EOS,
@@ -306,18 +306,16 @@ def test_unsupported_parameters_answer_422_validation_error(
 
 
 @pytest.mark.parametrize(
-    "run_text_work",
+    "fields",
     [{"grammar": 'root ::= "a"'}, {"grammar": {"type": "regex", "value": "a"}}, {"max_new_tokens": 5}, {"mirostat": 2}],
     ids=str,
 )
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
-def test_generation_fields_outside_parameters_are_refused(
-    shared: Running, route: str, run_text_work: dict[str, Any]
-) -> None:
+def test_generation_fields_outside_parameters_are_refused(shared: Running, route: str, fields: dict[str, Any]) -> None:
     with shared.http() as http:
-        response = http.post(route, json={"inputs": "hello", **run_text_work})
+        response = http.post(route, json={"inputs": "hello", **fields})
     assert response.status_code == 422, response.text
-    assert next(iter(run_text_work)) in response.json()["error"]
+    assert next(iter(fields)) in response.json()["error"]
 
 
 def test_hub_options_are_accepted_and_unknown_fields_logged(caplog: pytest.LogCaptureFixture) -> None:

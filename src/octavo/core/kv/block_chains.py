@@ -30,7 +30,7 @@ class BlockChain:
     partial: BlockHash | None = None  # hash of the prompt's partly filled last block
 
     def keys(self, index: int) -> tuple[str, ...]:
-        """Return everything that the KV of the block at `index` depends on, except tokens."""
+        """Return the extra keys in the hash of the block at `index` (see `hash_block_tokens`)."""
         if not self.spans and self.positions is None:
             return self.extra_keys
         start, end = index * self.block_size, (index + 1) * self.block_size
@@ -91,6 +91,6 @@ class BlockChains:
         self._chains.pop(request_id, None)
 
     def advance_weights_epoch(self) -> None:
-        """Drop all chains after a change of weights. New blocks get hashes that differ from old hashes."""
+        """Drop all chains after a change of weights. The hashes of new blocks differ from all earlier hashes."""
         self._weights_epoch += 1
         self._chains.clear()

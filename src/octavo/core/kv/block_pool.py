@@ -27,8 +27,8 @@ BlockLink = tuple[int, int]  # (block id, generation)
 class Block:
     """A KV block in device memory.
 
-    name: Identifies the content while device or host memory has it. Equals the `link` of the first block with the
-    content.
+    name: Identifier of the content while device or host memory has the content. The value is the `link` of the first
+    block with this content.
     """
 
     block_id: int
@@ -124,7 +124,7 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. Blocks are evicted in the order of their release.
 
-        If a released block is a duplicate, the block that lookups find becomes the last to be evicted.
+        If a released block duplicates an indexed block, the indexed block becomes the last to be evicted.
         Raises AssertionError if a block is not held.
         """
         for block in blocks:

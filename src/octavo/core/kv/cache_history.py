@@ -51,7 +51,7 @@ class CacheHistory:
         parent: BlockHash | None,
         extra_keys: tuple[str, ...],
     ) -> None:
-        """Remember a block. index: Index of the block in its sequence."""
+        """Remember a block."""
         _remember(self._hashes, block_hash, None, self._capacity)
         _remember(self._keys, (index, token_ids), extra_keys, self._capacity)
         _remember(self._child, parent, token_ids, self._capacity)

@@ -59,7 +59,7 @@ class ContentPool(Generic[Taken, Found]):
         return list(self._cached.values())
 
     def take(self, count: int) -> list[Taken] | None:
-        """Allocate free blocks, then the least recently used cached blocks. Return None if too few blocks exist."""
+        """Allocate free blocks, then the least recently used cached blocks. Return None if there are too few."""
         if count > self.num_free_blocks:
             return None
         return [self._take_one() for _ in range(count)]

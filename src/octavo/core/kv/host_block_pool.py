@@ -66,7 +66,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         return name in self._num_followers
 
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
-        """Return the host block to which a device block must be copied, or None if no copy is needed or possible.
+        """Choose the host block to which a device block must be copied. Return None if no copy is needed or possible.
 
         If host memory has the content already, the content becomes the most recently used.
 
@@ -111,7 +111,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
             del self._num_followers[content.parent]
 
     def lend(self, block_ids: Iterable[int]) -> None:
-        """Protect blocks from eviction until the next step has copied from them. Lookups still find their content."""
+        """Protect blocks from eviction until the next step has copied their content. Lookups still find lent blocks."""
         for block_id in block_ids:
             if block_id not in self.lent:
                 self.lent[block_id] = self._cached.pop(block_id, None)

@@ -212,11 +212,11 @@ class KVCacheManager:
         first = len(computed.blocks)
         for group, source_id in zip(self.groups, source_ids, strict=True):
             table = sequence.block_tables[group.index]
-            if source_id is not None and table[first] != source_id:  # an unheld source may itself be the new block
+            if source_id is not None and table[first] != source_id:  # the source may have become the new block
                 self._copies.block_copies.append((group.index, source_id, table[first]))
             for index in self._read_in_host(sequence, computed, group):
                 self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
-        if not request.num_preemptions:  # a resumed request's own blocks are no prefix hit
+        if not request.num_preemptions:  # a resumed request finds its own blocks, which do not count as hits
             sequence.num_cached_tokens = computed.num_tokens
 
     def _read_in_host(self, sequence: TokenSequence, computed: ComputedBlocks, group: KVGroup) -> range:
@@ -267,7 +267,7 @@ class KVCacheManager:
     def swap_out(self, request: Request) -> bool:
         """Save a request's KV in host memory. If the KV does not fit, change nothing and return False.
 
-        The blocks can be released immediately, because the next step begins with the copies.
+        The caller may release the device blocks immediately.
         """
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None

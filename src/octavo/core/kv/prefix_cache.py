@@ -106,7 +106,7 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks at the beginning of a request.
 
-        If device blocks lack parts, host memory is also searched from the first such block. The longer hit is returned.
+        If a device block lacks parts, host memory is also searched from this block on. The longer hit is returned.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -140,7 +140,7 @@ class PrefixCache:
         return found
 
     def _num_useful_blocks(self, request: Request) -> int:
-        num_tokens = len(request.sequence.token_ids)  # the last token is always computed
+        num_tokens = len(request.sequence.token_ids)
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
@@ -184,7 +184,7 @@ class PrefixCache:
         return self.chains.hash_function(parent, tail, chain.keys(num_full))
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Return why the next full block was not found, or None if its KV would save nothing."""
+        """Return why the next full block was not found, or None if a hit would save no computation."""
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None

@@ -31,10 +31,10 @@ def choose_experts(
     for weights. ids int32 and weights float32 [num_tokens, num_chosen].
 
     scoring: scores are the softmax of logits, the sigmoid of logits, or logits. In the last case, weights are the
-    softmax over the chosen experts. With several groups of neighbouring experts, only the best `num_chosen_groups` are
-    used. A group is scored by its best expert if `is_group_best`, otherwise by the sum of its two best. Ties go to the
-    lowest expert.
-    least_sum: added to the sum that divides the weights; if negative, nothing is divided. scale multiplies the weights.
+    softmax over the chosen experts. Otherwise, if least_sum >= 0, weights are divided by their sum + least_sum. scale
+    multiplies the weights.
+    If neighbouring experts form several groups, only the best `num_chosen_groups` are used. A group is scored by its
+    best expert if `is_group_best`, otherwise by the sum of its two best. Ties go to the lowest expert.
     """
     scores = logits
     if scoring == SOFTMAX:

@@ -30,8 +30,8 @@ def rope_and_write_latents(
 
     DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1. Rows of an int8 or fp8 cache are rounded like keys and values.
 
-    q [num_tokens, num_heads, rotary_dim]: the rotated part of queries, before rotation.
-    latent [num_tokens, rank + rotary_dim]: a latent, and the key that all heads share, before norm and rotation.
+    q [num_tokens, num_heads, rotary_dim]: the part of queries to rotate.
+    latent [num_tokens, rank + rotary_dim]: a latent before its norm, and the key of all heads before its rotation.
     weight [rank], eps: of the latent's norm. cos_sin, interleaved: see `Kernels.rope_and_write_kv`.
     positions, slot_mapping: see `AttentionBatch`. cache [num_blocks, 1, block_size, rank + rotary_dim].
     queries [num_tokens, num_heads, rank + rotary_dim]: the first `rank` values are not touched.

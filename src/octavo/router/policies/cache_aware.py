@@ -15,21 +15,22 @@ if TYPE_CHECKING:
     from octavo.router.policies.prefix_tree import Expected
     from octavo.router.request_summary import RequestSummary
 
-_LEAST_SHARE = 0.1  # of a prompt; a smaller prefix is ignored
-_COMMON_SHARE = 0.5  # of a prompt; a smaller shared prefix is soon in every cache
-_MISSED_SHARE = 0.5  # of the expected prefix; with fewer hits, the prefix was evicted
+_LEAST_SHARE = 0.1  # a prefix below this share of a prompt is ignored
+_COMMON_SHARE = 0.5  # a common prefix below this share of a prompt is soon in every cache
+_MISSED_SHARE = 0.5  # if a smaller share of the expected prefix was cached, the prefix was evicted
 _MISSED_TOKENS = 64  # fewer tokens may be missing because of rounding and the chat template
-_REMEMBERED = 64  # times balance_tokens; above this limit, the work of all engines is halved
+_REMEMBERED = 64  # all work is halved if an engine's work exceeds this multiple of balance_tokens
 
 
 class CacheAware(RoutingPolicy):
-    """Predicts each engine's cache from the prompts that were sent to the engine and the reported cache hits.
+    """Predicts each engine's cache from the prompts that were sent to the engine, and from reported cache hits.
 
-    A prompt goes to the engine with the longest cached prefix. In two cases, the prompt goes to the engine with the
+    A prompt goes to the engine with the longest cached prefix. In three cases, the prompt goes to the engine with the
     least load and work instead. Work is the number of uncached tokens that the engine got recently.
 
     - The prefix is a small part of the prompt.
-    - Prompts with this prefix continue differently, and the prefix is short or the engine has too much work.
+    - The prefix is short, and earlier prompts with this prefix continued in different ways.
+    - The engine has too much work, and earlier prompts with this prefix continued in different ways.
 
     balance_tokens, balance_ratio: An engine has too much work if its work exceeds the smallest work by more than
     balance_tokens, and also exceeds balance_ratio times the smallest work. The same limits apply to the load. An engine

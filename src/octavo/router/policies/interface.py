@@ -24,7 +24,7 @@ class RoutingPolicy(ABC):
         return 0.0
 
     def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:  # noqa: B027 - optional
-        """Record a request's end. cached_share: Cached share of the prompt, or None."""
+        """Record a request's end."""
 
     def forget(self, engine: EngineHandle) -> None:  # noqa: B027 - optional
         """Forget an engine's cache."""

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class Expected:
     """The prefix of a prompt that is expected in an engine's cache.
 
-    num_bytes: Length of the prefix. It is 0 if only open requests have sent the prefix.
-    since: Time at which the prefix's least recently sent piece was last sent.
+    num_bytes: Length of the prefix. It is 0 if all pieces were last sent by the oldest open request or later, because
+    the engine may still compute the pieces.
+    since: Earliest of the times at which the prefix's pieces were last sent.
     """
 
     num_bytes: int
@@ -30,8 +31,8 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: Length of each engine's prefix. is_branch: True if other prompts begin with the longest prefix, for
-    example a system prompt, but continue differently.
+    num_bytes: Length of each engine's prefix. is_branch: True if other prompts begin with the longest prefix but
+    continue differently.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -50,7 +51,8 @@ class PrefixTree:
     """Prompts that were sent to engines. Each piece of a prompt has a node.
 
     The node's key is a hash of the prompt up to the piece's end. Engines are assumed to evict the least recently used
-    content first. So for each engine, the tree stores only the time up to which all content was evicted.
+    content first. So the tree stores one time for each engine. Content that was last sent at this time or earlier
+    counts as evicted.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -111,7 +113,7 @@ class PrefixTree:
             del self._open[engine.number]
 
     def lost(self, engine: EngineHandle, time: int) -> None:
-        """Assume that an engine evicted all content up to a time."""
+        """Assume that an engine evicted the content that was last sent at `time` or earlier."""
         self._lost[engine.number] = max(time, self._lost.get(engine.number, 0))
 
     def forget(self, engine: EngineHandle) -> None:

@@ -40,7 +40,7 @@ class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
     reasoning_end_id: Id of the closing marker of reasoning, or None if the marker is not one token. special_ids: Maps
-    each marker that is a special token to its id.
+    each marker that is a special token to the token's id.
     """
 
     tools: ToolFormat | None = None
@@ -86,8 +86,7 @@ class AnswerForm:
 
     in_reasoning: True if the prompt ends with the opening marker of reasoning.
     shown_ids: Ids of the special tokens that the detokenizer keeps as markers.
-    frame: Format of calls if its markers also enclose content, otherwise None. The parser of this format also reads
-    answers to requests without tools.
+    frame: Call format if the format's markers also enclose content, otherwise None.
     is_whole: True to emit only complete calls.
     """
 

@@ -97,7 +97,7 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 
 
 class EventStreamResponse(StreamingResponse):
-    """Streams events. Between events it sends keep-alive bytes, because proxies close idle connections.
+    """Streams events. Between events it sends keep-alive bytes.
 
     At the end of the response, the job's open requests are aborted and the job's permit is released, even if no event
     was sent.
@@ -141,7 +141,6 @@ class EventStreamResponse(StreamingResponse):
             self._place.release()
 
     async def _keep_alive(self, send: Send, clock: Callable[[], float]) -> None:
-        """Send keep-alive bytes. These bytes cannot split an event, because each event is one ASGI message."""
         while True:
             await asyncio.sleep(self._last_sent + self._keep_alive_s - clock())
             if self._is_open and clock() >= self._last_sent + self._keep_alive_s:

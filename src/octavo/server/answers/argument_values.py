@@ -131,10 +131,9 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
     The first matching rule applies:
     - If the schema allows only strings, the text becomes a string.
-    - JSON or a Python literal of an allowed type keeps its value.
+    - A JSON value or Python literal of an allowed type keeps its value.
     - If the schema allows strings, any other text becomes a string.
-    - A value of a wrong type is kept, and plain words become a string. The client can then report the error to the
-      model.
+    - A value of a wrong type is kept, and plain words become a string.
     - Any other text raises `UnreadableError`.
     """
     kinds = types_of(schema, root)
@@ -182,7 +181,7 @@ class LookaheadError(RequestError):
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
     """Return a Lark lexeme for the strings that a merged schema allows.
 
-    ending: Regular expression after the string. Raises `LookaheadError` if a pattern has a lookahead.
+    ending: Regular expression for the text after the string. Raises `LookaheadError` if a pattern has a lookahead.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]

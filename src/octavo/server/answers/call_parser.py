@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SPACE = " \t\r\n"
 HELD_CHARS = 1024
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # surplus brackets, with the closing marker after them
+_MAX_CLOSERS = 8  # at most 7 surplus brackets and the closing marker are dropped
 HALF = "\ufffd"  # replaces an incomplete UTF-8 character
 _AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"
@@ -40,7 +40,7 @@ _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 
 
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
-    """Return a pattern for the text after a call's arguments, which is one of `marks` or the end of the answer.
+    """Return a pattern that matches one of `marks`, or the end of the answer, after a call's arguments.
 
     is_wrapped: True if a closing bracket may precede the marker.
     """
@@ -280,7 +280,7 @@ class ToolParser:
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair arguments that seem to end too early, because a string contains an unescaped quote and bracket."""
+        """Repair arguments that end too early. The cause is a string with an unescaped quote and bracket."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1
@@ -330,7 +330,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the index at which a malformed call ends.
 
-        A second call before the closing marker is included, because the second call may be text in a string.
+        A second call before the closing marker belongs to the malformed call.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -460,7 +460,7 @@ class ToolParser:
                 break
             self._position += 1
         else:
-            self._position = 0  # they stay text
+            self._position = 0  # the brackets stay text
         yield from self._drop_space()
 
     def _drop_space(self) -> Wait[None]:

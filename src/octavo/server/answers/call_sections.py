@@ -22,11 +22,11 @@ MAX_HEAD_CHARS = 256
 
 
 class SectionFormat(ToolFormat):
-    """A format whose calls are in sections. A section is `opens`, calls separated by `between`, and `closes`.
+    """A format with calls in sections. A section is `opens`, calls separated by `between`, and `closes`.
 
     The parser ignores white space in these markers.
 
-    opener: Beginning of `opens`. The parser searches for this text.
+    opener: Beginning of `opens`.
     strays: Markers that begin a call outside of a section.
     one_each: True if each call has its own section.
     frames: Markers around content or before calls. The parser drops these markers.
@@ -147,7 +147,7 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """Called after each call."""
+        """A hook that runs after each call."""
 
     def _skips_broken_member(self) -> Wait[bool]:
         """Emit a malformed call in a list as content. Return False if the end of the call is uncertain."""

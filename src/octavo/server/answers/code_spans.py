@@ -19,7 +19,7 @@ _FENCE = 3
 
 
 class CodeSpans:
-    """Tracks whether a growing text ends within Markdown code. last: Last character of the text, or ""."""
+    """Tracks whether a growing text ends within Markdown code."""
 
     def __init__(self) -> None:
         self.last = ""
@@ -28,7 +28,7 @@ class CodeSpans:
 
     @property
     def is_outside(self) -> bool:
-        """True if the text ends outside of code, and not with a backtick that may begin code."""
+        """True if the text ends outside of code, and no backtick at its end may begin code."""
         return not self._num_open and not self._num_seen
 
     def feed(self, text: str) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _CALL, _CALLS, _RESPONSE, _RESULT = "tool_call", "tool_calls", "response", "tool_response"
 _STOPS = re.compile(r'["\\]')
 _ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]")
-_MAX_ESCAPE_CHARS = 12  # an escaped pair of surrogates
+_MAX_ESCAPE_CHARS = 12  # length of an escaped surrogate pair
 _SYSTEM_ROLES = {"system", "developer"}
 
 

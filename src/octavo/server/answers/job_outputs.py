@@ -48,8 +48,8 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`, `AuthenticationError` or
     `ServerClosingError`.
 
-    usage: Counter of tokens. The generator adds outputs that are not yielded, which are the last outputs of failed and
-    aborted requests. The caller must add the yielded outputs.
+    usage: Counts tokens. The generator adds the last outputs of failed and aborted requests, which it does not yield.
+    The caller must add the yielded outputs.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len

@@ -104,7 +104,7 @@ def find_tool_format(
     - `GenericFormat` if the chat templates use no known format.
     - None if the model has no chat template.
 
-    written: Sample call of `template_probe`, as the templates render it, or None if they refuse the call.
+    written: Text that the templates render for the sample call of `template_probe`, or None if they refuse the call.
     """
     if wanted == "none":
         return None
@@ -120,8 +120,8 @@ def find_tool_format(
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
     """Return the format that the chat templates use, or None.
 
-    A format that writes the sample call exactly as the templates do is preferred to a format that only reads the call.
-    If the templates do not render the call, or copy the client's JSON, `_MARKS` decides.
+    Prefer a format that writes the sample call exactly as the templates do. Otherwise, accept a format that reads the
+    call. If the templates do not render the call, or copy the client's JSON, `_MARKS` decides.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

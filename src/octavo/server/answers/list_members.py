@@ -13,8 +13,7 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 def member_end(text: str) -> int | None:
     """Return the length of the object or Python call at the beginning of a text, or None if the length is uncertain.
 
-    The length is certain if the brackets match, and if each string is between punctuation marks of JSON or Python. Any
-    other string may contain an unescaped quote.
+    The length is certain if the brackets match, and if each string is between punctuation marks of JSON or Python.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:
@@ -27,7 +26,7 @@ def member_end(text: str) -> int | None:
             place = string.end()
         elif char in _CLOSERS:
             stack.append(_CLOSERS[char])
-        elif not stack or stack.pop() != char:  # as "`", which closes nothing
+        elif not stack or stack.pop() != char:  # also if `char` is a backtick
             return None
         elif not stack:
             return place

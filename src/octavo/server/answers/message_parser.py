@@ -18,10 +18,6 @@ class MessageParser(ToolParser):
 
     If the recipient is not a known function, the head decides whether the text is content or reasoning.
 
-    begins: Texts that begin a head.
-    head_parts: Markers within a head.
-    head_closes: Marker that ends a head.
-    ends: Markers that end a message.
     breaks: Markers that end a message and begin the next message.
     """
 
@@ -36,10 +32,7 @@ class MessageParser(ToolParser):
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return the length of a head that has no `head_closes`, and the kind of the message's text.
-
-        Return None if the message has no such head.
-        """
+        """Return (length of a head without `head_closes`, kind of the message's text), or None."""
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:

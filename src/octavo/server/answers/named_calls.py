@@ -24,7 +24,7 @@ _INDEX_RULE = "/[0-9]{1,3}/"
 class NamedFormat(SectionFormat):
     """A call is `call_opens`, a head, `arguments_open`, the arguments and `call_closes`.
 
-    head: Template of a head, with {name} and {index}. head_pattern: Pattern of a head.
+    head: Template of a head, with {name} and {index}.
     """
 
     head: ClassVar[str] = "{name}"

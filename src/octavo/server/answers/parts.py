@@ -40,8 +40,7 @@ class Part:
 class ReasoningForm:
     """The markers around a model family's reasoning.
 
-    is_found_by_opens: True to detect the form by `opens`, because chat templates of other families also contain
-    `closes`.
+    is_found_by_opens: True to detect the form by `opens`.
     """
 
     name: str

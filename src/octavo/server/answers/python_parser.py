@@ -36,7 +36,7 @@ class PythonParser(ValueParser):
     def _has_next_call(self) -> Wait[bool]:
         if self._between:
             return (yield from super()._has_next_call())
-        char = yield from self._skip_space()  # every text starts with "", the end of the answer
+        char = yield from self._skip_space()  # "" at the answer's end, and every text starts with ""
         return not self._closes.startswith(char)
 
     def _named_values(self, call: Call) -> Wait[None]:

@@ -46,7 +46,7 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content, including any calls. Such calls may be part of a value."""
+        """Emit the rest of a malformed call as content, including calls in the rest."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):

@@ -41,10 +41,7 @@ class TemplateProbe:
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render the prompt and the call.
-
-        render: Function that renders messages. Raises `RequestError` if the template refuses the messages.
-        """
+        """Render the prompt and the call."""
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])

@@ -39,7 +39,6 @@ class ToolFormat:
     client asks for parallel calls.
     frames_content: True if markers also enclose content. The parser then also reads answers to requests without tools.
     describes_tools: True if chat templates do not render tools. `messages_with_tools` then writes the tools as text.
-    reserved_names: Names that no tool may have.
     token_name: Function that returns a token's name in a grammar, such as `<[123]>`, or None if the text is not one
     token.
     """
@@ -153,7 +152,7 @@ def ordered_rules(place: str, are_needed: Sequence[bool], separator: str) -> lis
 
 
 def object_rules(functions: Sequence[Function], name_key: str, arguments_key: str, before: str = "") -> str:
-    """Return rules for calls that are JSON objects. before: Rules for members before the name."""
+    """Return rules for calls that are JSON objects."""
     rules = [choice_of(len(functions)), "COLON: /: ?/", "COMMA: /, ?/"]
     for index, function in enumerate(functions):
         name, value, arguments = (json.dumps(json.dumps(text)) for text in (name_key, function.name, arguments_key))

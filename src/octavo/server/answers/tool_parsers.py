@@ -33,8 +33,7 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """Reads {"name": ..., "parameters": ...}. Semicolons or line feeds separate several calls.
 
-    After other text, an object is a call only if it begins with the name and the arguments, because an object of
-    another form may be a tool's description.
+    After other text, an object is a call only if it begins with the name and the arguments.
     """
 
     opener = "<|python_tag|>"

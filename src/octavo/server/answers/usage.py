@@ -34,7 +34,7 @@ class Receipt(Struct):
 
     computed_tokens: Positions that the model computed.
     recomputed_tokens: Positions computed again after a preemption, and rejected drafts.
-    wasted_tokens: Tokens after a stop string that the same step generated. No field counts later steps.
+    wasted_tokens: Tokens that the step of the stop string generated after the stop string.
     """
 
     computed_tokens: int = 0

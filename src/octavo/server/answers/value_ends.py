@@ -87,8 +87,8 @@ class TagEnd:
     """Ends a value at its closing tag, or before another marker.
 
     - A closing tag ends the value only if an argument, the end of the call or the end of the answer follows.
-    - If the closing tag is missing, the value ends before the end of the call, or before an argument that is in the
-      schema and not yet in the call.
+    - If the closing tag is missing, the value ends before the call's closing marker, or before an argument that is in
+      the schema and not yet in the call.
 
     call_starts: Opening texts of the arguments that may follow.
     is_text: False if the value is JSON, which contains no tag.
@@ -113,7 +113,7 @@ class TagEnd:
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._call_starts, self._opens, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
-        # Markers that begin a call, in order. "" represents the name. One of `_call_follows` must come next.
+        # Markers that begin a call, in order. "" represents the name. A text of `_call_follows` must follow.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
         self._num_open = 0  # open calls within the value
@@ -254,7 +254,7 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if the marker ends the call, because a marker of a call or section follows directly."""
+        """Return True if the marker at `place` ends the call, because the marker of a call or section comes next."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:
@@ -283,7 +283,7 @@ class TagEnd:
 
         The tag ends the value in these cases:
         - A known argument follows.
-        - Exactly the text that the format writes after a value follows.
+        - The text after the tag is exactly the text that the format writes after a value.
         - No later closing tag can end the value.
         """
         if follows == "head":
@@ -323,7 +323,7 @@ class TagEnd:
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
         """Return the kind of the text after a closing tag.
 
-        - "head": A known argument begins, or the answer ends here or within a marker.
+        - "head": A known argument begins, or the answer ends before a marker is complete.
         - "argument": An unknown argument begins, or the closing tag is repeated.
         - "end": The call or its section ends.
         - "": None of these.
@@ -383,7 +383,6 @@ class TagEnd:
         return place - is_line, place
 
     def _ends_in_part_of_tag(self, written: str, num_chars: int) -> bool:
-        """Return True if a text ends with at least `num_chars` characters of a damaged closing tag."""
         pad, closes, size = "\n" if self._is_padded else "", self._closes, len(self._closes)
         nums = range(num_chars, size)
         parts = tuple(pad + closes[:end] + closes[size - num + end :] for num in nums for end in range(num + 1))

@@ -48,7 +48,7 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 class Conversation:
     """A conversation.
 
-    options: arguments of the chat template. field: the API's name of the field with the messages, for errors.
+    options: arguments of the chat template. field: the API's field that contains the messages, for errors.
     prediction: the answer that the client predicts, or "".
     """
 
@@ -152,7 +152,10 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the chat template's arguments to continue the assistant's last message, or to begin a new message."""
+    """Return the chat template's arguments for an answer.
+
+    They continue the last message if its role is assistant, and otherwise begin a new message.
+    """
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 
@@ -173,7 +176,7 @@ def template_options(request: ChatFields) -> dict[str, Any]:
 def template_arguments(
     arguments: dict[str, Any] | None, reserved: set[str] = _RESERVED_TEMPLATE_NAMES | _GENERATION
 ) -> dict[str, Any]:
-    """Return vLLM's chat_template_kwargs. reserved: names that clients must not set."""
+    """Return the template arguments in vLLM's field chat_template_kwargs. reserved: names that clients must not set."""
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
         raise RequestError(f"chat_template_kwargs must not set {min(refused)}", parameter="chat_template_kwargs")
@@ -185,8 +188,8 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation with the chat template, and tokenize the text.
 
-    is_prompt: True to refuse a prompt that fills the context, without room for an answer. Returns the prompt's text and
-    token ids, and the token ids of the prediction if the engine uses draft tokens.
+    is_prompt: True to refuse a prompt that fills the whole context. Returns the prompt's text and token ids, and the
+    token ids of the prediction if the engine uses draft tokens.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 

@@ -24,7 +24,7 @@ _MAX_LOOKED_AT = 1000
 class As:
     """An alias of the field `name`. The name `a.b` means the key b in the object a.
 
-    nothing: values that, like null, are ignored.
+    nothing: values that are ignored like null.
     """
 
     name: str

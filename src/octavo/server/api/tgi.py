@@ -311,7 +311,7 @@ class GenerateReply:
             last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
-        """Return b"", because the last event was sent."""
+        """Return b"", because the last event was already sent."""
         return b""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:

@@ -43,8 +43,8 @@ _UNSUPPORTED_BACK: dict[str, tuple[Any, ...]] = {
 class TokenizeRequest(ChatFields, Aliased, Body):
     """A text, or messages for the chat template.
 
-    prompt: a text, to which special tokens are added by default. content: a text under llama.cpp's name, to which
-    special tokens are added only if add_special is true. Fields of a chat that do not change the prompt are ignored.
+    prompt: a text. Special tokens are added by default. content: llama.cpp's name for a text. Special tokens are added
+    only if add_special is true. Fields of a chat that do not change the prompt are ignored.
     """
 
     model: str | None = None

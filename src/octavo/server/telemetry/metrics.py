@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from octavo.http.metrics import counter, gauge
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.data.capacity import EngineCapacity
     from octavo.data.draft_stats import DraftStats
+    from octavo.data.expert_stats import ExpertStats
     from octavo.data.metrics import EngineStats, Histogram
     from octavo.server.service import Service
 
@@ -98,6 +99,11 @@ _DRAFT_POSITIONS = (
     ("num_draft_tokens_per_pos", "Draft tokens by position in the draft."),
     ("num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft."),
 )
+_EXPERT_COUNTERS = (
+    ("num_tokens", "expert_tokens", "Tokens, once for each chosen expert."),
+    ("num_reads", "expert_reads", "Experts with tokens, summed over steps."),
+    ("read_bytes", "expert_read_bytes", "Bytes of their weights."),
+)
 _STORE_GAUGES = (
     ("num_blocks", "blocks", "Blocks in a KV store."),
     ("num_bytes", "bytes", "Bytes in a KV store."),
@@ -152,6 +158,8 @@ class EngineCollector(Collector):
         yield from _capacity(engine.client.capacity, model)
         yield from _tiers(stats, engine.client.capacity, model)
         yield from _drafts(stats.drafts, model)
+        if stats.expert_tokens is not None:
+            yield from _experts(stats.experts, model)
         yield from _stores(stats, model)
         for attribute, name, text in _HISTOGRAMS:
             yield _histogram(name, text, model, getattr(stats, attribute))
@@ -198,6 +206,15 @@ def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
     for attribute, text in _DRAFT_POSITIONS:
         counts = [([*model, str(place)], count) for place, count in enumerate(list(getattr(drafts, attribute)))]
         yield counter(f"spec_decode_{attribute}", text, [*_MODEL, "position"], counts)
+
+
+def _experts(experts: ExpertStats, model: list[str]) -> Iterator[Metric]:
+    for attribute, name, text in _EXPERT_COUNTERS:
+        yield counter(name, text, _MODEL, [(model, getattr(experts, attribute))])
+    text = "Tokens of layers' busiest experts, divided by the layers' means, by step."
+    family = SummaryMetricFamily("octavo:expert_imbalance", text, labels=_MODEL)
+    family.add_metric(model, experts.num_steps, experts.imbalance)
+    yield family
 
 
 def _stores(stats: EngineStats, model: list[str]) -> Iterator[Metric]:

@@ -31,8 +31,8 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Return the index of the first block that lacks a part which the token at position `num_tokens` reads.
+    """Check that blocks have all parts that the token at position `num_tokens` reads.
 
-    If no part is lacking, return `len(blocks)`.
+    Return the index of the first block that lacks such a part, or `len(blocks)`.
     """
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

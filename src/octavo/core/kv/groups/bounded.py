@@ -3,7 +3,7 @@
 A request holds only the blocks that later tokens can still read. A block of a bounded group is called a part of the
 first group's block with the same positions.
 
-If blocks are reserved for a request, its new blocks are private: lookups find these blocks only after their release.
+Lookups find a private block only after its release. If blocks are reserved for a request, its new blocks are private.
 If too few blocks are free for the reservation, the blocks of the request's prefix hit become private, too.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class BoundedGroup:
     """A `KVGroup` with a limit on the number of positions that a token attends to.
 
-    on_evict: Called with the first group's block before its part is evicted.
+    on_evict: Called with the first group's block before the block's part is evicted.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class BoundedGroup:
         return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
 
     def num_needed(self, found: Sequence[Block], num_read: int, num_all_blocks: int) -> int:
-        """Return how many free or cached blocks a new request takes at most."""
+        """Return the maximum number of free or cached blocks that a new request takes."""
         first = self.first_read(num_read)
         _, num_unheld = self._read(found[first:])
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
@@ -146,7 +146,7 @@ class BoundedGroup:
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """See `KVGroup`. Blocks for one step stay unreserved. A single reservation always fits."""
+        """See `KVGroup`. Blocks for one step are never reserved. If `is_only`, the result is True."""
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
@@ -206,9 +206,9 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        Later prefix hits rarely need released blocks, so these blocks are evicted before other cached blocks.
-        Exceptions are blocks of the request's prefix hit, and blocks that the token after the last full block reads.
-        Each released private block is replaced by a block for a later position, if the first group has such a block.
+        Released blocks are evicted before other cached blocks, with two exceptions: blocks of the request's prefix hit,
+        and blocks that are read by the token after the last full block. A released private block is replaced by a block
+        for a later position, if the first group has a block for that position.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -242,7 +242,6 @@ class BoundedGroup:
         self._release(block_id for block_id in reversed(block_ids) if block_id != NO_BLOCK)
 
     def _release(self, block_ids: Iterable[int]) -> int:
-        """Release blocks. Return how many private blocks have no holder now."""
         num_private = 0
         for block_id in block_ids:
             if self._num_holders[block_id] <= 0:
@@ -261,7 +260,7 @@ class BoundedGroup:
         return num_private
 
     def block_forgotten(self, block: Block) -> None:
-        """Discard a block's part, because lookups no longer find the block. A held part becomes free when released."""
+        """Discard a block's part. If a request holds the part, the part becomes free when it is released."""
         block_id = self._id_of.get(block.block_id)
         if block_id is None:
             return
@@ -271,7 +270,10 @@ class BoundedGroup:
             self._free.append(block_id)
 
     def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Move the part of `block` to `canonical`, the indexed block with the same content, if that block has none."""
+        """Move the part of `block` to `canonical`, unless `canonical` has a part.
+
+        canonical: The indexed block with the same content.
+        """
         block_id = self._id_of.get(block.block_id)
         if block_id is not None and canonical.block_id not in self._id_of:
             self._separate(block_id)

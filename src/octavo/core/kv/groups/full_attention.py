@@ -92,7 +92,7 @@ class FullAttentionGroup:
         sequence.block_tables[0] += [block.block_id for block in new_blocks]
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Do nothing, because later tokens read all blocks."""
+        """Do nothing."""
 
     def clear(self, sequence: TokenSequence) -> None:
         """See `KVGroup`."""

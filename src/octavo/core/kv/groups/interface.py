@@ -18,7 +18,7 @@ class Claim(NamedTuple):
     first: int  # table index of the first needed block
     found: list[int]  # ids of found blocks from `first` on
     num_new: int  # blocks to allocate after the found blocks
-    num_unheld: int  # number of new blocks, plus found blocks that no request holds
+    num_unheld: int  # number of new blocks, plus number of found blocks that no request holds
     is_private: bool = False  # new blocks are private until their release
     is_found_private: bool = False  # found blocks that no request holds become private, too
 
@@ -56,13 +56,13 @@ class KVGroup(Protocol):
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of this group's block with the same positions as `block`, or None if evicted."""
+        """Return the id of this group's block with the positions of `block`, or None if it was evicted."""
         ...
 
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
     ) -> Claim:
-        """Return the blocks that a request needs, without changing anything.
+        """Return the blocks that a request needs. Changes nothing.
 
         found: The prefix hit's blocks in the first group.
         num_read: Position of the next token to compute.
@@ -85,7 +85,7 @@ class KVGroup(Protocol):
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
         """Return True if `num_blocks` can be reserved in total.
 
-        num_saved: Number of blocks that saves may pin in addition.
+        num_saved: Number of further blocks that saves may pin.
         is_only: True if no other request has a reservation.
         """
         ...

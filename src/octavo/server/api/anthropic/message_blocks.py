@@ -127,7 +127,6 @@ def _read_answer(blocks: list[Placed]) -> Message:
 
 
 def _read_turn(role: str, blocks: list[Placed]) -> list[Message]:
-    """Convert a turn. Each tool result becomes a message."""
     types = USER_BLOCKS if role == "user" else SYSTEM_BLOCKS
     kinds = [(types.check(block, place), block, place) for block, place in blocks]
     messages: list[Message] = []

@@ -331,7 +331,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Return a hash, because clients send back only thoughts that have a signature."""
+    """Return a hash as signature of the thoughts. Clients send back only thoughts that have a signature."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

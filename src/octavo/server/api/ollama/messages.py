@@ -13,7 +13,7 @@ def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
     """Check Ollama's messages and convert them to OpenAI's messages.
 
     Some chat templates require an id for each tool call, but clients may omit ids. A missing id is made from the call's
-    position, so a call has the same id in every request.
+    position.
     """
     open_calls: dict[Any, Any] = {}  # tool names of the calls without results, by id
     return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])
@@ -48,7 +48,6 @@ def _with_id(call: Any, candidates: str) -> Any:
 
 
 def _tools_by_id(calls: list[Any]) -> dict[str, Any]:
-    """Map ids to tool names. Malformed calls are omitted."""
     named = [call for call in calls if isinstance(call, dict) and isinstance(call["id"], str)]
     functions = [call.get("function") for call in named]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]

@@ -56,7 +56,7 @@ _LAST_N = 64
 _PENALTY_RANGE: dict[str, tuple[Any, ...]] = {"repeat_last_n": Off(-1, 0, _LAST_N)}
 _NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 _NO_LIMIT = (-2, 0)  # like -1, no limit except the context length
-# A duration of zero, as in Go.
+# A duration of zero in Go's syntax.
 _ZERO_TIME = re.compile(r"[+-]?(?:0|(?:(?:0++(?:\.0*+)?|\.0++)(?:ns|us|\u00b5s|\u03bcs|ms|s|m|h))+)")
 _CLIENT_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "logprobs": "top_logprobs"}
 
@@ -176,8 +176,6 @@ class PromptRequest(AnswerRequest):
 
 
 class _VectorsRequest(Body):
-    """An embedding request."""
-
     model: str
     options: dict[str, Any] | None = None
 

@@ -120,7 +120,7 @@ class ChatReply(OpenAIReply[ChatChunkChoice, ChatCompletionChunk]):
         answer = self._answers[update.choice]
         delta = answer.grow(completion)
         token_ids = completion.token_ids if self._request.return_token_ids else None
-        # If all text is content, each step sends a chunk, even without text, so that clients see when tokens arrive.
+        # If all text is content, each step sends a chunk, even without text.
         is_step = self._form.is_plain and not completion.finished
         if delta is None and not (update.is_first or completion.logprobs or token_ids or is_step):
             return None
@@ -232,7 +232,10 @@ class _Answer:
         return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return "tool_calls" for a complete answer with calls, unless tool_choice names the function."""
+        """Return the finish reason.
+
+        A complete answer with calls has "tool_calls", unless tool_choice names the function.
+        """
         is_call = self._has_calls and self._toolbox.named is None
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 

@@ -74,7 +74,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         raise NotImplementedError
 
     def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Complete first chunks."""
+        """Complete a choice's first chunk."""
 
     def _counted(self, usage: Usage) -> Usage:
         return usage

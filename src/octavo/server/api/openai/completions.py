@@ -73,7 +73,7 @@ async def create_completion(service: Service, http_request: Request, request: Co
             deadline=http_request.state.deadline,
             **openai_options(request, "prompt"),
         )
-        if request.prompt_logprobs is None:  # only an echo with logprobs sets it
+        if request.prompt_logprobs is None:  # then only an echo with logprobs sets prompt_logprobs
             job.client_names["prompt_logprobs"] = job.client_names.get("logprobs", "logprobs")
         return await answer(service, http_request, job, CompletionReply(job, echo, request))
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from octavo.server.answers.parts import Part
     from octavo.server.api.openai.token_places import TokenPlace, TokenPlaces
 
-    Piece: TypeAlias = Callable[[int], str | bytes]  # text of a token id, also of a special token
+    Piece: TypeAlias = Callable[[int], str | bytes]  # returns a token's text, even for a special token
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
-Position = dict[int, "Logprob"]  # by token id, first the token at the position
+Position = dict[int, "Logprob"]  # by token id; the first entry is the token at the position
 _LOWEST = -9999.0  # as in vLLM, replaces -infinity, which JSON lacks
 
 
@@ -45,14 +45,14 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs log probabilities with the places of their tokens in the text, once these places are known."""
+    """Pairs each token's log probabilities with the token's place in the text. A place may become known later."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return (place, log probabilities) for each added token whose place became known.
+        """Add tokens. Return (place, log probabilities) for each token that got a place.
 
         is_over: True for the last tokens.
         """
@@ -76,7 +76,7 @@ class ContentLogprobs:
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_returned = False  # True if `take` has returned the first of the tokens
+        self._is_returned = False  # `take` has returned the first of `_tokens`
 
     def add(self, completion: CompletionOutput) -> None:
         """Add tokens."""
@@ -115,7 +115,7 @@ def completion_logprobs(
     """Convert the log probabilities of a completion choice.
 
     positions: log probabilities at each token. The first token of an echoed prompt has None. The prompt's other tokens
-    have `TokenLogprobs`, because making objects for up to 40,000 alternatives would take too long.
+    have `TokenLogprobs`.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))
@@ -165,7 +165,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         entries = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, entries, strict=True))
-        by_id[names[0]] = entries[0]  # in a tie, the chosen token's rank may differ
+        by_id[names[0]] = entries[0]  # the chosen token may occur twice, in a tie with another rank
         result.append(by_id)
     return result
 

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's API, as msgspec structs. Pydantic models would take ten times as long to encode."""
+"""Answers of OpenAI's API, as msgspec structs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """Whether a stream has token counts in its last event, and whether each event has them."""
+    """Options that add token counts to a stream's last event, or to each event."""
 
     model_config = ConfigDict(strict=True)
 
@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingControls(Body):
-    """Fields that control sampling. Each field means the same as the field of `SamplingParams` with this name."""
+    """Fields that control sampling. Each field means the same as the equally named field of `SamplingParams`."""
 
     seed: Annotated[int, within("seed")] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
@@ -164,7 +164,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
     def client_names(self, **names: str) -> dict[str, str]:
         """Map the engine's field names to the names in the client's request.
 
-        names: the API's names of fields that the engine names differently.
+        names: Maps engine fields to the API's names of these fields.
         """
         return {**self._sent_as, **{engine_name: self._sent_as.get(name, name) for engine_name, name in names.items()}}
 

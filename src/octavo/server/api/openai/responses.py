@@ -73,7 +73,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _NESTED = {
     "prompt_cache_options": fields(
         harmless=each(CACHE, "comparison_response_id", "mode", "ttl"),
-        prewarm=(None, False),  # true asks for no answer
+        prewarm=(None, False),  # with true, the client wants no answer
     ),
     "reasoning": fields(
         "effort",

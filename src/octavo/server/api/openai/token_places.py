@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from octavo.engine.tokenizer_interface import DetokenizerFactory
 
 BYTES = "bytes:"  # prefix of bytes that are not UTF-8
-_MOST_SKIPPED_BYTES = 32  # bytes between two tokens of a prompt
+_MOST_SKIPPED_BYTES = 32  # largest gap between two tokens in a prompt's text
 _CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a character
 
 
@@ -145,8 +145,7 @@ def _continues(data: bytes, position: int) -> bool:
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
     """Find the places of a prompt's tokens in the prompt's text.
 
-    The tokens' joined text may differ from the prompt, because a tokenizer may add a space. A token that is not found
-    gets 0 characters.
+    The tokens' joined text may differ from the prompt. A token that is not found gets 0 characters.
     """
     data, places, position = prompt.encode(), [], 0
     num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]

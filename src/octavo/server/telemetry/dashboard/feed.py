@@ -15,6 +15,7 @@ from octavo.errors import ConfigError, EngineDeadError, QueueFullError
 from octavo.http.errors import NotFoundError
 from octavo.journal.explain import explain
 from octavo.server.telemetry.dashboard.cursor import Cursor
+from octavo.server.telemetry.dashboard.experts import ExpertMap
 from octavo.server.telemetry.dashboard.tiers import tier_rows
 from octavo.server.telemetry.dashboard.view import LiveView
 
@@ -61,10 +62,11 @@ class Dashboard:
         The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Each
         frame is made after the previous frame was sent, so frames do not accumulate for slow viewers.
         """
-        cursor = Cursor(await self._open())
+        cursor, experts = Cursor(await self._open()), ExpertMap()
         yield _event("hello", self._hello())
         while not self._service.is_closing and (now := self._service.present(tenant)) and now.read_metrics:
-            yield _event("frame", {**self._state(), **cursor.frame()})
+            loads = experts.changed(self._service.engine.client.stats.expert_tokens)
+            yield _event("frame", {**self._state(), "experts": loads, **cursor.frame()})
             await asyncio.sleep(SNAPSHOT_INTERVAL_S)
         yield _event("bye", {})
 

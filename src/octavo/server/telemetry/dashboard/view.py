@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.data import events
 from octavo.data.draft_stats import DraftStats
+from octavo.data.expert_stats import ExpertStats
 from octavo.data.recent_events import RecentEvents
 from octavo.data.snapshot import BlockState
 
@@ -65,6 +66,7 @@ class Second:
     usage: float = 0.0
     loaded_bytes: int = 0
     saved_bytes: int = 0
+    experts: ExpertStats = field(default_factory=ExpertStats)
     ttft: Times | None = field(default_factory=Times)  # None after `settle`
     itl: Times | None = field(default_factory=Times)
     percentiles: tuple[float | None, ...] = ()
@@ -76,7 +78,7 @@ class Second:
 
     def row(self, second: int) -> list[float | None]:
         """Return chart data."""
-        times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes)
+        times, moved = self._percentiles(), (self.loaded_bytes, self.saved_bytes, self.experts.read_bytes)
         return [second, self.prefill, self.generated, self.running, self.waiting, round(self.usage, 4), *times, *moved]
 
     def _percentiles(self) -> tuple[float | None, ...]:
@@ -241,6 +243,7 @@ class LiveView:
             "preemptions": self.num_preemptions,
             "cache_hits": round(self.num_hit / self.num_queried, 4) if self.num_queried else None,
             "drafts": self._draft_figures(),
+            "experts": _expert_figures(last),
         }
 
     def _draft_figures(self) -> dict[str, Any] | None:
@@ -303,18 +306,25 @@ class LiveView:
             case events.PrefixCacheQueried():
                 self.num_queried += event.num_query_tokens
                 self.num_hit += event.num_hit_tokens
-            case events.KVSaveEnded():
-                self._second(event.time).saved_bytes += sum(move.num_bytes for move in event.moves)
-            case events.HostBlocksCopied():
-                second = self._second(event.time)
-                second.saved_bytes += event.saved.num_bytes
-                second.loaded_bytes += event.loaded.num_bytes
             case events.KVLoadEnded():
                 self._second(event.time).loaded_bytes += sum(move.num_bytes for move in event.moves)
             case events.RequestEvent():
                 shown = self._shown.get(event.request_id)
                 if shown is not None:  # otherwise the request began before the first snapshot
                     self._follow_one(shown, event)
+            case _:
+                self._follow_bytes(event)
+
+    def _follow_bytes(self, event: Event) -> None:
+        match event:
+            case events.ExpertsComputed():
+                self._second(event.time).experts.add(event.load)
+            case events.KVSaveEnded():
+                self._second(event.time).saved_bytes += sum(move.num_bytes for move in event.moves)
+            case events.HostBlocksCopied():
+                second = self._second(event.time)
+                second.saved_bytes += event.saved.num_bytes
+                second.loaded_bytes += event.loaded.num_bytes
 
     def _follow_one(self, shown: Shown, event: events.RequestEvent) -> None:
         match event:
@@ -397,6 +407,19 @@ class LiveView:
             name = self._ended.popleft()
             if name not in self._ended and self._shown[name].ended is not None:  # otherwise the id was reused
                 del self._shown[name]
+
+
+def _expert_figures(seconds: list[Second]) -> dict[str, float] | None:
+    total = ExpertStats()
+    for each in seconds:
+        total.add(each.experts, each.experts.num_steps)
+    if not total.num_steps:
+        return None
+    return {
+        "tokens_per_read": round(total.tokens_per_read, 2),
+        "step_bytes": total.read_bytes // total.num_steps,
+        "imbalance": round(total.imbalance / total.num_steps, 2),
+    }
 
 
 def percentile(values: list[float], share: float) -> float | None:

@@ -3,6 +3,7 @@
 import { BlockMap } from "./blocks.js";
 import { Chart } from "./charts.js";
 import { setModel } from "./chat.js";
+import { ExpertPanel } from "./experts.js";
 import { follow } from "./feed.js";
 import { count, duration, percent } from "./format.js";
 import { RequestTable, isLive } from "./requests.js";
@@ -17,7 +18,7 @@ let offset = 0; // wall-clock time minus the engine's clock, in seconds
 const name = (number) => names.get(number) ?? "a request of before";
 
 // Columns of a row of the feed: time, prompt tokens, generated tokens, running, waiting, use, then p50 and p99 of both,
-// bytes loaded and saved.
+// bytes loaded and saved, bytes of experts' weights.
 const charts = [
   new Chart(at("chart-tokens"), [
     { label: "generated", column: 2, style: "first" },
@@ -39,6 +40,7 @@ const charts = [
     { label: "read", column: 10, scale: 2 ** -20, style: "first" },
     { label: "written", column: 11, scale: 2 ** -20, style: "second" },
   ]),
+  new Chart(at("chart-experts"), [{ label: "read", column: 12, scale: 2 ** -20, style: "first" }]),
 ];
 const timeline = new Timeline(at("timeline"), name, (number) => !live.has(number));
 const blocks = new BlockMap(
@@ -46,6 +48,11 @@ const blocks = new BlockMap(
   at("block-note"),
   ["num-free", "num-cached", "num-owned", "num-shared"].map(at),
   name,
+);
+const experts = new ExpertPanel(
+  at("experts"),
+  at("expert-map"),
+  ["expert-tokens", "expert-bytes", "expert-imbalance"].map(at),
 );
 const tiers = new TierTable(at("tiers"));
 const table = new RequestTable(at("requests").tBodies[0], at("no-requests"));
@@ -87,6 +94,7 @@ function takeFrame(frame) {
   showMoment(frame);
   if (frame.blocks !== null) blocks.update(frame.blocks);
   timeline.add(frame.steps, frame.steps_left_out);
+  experts.update(frame.experts, frame.moment.experts);
   if (document.hidden) return; // the page is not visible
   if (frame.is_first || frame.steps.length) timeline.draw();
   if (frame.is_first || frame.blocks !== null) blocks.draw();
