@@ -29,6 +29,13 @@ def _bind(kernel):
     return jitted.params, create_function_from_signature(jitted.signature, jitted.params, _BACKEND)
 
 
+@functools.cache
+def _launched(kernel):
+    from octavo.kernels.triton.launch import Kernel
+
+    return Kernel(kernel.fn, **kernel.kwargs)
+
+
 def key_of(kernel, args, options):
     """Return what Triton would compile a kernel for: parameters with types and properties, or with their values."""
     params, bind = _bind(kernel)
@@ -66,10 +73,16 @@ def launches() -> Iterator[set[str]]:
     from octavo.worker import model_runner
     from octavo.worker.host_copies import PinnedMemory
 
-    keys = set()
+    keys, found = set(), {}
 
     def launch(kernel, *args, grid, warmup, **options):
         key = key_of(kernel, args, options)
+        launched = _launched(kernel)
+        constants = [each.name for each in launched.params[len(args) :]]
+        assert all(each.is_constexpr for each in launched.params[len(args) :]), "an argument is not positional"
+        assert options.keys() >= set(constants), "a constant is not a keyword"
+        own = (kernel.__name__, *launched.specialization(args), *options.items())
+        assert found.setdefault(own, key) == key, "a launch would use another compiled kernel"
         hook = triton.knobs.runtime.jit_post_compile_hook
         if key not in keys and hook is not None:
             hook(fn=SimpleNamespace(name=kernel.__name__), key=key)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.exponentials import exponential
+from octavo.kernels.triton.launch import cdiv, kernel, power_of_2_from
 from octavo.kernels.triton.rounding import round_to
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ def add_experts(
     """See `octavo.kernels.operations.add_experts`."""
     (num_rows, size), num_chosen, height = out.shape, ids.shape[1], (num_experts - 1).bit_length()
     has_shared, has_gate = bool(shared.numel()), bool(shared_gate.numel())
-    _add_experts[num_rows, triton.cdiv(size, _BLOCK)](
+    _add_experts[num_rows, cdiv(size, _BLOCK)](
         outputs, ids, places, weights, shared if has_shared else outputs, shared_gate if has_gate else weights, out,
-        size, NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, HEIGHT=height, LANES=triton.next_power_of_2(num_chosen),
-        STACK=triton.next_power_of_2(max(1, min(height, num_chosen - 1))), HAS_SHARED=has_shared, HAS_GATE=has_gate,
+        size, NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, HEIGHT=height, LANES=power_of_2_from(num_chosen),
+        STACK=power_of_2_from(max(1, min(height, num_chosen - 1))), HAS_SHARED=has_shared, HAS_GATE=has_gate,
         BLOCK=_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -62,7 +63,7 @@ def _highest_bit(x):
     return x - (x >> 1)
 
 
-@triton.jit
+@kernel
 def _add_experts(
     outputs_ptr, ids_ptr, places_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, size,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, HEIGHT: tl.constexpr, LANES: tl.constexpr,

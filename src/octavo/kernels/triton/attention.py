@@ -18,6 +18,7 @@ import triton.language as tl
 from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales
 from octavo.kernels.triton.e4m3 import as_bytes, to_float32
 from octavo.kernels.triton.exponentials import hyperbolic_tangent
+from octavo.kernels.triton.launch import cdiv, kernel, power_of_2_from
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.matmul import num_processors
 from octavo.kernels.triton.rounding import dot, round_to
@@ -60,7 +61,7 @@ def paged_attention(
     num_seqs, num_kv_heads, value_dim = batch.seq_lens.shape[0], k_cache.shape[1], v_cache.shape[3]
     group = num_heads // num_kv_heads
     out = (q.new_zeros if batch.has_padding_rows else q.new_empty)(num_tokens, num_heads * value_dim)
-    max_partitions = triton.cdiv(batch.block_tables.shape[1] * batch.block_size, PARTITION)
+    max_partitions = cdiv(batch.block_tables.shape[1] * batch.block_size, PARTITION)
     split_tokens = _split_tokens(num_tokens, num_seqs, num_heads, num_kv_heads, value_dim, max_partitions)
     partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, value_dim, q)
     has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
@@ -71,10 +72,10 @@ def paged_attention(
     num_tiles = num_tokens * group // BLOCK_M + num_seqs  # at most
     num_sharers = min(
         num_seqs * split_tokens * max_partitions,
-        triton.cdiv(_SHARERS_PER_PROCESSOR * num_processors(batch.seq_lens.device), num_kv_heads),
+        cdiv(_SHARERS_PER_PROCESSOR * num_processors(batch.seq_lens.device), num_kv_heads),
     )
     sink_scores = partials[1] if sinks is None else sinks
-    _attend[num_tiles + num_sharers, num_kv_heads, triton.cdiv(value_dim, block_v)](
+    _attend[num_tiles + num_sharers, num_kv_heads, cdiv(value_dim, block_v)](
         out, *partials, q, as_bytes(k_cache), as_bytes(v_cache), k_scales, v_scales, sink_scores,
         batch.query_start, batch.seq_lens, batch.block_tables,
         num_seqs, num_tiles, split_tokens, max_partitions, scale if softcap is None else scale / softcap,
@@ -90,7 +91,7 @@ def paged_attention(
         _merge_partitions[num_seqs * split_tokens, num_heads](
             out, *partials, batch.query_start, batch.seq_lens, sink_scores,
             split_tokens, max_partitions, _NO_WINDOW if window is None else window,
-            NUM_HEADS=num_heads, VALUE_DIM=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+            NUM_HEADS=num_heads, VALUE_DIM=value_dim, BLOCK_V=max(16, power_of_2_from(value_dim)),
             PARTITION=PARTITION, HAS_SINKS=sinks is not None, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -98,7 +99,7 @@ def paged_attention(
 
 def _tile_dims(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the dimensions of keys and of values in a tile."""
-    piece, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+    piece, block_v = (max(16, power_of_2_from(dim)) for dim in (head_dim, value_dim))
     if piece * dtype.itemsize <= _MAX_ROW_BYTES:
         return piece, block_v
     return _PIECE, min(block_v, _VALUE_BYTES // dtype.itemsize)
@@ -126,7 +127,7 @@ def partial_sums(num_rows: int, num_heads: int, num_partitions: int, head_dim: i
 
 def scratch_bytes(*, num_heads: int, num_kv_heads: int, head_dim: int, max_seq_len: int) -> int:
     """See `Kernels.scratch_bytes`."""
-    partitions = triton.cdiv(max_seq_len, PARTITION)
+    partitions = cdiv(max_seq_len, PARTITION)
     most_seqs = max(1, _SPLIT_PROGRAMS // num_kv_heads)
     return min(_PARTIAL_BYTES, _partial_bytes(most_seqs * _SPLIT_TOKENS, num_heads, partitions, head_dim))
 
@@ -296,7 +297,7 @@ def _sequence_of_item(ends, item):
     return tl.sum(is_before.to(tl.int32)), item - tl.max(tl.where(is_before, ends, 0))
 
 
-@triton.jit(do_not_specialize=_OF_A_RUN)
+@kernel(do_not_specialize=_OF_A_RUN)
 def _attend(
     out_ptr, partials_ptr, partial_weights_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr,
     query_start_ptr, seq_lens_ptr, tables_ptr,
@@ -385,7 +386,7 @@ def _write(place, total_max, total_weight, totals, sink_place, mask, HAS_SINKS: 
     tl.store(place, round_to(result, place.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["split_tokens", "max_partitions", "window"])
+@kernel(do_not_specialize=["split_tokens", "max_partitions", "window"])
 def _merge_partitions(
     out_ptr, partials_ptr, partial_weights_ptr, query_start_ptr, seq_lens_ptr, sinks_ptr,
     split_tokens, max_partitions, window,

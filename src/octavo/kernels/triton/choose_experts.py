@@ -12,6 +12,7 @@ import triton.language as tl
 
 from octavo.kernels.operations.choose_experts import SIGMOID, SOFTMAX, SOFTMAX_OF_CHOSEN
 from octavo.kernels.triton.exponentials import exponential
+from octavo.kernels.triton.launch import kernel, power_of_2_from
 from octavo.kernels.triton.reductions import sum_in_halves
 from octavo.kernels.triton.selection import order_key
 
@@ -38,7 +39,7 @@ def choose_experts(
 ) -> None:
     """See `octavo.kernels.operations.choose_experts`."""
     num_rows, num_experts = logits.shape
-    groups, size = triton.next_power_of_2(num_groups), triton.next_power_of_2(num_experts // num_groups)
+    groups, size = power_of_2_from(num_groups), power_of_2_from(num_experts // num_groups)
     _choose_experts[(num_rows,)](
         logits, bias if bias.numel() else logits, ids, weights, least_sum, scale,
         NUM_EXPERTS=num_experts, NUM_GROUPS=num_groups, NUM_CHOSEN=ids.shape[1], NUM_CHOSEN_GROUPS=num_chosen_groups,
@@ -78,7 +79,7 @@ def _largest(order, count):
     return is_chosen
 
 
-@triton.jit
+@kernel
 def _choose_experts(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, least_sum, scale,
     NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,

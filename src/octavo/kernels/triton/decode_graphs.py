@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 
 from octavo.kernels.interface import AttentionBatch
 from octavo.kernels.triton.graphs import CaptureError
+from octavo.kernels.triton.launch import cdiv, kernel
 from octavo.kernels.triton.rows import take_rows
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class DecodeInputs:
         groups = zip((batch, *batch.more_groups), (self._batch, *self._batch.more_groups), strict=True)
         for given, of_graph in groups:  # copying token ids again is cheaper than another launch
             assert given.block_tables.is_contiguous()
-            _fill_inputs[num_rows * num_seqs, triton.cdiv(width, _BLOCK)](
+            _fill_inputs[num_rows * num_seqs, cdiv(width, _BLOCK)](
                 token_ids, given.positions, given.slot_mapping, given.query_start, given.seq_lens, given.block_tables,
                 self._token_ids, of_graph.positions, of_graph.slot_mapping, of_graph.query_start, of_graph.seq_lens,
                 of_graph.block_tables,
@@ -189,7 +189,7 @@ def _first_of(batch: AttentionBatch, num_seqs: int, num_rows: int, *, has_paddin
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs", "graph_num_rows", "graph_num_seqs", "width", "graph_width"])
+@kernel(do_not_specialize=["num_rows", "num_seqs", "graph_num_rows", "graph_num_seqs", "width", "graph_width"])
 def _fill_inputs(
     token_ids_ptr, positions_ptr, slots_ptr, query_start_ptr, seq_lens_ptr, tables_ptr,
     graph_token_ids_ptr, graph_positions_ptr, graph_slots_ptr, graph_query_start_ptr, graph_seq_lens_ptr,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
+
+from octavo.kernels.triton.launch import cdiv, kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,10 +17,10 @@ _BLOCK = 1024
 def divide(x: Tensor, divisor: float) -> None:
     """See `octavo.kernels.operations.divide`."""
     width = x.shape[-1]
-    _divide[x.numel() // width, triton.cdiv(width, _BLOCK)](x, divisor, width, BLOCK=_BLOCK, enable_fp_fusion=False)
+    _divide[x.numel() // width, cdiv(width, _BLOCK)](x, divisor, width, BLOCK=_BLOCK, enable_fp_fusion=False)
 
 
-@triton.jit
+@kernel
 def _divide(x_ptr, divisor, width, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = column < width

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from octavo.kernels.interface import GATE_LIMIT, GATE_SLOPE
 from octavo.kernels.triton.exponentials import exponential
+from octavo.kernels.triton.launch import cdiv, kernel
 from octavo.kernels.triton.rounding import round_to
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """See `Kernels`."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
-    _gate[num_rows, triton.cdiv(width, _BLOCK)](
+    _gate[num_rows, cdiv(width, _BLOCK)](
         gate_up, out, gate_up.stride(0), width, ACTIVATION=activation, BLOCK=_BLOCK, enable_fp_fusion=False
     )
     return out
@@ -43,7 +44,7 @@ def activated(x, up, ACTIVATION: tl.constexpr):
     return tl.div_rn(x, 1.0 + exponential(-exponent)) * up
 
 
-@triton.jit
+@kernel
 def _gate(gate_up_ptr, out_ptr, stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

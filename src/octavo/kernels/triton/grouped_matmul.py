@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import cdiv, kernel, power_of_2_from
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.matmul import BLOCK_M, BLOCK_N, num_processors, partition_product, tile_options
 from octavo.kernels.triton.rounding import round_to
@@ -25,17 +25,17 @@ def grouped_matmul(
     """See `Kernels`. weights [num_groups, out_features, in_features]."""
     num_rows, width = len(out), x.shape[1]
     num_groups, num_columns, _ = weights.shape
-    row_tiles = triton.cdiv(num_rows, BLOCK_M) + num_groups  # at most
-    tiles = row_tiles * triton.cdiv(num_columns, BLOCK_N)
+    row_tiles = cdiv(num_rows, BLOCK_M) + num_groups  # at most
+    tiles = row_tiles * cdiv(num_columns, BLOCK_N)
     _grouped_matmul[(min(tiles, num_processors(x.device)),)](
         x, weights, out, group_start, group_start if sources is None else sources, row_tiles, num_groups, len(x),
         num_columns, x.stride(0), WIDTH=width, HAS_SOURCES=sources is not None,
-        MOST_GROUPS=triton.next_power_of_2(num_groups), **tile_options(x.dtype, weights.dtype),
+        MOST_GROUPS=power_of_2_from(num_groups), **tile_options(x.dtype, weights.dtype),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["most_row_tiles", "num_x_rows"])
+@kernel(do_not_specialize=["most_row_tiles", "num_x_rows"])
 def _grouped_matmul(
     x_ptr,
     weight_ptr,

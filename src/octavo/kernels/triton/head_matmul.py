@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import cdiv, kernel
 from octavo.kernels.triton.matmul import BLOCK_M, BLOCK_N, partition_product, tile_options
 from octavo.kernels.triton.rounding import round_to
 
@@ -19,14 +19,14 @@ def head_matmul(x: Tensor, weights: Tensor, out: Tensor) -> Tensor:
     num_rows, num_heads, width = x.shape
     num_columns = weights.shape[1]
     if num_rows:
-        _head_matmul[triton.cdiv(num_rows, BLOCK_M), triton.cdiv(num_columns, BLOCK_N), num_heads](
+        _head_matmul[cdiv(num_rows, BLOCK_M), cdiv(num_columns, BLOCK_N), num_heads](
             x, weights, out, num_rows, num_columns, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
             WIDTH=width, **tile_options(x.dtype, weights.dtype),
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _head_matmul(
     x_ptr,
     weight_ptr,

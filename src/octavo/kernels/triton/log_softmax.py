@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
 
 from octavo.kernels.triton.exponentials import exponential
+from octavo.kernels.triton.launch import kernel, power_of_2_from
 from octavo.kernels.triton.noise import logarithm
 from octavo.kernels.triton.reductions import sum_in_halves
 
@@ -23,13 +23,13 @@ _MOST_LANES = 4096
 def log_softmax(logits: Tensor) -> None:
     """See `octavo.kernels.operations.log_softmax`."""
     num_rows, vocab = logits.shape
-    lanes = min(triton.next_power_of_2(vocab), _MOST_LANES)
+    lanes = min(power_of_2_from(vocab), _MOST_LANES)
     _log_softmax[(num_rows,)](
         logits, VOCAB=vocab, LANES=lanes, LEVELS=lanes.bit_length() - 1, num_warps=8, enable_fp_fusion=False
     )
 
 
-@triton.jit
+@kernel
 def _log_softmax(logits_ptr, VOCAB: tl.constexpr, LANES: tl.constexpr, LEVELS: tl.constexpr):
     row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * VOCAB
     lane = tl.arange(0, LANES)[None, :]

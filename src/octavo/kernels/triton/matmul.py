@@ -7,6 +7,7 @@ tools/gpu_check.py.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.e4m3 import to_float32
+from octavo.kernels.triton.launch import cdiv, kernel
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.rounding import dot, round_to
 from octavo.kernels.triton.target import is_amd
@@ -45,9 +47,9 @@ def matmul(
     """
     num_rows, width = x.shape
     num_columns = weight.shape[0]
-    num_partitions = max(1, triton.cdiv(width, PARTITION))
+    num_partitions = max(1, cdiv(width, PARTITION))
     processors = num_processors(x.device)
-    tiles = triton.cdiv(num_rows, BLOCK_M) * triton.cdiv(num_columns, BLOCK_N)
+    tiles = cdiv(num_rows, BLOCK_M) * cdiv(num_columns, BLOCK_N)
     is_split = num_rows <= BLOCK_M and num_partitions > 1 and tiles < processors
     row_scales, column_scales = (x, x) if scales is None else scales
     is_integer, has_bias = scales is not None, bias is not None
@@ -69,7 +71,7 @@ def matmul(
     _multiply_partition[num_partitions, tiles](
         x, weight, partials, column_scales, num_rows, num_columns, x.stride(0), **options
     )
-    _add_partitions[num_rows, triton.cdiv(num_columns, BLOCK_N)](
+    _add_partitions[num_rows, cdiv(num_columns, BLOCK_N)](
         partials, out, bias, row_scales, column_scales, num_rows, num_columns, NUM_PARTITIONS=num_partitions,
         HAS_BIAS=has_bias, IS_INTEGER=is_integer, BLOCK_N=BLOCK_N, enable_fp_fusion=False,
     )  # fmt: skip
@@ -79,8 +81,8 @@ def matmul(
 def partial_bytes_per_row(weight: Tensor) -> int:
     """Return partial sums' bytes per row."""
     num_columns, width = weight.shape
-    num_partitions = triton.cdiv(width, PARTITION)
-    is_split = num_partitions > 1 and triton.cdiv(num_columns, BLOCK_N) < num_processors(weight.device)
+    num_partitions = cdiv(width, PARTITION)
+    is_split = num_partitions > 1 and cdiv(num_columns, BLOCK_N) < num_processors(weight.device)
     return num_partitions * num_columns * 4 if is_split else 0
 
 
@@ -101,8 +103,11 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 def num_processors(device: torch.device) -> int:
     """Return how many programs run simultaneously. In the interpreter these are few, so programs loop."""
-    if device.type == "cpu":
-        return _INTERPRETED_PROCESSORS
+    return _INTERPRETED_PROCESSORS if device.type == "cpu" else _num_processors(device)
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -165,7 +170,7 @@ def _finished(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one binary for any number
+@kernel(do_not_specialize=["num_rows"])  # one binary for any number
 def _matmul(
     x_ptr,
     weight_ptr,
@@ -212,7 +217,7 @@ def _matmul(
         tl.store(place, round_to(result, out_ptr.dtype.element_ty), mask=is_there)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _multiply_partition(
     x_ptr,
     weight_ptr,
@@ -241,7 +246,7 @@ def _multiply_partition(
     tl.store(place, acc, mask=(row < num_rows)[:, None] & (column < num_columns)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _add_partitions(
     partials_ptr,
     out_ptr,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.block_weight import GROUP_VALUES, SUPER_GROUPS, BlockKind
+from octavo.kernels.triton.launch import cdiv, kernel
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.rounding import round_to
 
@@ -35,7 +36,7 @@ def matmul_blocks(
     block_m, block_n, num_warps = (16, 16, 2) if num_rows <= FEW_ROWS else (64, 32, 4)
     low_bits, high_bits, center, subgroups = weight.layout
     stored = weight.scales
-    _matmul_blocks[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, block_n)](
+    _matmul_blocks[cdiv(num_rows, block_m), cdiv(num_columns, block_n)](
         values,
         scales,
         sums,
@@ -117,7 +118,7 @@ def _minimum(place, block_place, is_given, HAS_BLOCK_SCALES: tl.constexpr):
     return minimum
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _matmul_blocks(
     x_ptr,
     x_scales_ptr,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.quantization import GROUP_MULTIPLE, INT4_ZERO, Int4Weight
+from octavo.kernels.triton.launch import cdiv, kernel
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.matmul_blocks import FEW_ROWS
 from octavo.kernels.triton.rounding import round_to
@@ -71,7 +72,7 @@ def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor
     """Write float(values @ weight.T) * (row's scale * column's unit) + bias into contiguous `out`, and return it."""
     num_rows, num_columns = out.shape
     block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64
-    _matmul_int4[triton.cdiv(num_rows, block_m), triton.cdiv(num_columns, _BLOCK_N)](
+    _matmul_int4[cdiv(num_rows, block_m), cdiv(num_columns, _BLOCK_N)](
         values,
         scales,
         weight.values,
@@ -107,7 +108,7 @@ def _add_products(high_acc, low_acc, x, value, group_ptr, offset_ptr, is_column,
     return high_acc, tl.dot(x, tl.trans(low.to(tl.int8)), low_acc, out_dtype=tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _matmul_int4(
     x_ptr,
     scales_ptr,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import cdiv, kernel, power_of_2_from
 from octavo.kernels.triton.reductions import sum_in_halves
 from octavo.kernels.triton.rounding import round_to
 
@@ -47,9 +48,9 @@ def _launch(
 ) -> None:
     width = x.shape[-1]
     num_rows = x.numel() // width
-    lanes = min(triton.next_power_of_2(width), _MOST_LANES)
+    lanes = min(power_of_2_from(width), _MOST_LANES)
     rows = max(1, _VALUES // lanes)
-    _rms_norm[(triton.cdiv(num_rows, rows),)](
+    _rms_norm[(cdiv(num_rows, rows),)](
         x,
         out if residual is None else residual,
         weight,
@@ -75,7 +76,7 @@ def inverse_rms(squares, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr, LEVELS: t
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr,
     residual_ptr,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from octavo.kernels.block_weight import GROUP_VALUES
 from octavo.kernels.rotation import rotation_block
+from octavo.kernels.triton.launch import cdiv, kernel
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.rounding import round_to_whole
 
@@ -55,7 +56,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = torch.empty(num_rows, width, dtype=torch.int8, device=x.device)
     scales = torch.empty(num_groups, num_rows, dtype=torch.float32, device=x.device)
     sums = torch.empty_like(scales)
-    _quantize_groups[num_rows, triton.cdiv(num_groups, _GROUPS)](
+    _quantize_groups[num_rows, cdiv(num_groups, _GROUPS)](
         x, values, scales, sums, x.stride(0), width, num_rows,
         GROUPS=_GROUPS, SIZE=GROUP_VALUES, enable_fp_fusion=False,
     )  # fmt: skip
@@ -92,7 +93,7 @@ def _rounded(x, inverse):
     return tl.where(inverse > 0.0, round_to_whole(x * inverse), 0.0)  # x may be NaN
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _quantize_groups(
     x_ptr, values_ptr, scales_ptr, sums_ptr, x_stride, width, num_rows, GROUPS: tl.constexpr, SIZE: tl.constexpr
 ):
@@ -110,7 +111,7 @@ def _quantize_groups(
     tl.store(values_ptr + row * width + column, value.to(tl.int8), mask=is_given)
 
 
-@triton.jit
+@kernel
 def _quantize_rows(
     x_ptr,
     order_ptr,

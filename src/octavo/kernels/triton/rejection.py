@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
+
+from octavo.kernels.triton.launch import kernel, power_of_2_from
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,14 +30,14 @@ def rejection_sample(
         sampled,
         num_sampled,
         num_speculative_steps + 1,
-        BLOCK=triton.next_power_of_2(num_speculative_steps + 1),
+        BLOCK=power_of_2_from(num_speculative_steps + 1),
         num_warps=1,
         enable_fp_fusion=False,
     )
     return sampled, num_sampled
 
 
-@triton.jit(do_not_specialize=["most"])
+@kernel(do_not_specialize=["most"])
 def _accept_drafts(
     target_ptr, draft_ids_ptr, cu_num_logits_ptr, sampled_ptr, num_sampled_ptr, most, BLOCK: tl.constexpr
 ):

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from octavo.kernels.quantization import ROUNDED_KV_DTYPES, kv_scales
 from octavo.kernels.triton.e4m3 import as_bytes
+from octavo.kernels.triton.launch import cdiv, kernel, power_of_2_from
 from octavo.kernels.triton.norms import inverse_rms
 from octavo.kernels.triton.rope_kv import magnitude_of, rotated, rounded, scale_and_inverse
 from octavo.kernels.triton.rounding import round_to
@@ -33,15 +34,15 @@ def rope_and_write_latents(
 ) -> None:
     """See `octavo.kernels.operations.rope_and_write_latents`. The norm has the bits of `rms_norm`."""
     (num_tokens, num_heads, rotary_dim), rank = q.shape, len(weight)
-    lanes = triton.next_power_of_2(rank)
+    lanes = power_of_2_from(rank)
     has_scales = cache.dtype in ROUNDED_KV_DTYPES
     scales = kv_scales(cache) if has_scales else cos_sin
-    _rope_and_write_latents[num_tokens, triton.cdiv(num_heads, _HEADS) + 1](
+    _rope_and_write_latents[num_tokens, cdiv(num_heads, _HEADS) + 1](
         q, latent, weight, cos_sin, positions, slot_mapping, as_bytes(cache), scales, queries, eps,
         *q.stride()[:2], latent.stride(0), cos_sin.stride(0), cache.stride(0), cache.stride(2),
         scales.stride(0) if has_scales else 0, *queries.stride()[:2],
         NUM_HEADS=num_heads, HEADS=_HEADS, RANK=rank, ROTARY_DIM=rotary_dim, BLOCK_SIZE=cache.shape[2],
-        HALF=triton.next_power_of_2(max(1, rotary_dim // 2)), LANES=lanes, LEVELS=lanes.bit_length() - 1,
+        HALF=power_of_2_from(max(1, rotary_dim // 2)), LANES=lanes, LEVELS=lanes.bit_length() - 1,
         IS_INTERLEAVED=interleaved, HAS_SCALES=has_scales, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -55,7 +56,7 @@ def _rotate_queries(
     tl.store(out + second, y, mask=is_there)
 
 
-@triton.jit
+@kernel
 def _rope_and_write_latents(
     q_ptr, latent_ptr, weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, cache_ptr, scales_ptr, queries_ptr, eps,
     q_stride, q_head_stride, latent_stride, cos_sin_stride, block_stride, row_stride, scales_stride,

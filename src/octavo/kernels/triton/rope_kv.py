@@ -12,6 +12,7 @@ import triton.language as tl
 
 from octavo.kernels.quantization import E4M3_MAX, ROUNDED_KV_DTYPES, kv_scales
 from octavo.kernels.triton.e4m3 import as_bytes, to_e4m3
+from octavo.kernels.triton.launch import cdiv, kernel, power_of_2_from
 from octavo.kernels.triton.rounding import round_to, round_to_whole
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def rope_and_write_kv(
     num_kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
     has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
     k_scales, v_scales = (kv_scales(k_cache), kv_scales(v_cache)) if has_scales else (cos_sin, cos_sin)
-    num_query_blocks = triton.cdiv(num_heads, _HEADS)
-    _rope_and_write_kv[num_tokens, num_query_blocks + triton.cdiv(num_kv_heads, _HEADS)](
+    num_query_blocks = cdiv(num_heads, _HEADS)
+    _rope_and_write_kv[num_tokens, num_query_blocks + cdiv(num_kv_heads, _HEADS)](
         q, k, v, cos_sin, cos_sin if query_scale is None else query_scale, batch.positions, batch.slot_mapping,
         as_bytes(k_cache), as_bytes(v_cache), k_scales, v_scales,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos_sin.stride(0),
@@ -50,8 +51,8 @@ def rope_and_write_kv(
         *(k_scales.stride()[:2] if has_scales else (0, 0)), *(v_scales.stride()[:2] if has_scales else (0, 0)),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, NUM_QUERY_BLOCKS=num_query_blocks, HEADS=_HEADS,
         HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, BLOCK_SIZE=batch.block_size,
-        HALF=triton.next_power_of_2(max(1, rotary_dim // 2)),
-        REST=triton.next_power_of_2(max(1, head_dim - rotary_dim)), BLOCK_D=triton.next_power_of_2(head_dim),
+        HALF=power_of_2_from(max(1, rotary_dim // 2)),
+        REST=power_of_2_from(max(1, head_dim - rotary_dim)), BLOCK_D=power_of_2_from(head_dim),
         IS_INTERLEAVED=interleaved, HAS_QUERY_SCALE=query_scale is not None, HAS_SCALES=has_scales,
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -156,7 +157,7 @@ def _write_values(
     return is_finite
 
 
-@triton.jit
+@kernel
 def _rope_and_write_kv(
     q_ptr, k_ptr, v_ptr, cos_sin_ptr, query_scale_ptr, positions_ptr, slots_ptr,
     k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr,

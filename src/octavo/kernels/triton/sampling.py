@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import cdiv, kernel, power_of_2_from
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.noise import noise_words, word_to_gumbel
 from octavo.kernels.triton.selection import (
@@ -41,12 +41,12 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """See `Kernels`."""
     logits = logits.contiguous()
     num_rows, vocab = logits.shape
-    pieces = triton.cdiv(vocab, _PIECE)
+    pieces = cdiv(vocab, _PIECE)
     temperature, top_k, top_p, min_p, seed, sample_index, position = (
         getattr(rows, name).to(logits.device) for name in rows.__slots__
     )
     cut_keys, cut_ids = (torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(2))
-    layers = min(_LAYERS, triton.cdiv(vocab, _CUT_BLOCK))
+    layers = min(_LAYERS, cdiv(vocab, _CUT_BLOCK))
     packed = torch.empty(num_rows, layers, _CUT_BLOCK, dtype=torch.int32, device=logits.device)
     best = torch.empty(num_rows, pieces, dtype=torch.float32, device=logits.device)
     best_ids = torch.empty(num_rows, pieces, dtype=torch.int32, device=logits.device)
@@ -82,12 +82,12 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         enable_fp_fusion=False,
     )
     _best_of_row[(num_rows,)](
-        best, best_ids, out, pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1, enable_fp_fusion=False
+        best, best_ids, out, pieces, BLOCK=power_of_2_from(pieces), num_warps=1, enable_fp_fusion=False
     )
     return out
 
 
-@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["logits_ptr", "packed_ptr"])
+@kernel(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["logits_ptr", "packed_ptr"])
 def _find_cut(
     logits_ptr,
     temperature_ptr,
@@ -139,7 +139,7 @@ def _find_cut(
     tl.store(cut_ids_ptr + row, cut_id)
 
 
-@triton.jit
+@kernel
 def _best_of_piece(
     logits_ptr,
     temperature_ptr,
@@ -195,7 +195,7 @@ def _best_of_piece(
     tl.store(best_ids_ptr + place, lowest)
 
 
-@triton.jit
+@kernel
 def _best_of_row(best_ptr, best_ids_ptr, out_ptr, pieces, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, BLOCK)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
 
 from octavo.kernels.triton.exponentials import hyperbolic_tangent
+from octavo.kernels.triton.launch import cdiv, kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,10 +18,10 @@ _BLOCK = 1024
 def soft_cap(x: Tensor, cap: float) -> None:
     """See `octavo.kernels.operations.soft_cap`."""
     width = x.shape[-1]
-    _soft_cap[x.numel() // width, triton.cdiv(width, _BLOCK)](x, cap, width, BLOCK=_BLOCK, enable_fp_fusion=False)
+    _soft_cap[x.numel() // width, cdiv(width, _BLOCK)](x, cap, width, BLOCK=_BLOCK, enable_fp_fusion=False)
 
 
-@triton.jit
+@kernel
 def _soft_cap(x_ptr, cap, width, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = column < width

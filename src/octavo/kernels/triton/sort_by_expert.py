@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import kernel
 from octavo.kernels.triton.loops import loop_bound
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def sort_by_expert(ids: Tensor, sources: Tensor, places: Tensor, starts: Tensor)
     )
 
 
-@triton.jit(do_not_specialize=["num_choices"])
+@kernel(do_not_specialize=["num_choices"])
 def _sort_by_expert(
     ids_ptr, sources_ptr, places_ptr, starts_ptr, num_choices, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.launch import cdiv, kernel
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.selection import LAST_ID, LEAST_KEY, is_kept, scaled_keys, tie_id, top_k_cut
 
@@ -29,13 +30,11 @@ def top_tokens(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if largest.numel() == 0:
         return largest, ids
     _choose[(num_rows,)](values, chosen, vocab, k, BLOCK=_BLOCK, num_warps=8, enable_fp_fusion=False)
-    _rank[num_rows, triton.cdiv(k, _RANKED)](
-        values, chosen, largest, ids, vocab, k, RANKED=_RANKED, enable_fp_fusion=False
-    )
+    _rank[num_rows, cdiv(k, _RANKED)](values, chosen, largest, ids, vocab, k, RANKED=_RANKED, enable_fp_fusion=False)
     return largest, ids
 
 
-@triton.jit(do_not_specialize=["vocab", "k"])
+@kernel(do_not_specialize=["vocab", "k"])
 def _choose(values_ptr, chosen_ptr, vocab, k, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = values_ptr + row * vocab
@@ -53,7 +52,7 @@ def _choose(values_ptr, chosen_ptr, vocab, k, BLOCK: tl.constexpr):
         before += tl.sum(kept)
 
 
-@triton.jit(do_not_specialize=["vocab", "k"])
+@kernel(do_not_specialize=["vocab", "k"])
 def _rank(values_ptr, chosen_ptr, largest_ptr, ids_ptr, vocab, k, RANKED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * RANKED + tl.arange(0, RANKED)
