@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels, PackedLinear, WeightToPack
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
-    from octavo.models.declared import Linear, Norm, Vector
+    from octavo.models.declared import Linear, Norm, Table, Vector
     from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ def load_model(
         kernels=kernels,
         weights=kept or packer,
         dtype=computed,
+        device=device,
         cos_sin=cache(lambda rope, head_dim: make_cos_sin(rope, head_dim, max_model_len).to(device)),
         query_scale=cache(lambda rope: make_query_scale(rope, max_model_len, device)),
     )
@@ -212,6 +213,21 @@ def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dt
     identity = Identity(files, (*formats, *versions), cache.hashes(), packer.report_progress)
     path = cache.path(weights.path, *formats)
     return KeptWeights(cache, path, identity, packer.kernels, packer, packer.report_progress)
+
+
+class StoredRows:
+    """The rows of a matrix in its file."""
+
+    def __init__(self, weight: StoredWeight) -> None:
+        self._weight = weight
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See `TableRows`. Only the pages of these rows are read."""
+        indices = indices.cpu()
+        if isinstance(self._weight, Tensor):
+            return self._weight[indices]
+        assert isinstance(self._weight, BlockWeight)
+        return self._weight.select_rows(indices).dequantize()
 
 
 class _Packer:
@@ -327,6 +343,9 @@ class _Packer:
         if not bool(numbers.isfinite().all()):
             raise ModelError(f"{declared.name} has a value that is infinite or not a number; download the model again")
         return numbers
+
+    def table(self, declared: Table) -> StoredRows:
+        return StoredRows(self.source.weight(f"{declared.name}.weight"))
 
     def skip(self, declared: Linear) -> None:
         self._count(declared.num_weights * self.dtype.itemsize)

@@ -41,7 +41,11 @@ def make_decode_plan(
     architecture = model.architecture
     head_dims = {each.head_dim for each in architecture.attentions}
     has_experts = any(isinstance(each.mlp, ExpertsConfig) for each in architecture.layers)  # not supported
-    is_plain = architecture.num_position_dims == 1 and len(architecture.attentions) == len(architecture.layers)
+    is_plain = (
+        architecture.num_position_dims == 1
+        and not architecture.tables
+        and len(architecture.attentions) == len(architecture.layers)
+    )
     if not sizes or has_experts or not is_plain or not model.kernels.captures_graphs(head_dims, model.dtype):
         return None
     table_width, dtype = -(-max_model_len // block_size), str(model.dtype).removeprefix("torch.")
