@@ -97,7 +97,7 @@ def calls_of_layer(kernels, config, layer, dtype):
     calls = 8 if is_latent else 6 if config.attention.qk_norm else 4
     if not is_latent:
         calls += -1 if config.attention.is_shared else config.attention.v_norm
-    calls += config.has_stream_scale
+    calls += config.stream_scale
     mlp, gate_up = layer.mlp, layer.mlp.gate_up
     if isinstance(mlp, Experts):
         gate_up = mlp.shared_gate_up

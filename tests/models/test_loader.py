@@ -80,7 +80,7 @@ def packed_bytes(model):
         norms += getattr(layer.mlp, "norms", ())
     linears += [each for part in parts for name in LINEARS if (each := getattr(part, name, None)) is not None]
     norms += [getattr(part, name, None) for part in parts for name in NORMS]
-    numbers = sum(layer.has_stream_scale for layer in model.architecture.layers)
+    numbers = sum(layer.stream_scale for layer in model.architecture.layers)
     of_norms = sum(norm.nbytes for norm in norms if norm is not None) + 4 * numbers
     return sum(linear.num_bytes for linear in linears) + of_norms
 

@@ -42,7 +42,7 @@ class AttentionConfig:
     qk_norm   norm before rotation: "head" with one weight [head_dim] for each head, "width" with all heads as one row
     is_fused  True if the checkpoint stores q, k and v in one tensor
     v_norm    norm of each value without a weight
-    k_eq_v    values are keys before norm and rotation
+    values_are_keys  values are keys before norm and rotation
     shared_layer  see `CacheSpec`; this layer then has only queries
     """
 
@@ -59,7 +59,7 @@ class AttentionConfig:
     is_fused: bool = False
     sinks: bool = False
     v_norm: bool = False
-    k_eq_v: bool = False
+    values_are_keys: bool = False
     shared_layer: int | None = None
 
     @classmethod
@@ -138,7 +138,7 @@ class AttentionConfig:
     @property
     def num_projections(self) -> int:
         """Number of projections among q, k and v."""
-        return 1 if self.is_shared else 2 if self.k_eq_v else 3
+        return 1 if self.is_shared else 2 if self.values_are_keys else 3
 
     def unused_tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
         """Declare tensors that checkpoints may have, but no layer reads."""

@@ -117,7 +117,7 @@ class LayerTensors(NamedTuple):
 class LayerConfig:
     """One layer without weights.
 
-    embeddings: added after the MLP. has_stream_scale: True if a stored number finally multiplies the residual stream.
+    embeddings: added after the MLP. stream_scale: True if a stored number finally multiplies the residual stream.
     """
 
     attention: TokenMixerConfig
@@ -125,7 +125,7 @@ class LayerConfig:
     norms: LayerNorms = field(default_factory=LayerNorms)
     residual_scale: float = 1.0
     embeddings: PerLayerEmbeddings | None = None
-    has_stream_scale: bool = False
+    stream_scale: bool = False
 
     def within(self, max_model_len: int) -> LayerConfig:
         """See `RopeConfig.within`."""
@@ -145,7 +145,7 @@ class LayerConfig:
             mlp=self.mlp.tensors(name, hidden_size),
             after_mlp=norm(self.norms.after_mlp),
             embedding=None if self.embeddings is None else self.embeddings.layer_tensors(name, hidden_size),
-            stream_scale=Vector(f"{name}.layer_scalar", 1) if self.has_stream_scale else None,
+            stream_scale=Vector(f"{name}.layer_scalar", 1) if self.stream_scale else None,
         )
 
 

@@ -74,7 +74,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
         norms = replace(norms, before_mlp=None)
     config.mark("num_experts")
     layers = tuple(
-        LayerConfig(attention=attention, mlp=mlp, norms=norms, embeddings=embeddings, has_stream_scale=True)
+        LayerConfig(attention=attention, mlp=mlp, norms=norms, embeddings=embeddings, stream_scale=True)
         for attention, mlp in zip(_read_attentions(config, kinds, num_own), mlps, strict=True)
     )
     max_positions = config.count("max_position_embeddings")
@@ -90,7 +90,7 @@ def _read_attentions(config: ConfigFile, kinds: list[str], num_own: int) -> list
     for index, kind in enumerate(kinds):
         if index < num_own:
             attention = _read_heads(config, index, kind, ropes[kind], k_eq_v=k_eq_v)
-            attention = replace(attention, k_eq_v=k_eq_v and kind == FULL, scale=1.0, v_norm=True)
+            attention = replace(attention, values_are_keys=k_eq_v and kind == FULL, scale=1.0, v_norm=True)
             attentions.append(replace(attention, window=window if kind == SLIDING else None))
             continue
         shared = max((own for own in range(num_own) if kinds[own] == kind), default=None)
