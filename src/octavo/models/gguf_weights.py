@@ -26,6 +26,9 @@ _MODEL_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     HEAD: "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -140,8 +143,10 @@ class GGUFWeights:
 
 def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
     match name.split("."):
-        case ["blk", layer, "attn_sinks" as part, "weight"]:
+        case ["blk", layer, "attn_sinks" | "layer_output_scale" as part, "weight"] if part in parts:
             return f"model.layers.{layer}.{parts[part]}"
+        case ["blk", layer, part, "scale"] if f"{part}.scale" in parts:
+            return f"model.layers.{layer}.{parts[f'{part}.scale']}"
         case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
         case ["blk", layer, part, expert, "weight" | "bias" as kind] if part in _EXPERT_NAMES:
