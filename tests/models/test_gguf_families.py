@@ -127,7 +127,7 @@ def stored_name(names, name):
     return names.get_name(name, (".weight", ".bias"))
 
 
-def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
+def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for each family
     """Return the keys that set_gguf_parameters of the family's conversion adds."""
     match name:
         case "Gemma2":
@@ -137,32 +137,7 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
             local = config["rope_parameters"]["sliding_attention"]["rope_theta"]
             return {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": local}
         case "Gemma4":
-            width, inner, kinds = config["global_head_dim"], config["intermediate_size"], config["layer_types"]
-            own = len(kinds) - config["num_kv_shared_layers"]
-            is_near = [kind == "sliding_attention" for kind in kinds]
-            full_heads = config["num_global_key_value_heads" if config.get("attention_k_eq_v") else "num_key_value_heads"]
-            keys = {f"attention.{part}_length": width for part in ("key", "value")}
-            keys |= {f"attention.{part}_length_swa": config["head_dim"] for part in ("key", "value")}
-            keys |= {
-                "rope.dimension_count": width,
-                "rope.dimension_count_swa": config["head_dim"],
-                "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
-                "attention.sliding_window": config["sliding_window"],
-                "attention.sliding_window_pattern": is_near,
-                "attention.shared_kv_layers": config["num_kv_shared_layers"],
-                "attention.head_count_kv": [config["num_key_value_heads"] if near else full_heads for near in is_near],
-                "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
-                "final_logit_softcapping": config["final_logit_softcapping"],
-            }
-            if config["use_double_wide_mlp"]:
-                keys["feed_forward_length"] = [inner] * own + [2 * inner] * (len(kinds) - own)
-            if config["enable_moe_block"]:
-                keys |= {
-                    "expert_count": config["num_experts"],
-                    "expert_used_count": config["top_k_experts"],
-                    "expert_feed_forward_length": config["moe_intermediate_size"],
-                }
-            return keys
+            return gemma4_keys(config)
         case "Phi3":
             original = config.get("original_max_position_embeddings", config["max_position_embeddings"])
             keys = {"rope.scaling.original_context_length": original}
@@ -245,6 +220,36 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
             return {"rope.scaling.yarn_log_multiplier": log_multiplier, "attention.temperature_scale": beta}
         case _:
             return {}
+
+
+def gemma4_keys(config):
+    width, inner, kinds = config["global_head_dim"], config["intermediate_size"], config["layer_types"]
+    own = len(kinds) - config["num_kv_shared_layers"]
+    is_near = [kind == "sliding_attention" for kind in kinds]
+    heads = config["num_key_value_heads"]
+    full_heads = config["num_global_key_value_heads"] if config.get("attention_k_eq_v") else heads
+    keys = {f"attention.{part}_length": width for part in ("key", "value")}
+    keys |= {f"attention.{part}_length_swa": config["head_dim"] for part in ("key", "value")}
+    keys |= {
+        "rope.dimension_count": width,
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": is_near,
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "attention.head_count_kv": [heads if near else full_heads for near in is_near],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+    }
+    if config["use_double_wide_mlp"]:
+        keys["feed_forward_length"] = [inner] * own + [2 * inner] * (len(kinds) - own)
+    if config["enable_moe_block"]:
+        keys |= {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["top_k_experts"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
+    return keys
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.gguf_file import GGUFFile
 
 logger = logging.getLogger(__name__)
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+EMBEDDING, HEAD, TABLE = "token_embd.weight", "output.weight", "per_layer_token_embd.weight"
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
 # Block types that kernels multiply directly, with the bytes that each block gains in memory.
 BLOCK_KINDS = {
@@ -41,7 +41,6 @@ _NOT_READ = (
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
-_TABLE = "per_layer_token_embd.weight"
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
 _GELU = "gelu_pytorch_tanh"
@@ -242,7 +241,7 @@ def _read_dtype(file: GGUFFile) -> str:
 
     Other blocks become float32. Ignored are tables and routers, which llama.cpp always writes in float32.
     """
-    matrices = {name: each for name, each in file.tensors.items() if len(each.shape) == 2 and name != _TABLE}
+    matrices = {name: each for name, each in file.tensors.items() if len(each.shape) == 2 and name != TABLE}
     kinds = {each.type for name, each in matrices.items() if ".ffn_gate_inp" not in name}
     others = kinds - BLOCK_KINDS.keys()
     if len(others) == 1 and others in (kinds, {TensorType.BF16}):
@@ -291,7 +290,7 @@ def _read_gemma4(fields: GGUFFields) -> dict[str, Any]:
         if fields.count(key, near_dim) != near_dim:
             raise fields.values.error(key, f"must be attention.key_length_swa = {near_dim}")
     if (is_wide := len({*sizes}) > 1) and sizes != sizes[:1] * num_own + [2 * sizes[0]] * num_shared:
-        raise fields.values.error("feed_forward_length", f"must double after {num_own} layers, as shared_kv_layers says")
+        raise fields.values.error("feed_forward_length", f"must double in the last {num_shared} layers only")
     theta = fields.number("rope.freq_base", 10_000.0)
     local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", theta)}
     heads = [
@@ -314,9 +313,11 @@ def _read_gemma4(fields: GGUFFields) -> dict[str, Any]:
         "hidden_size_per_layer_input": int(fields.optional("embedding_length_per_layer_input") or 0),
         "final_logit_softcapping": fields.optional("final_logit_softcapping"),
     }
-    if fields.has(_TABLE):
-        keys["vocab_size_per_layer_input"] = fields.file.tensors[_TABLE].shape[0]
-    if not fields.optional("expert_count"):
+    if fields.has(TABLE):
+        keys["vocab_size_per_layer_input"] = fields.file.tensors[TABLE].shape[0]
+    if not fields.has("blk.0.ffn_gate_inp.weight"):
+        for key in ("expert_count", "expert_used_count", "expert_feed_forward_length"):
+            fields.values.mark(key)
         return keys
     return keys | {
         "enable_moe_block": True,
@@ -520,7 +521,7 @@ _GEMMA4_NAMES = _GEMMA_NORMS | {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale": "layer_scalar",
+    "layer_output_scale.weight": "layer_scalar",
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",

@@ -58,7 +58,7 @@ def read_proportional(fields: GGUFFields, theta: float) -> dict[str, Any]:
     turned, width = divisors.count(1.0), 2 * len(divisors)
     if not turned or width != fields.head_dim or min([*divisors[turned:], _NO_TURN]) < _NO_TURN:
         raise ModelError(
-            f"{fields.file.path}: {ROPE_FREQUENCIES} must have {fields.head_dim // 2} numbers: 1 for each rotated pair, "
+            f"{fields.file.path}: {ROPE_FREQUENCIES} must have {fields.head_dim // 2} numbers: 1 for rotated pairs, "
             f"then at least {_NO_TURN:g}"
         )
     share = 2 * turned / width

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm, Table, Vector
     from octavo.models.rope_config import RopeConfig
+    from octavo.models.weight_source import TableRows
 
 
 class KVCache(Protocol):
@@ -27,14 +28,6 @@ class KVCache(Protocol):
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """See `CacheSpec.views`."""
-        ...
-
-
-class TableRows(Protocol):
-    """A table's rows."""
-
-    def rows(self, indices: Tensor) -> Tensor:
-        """Return the rows with these int64 indices, on the CPU in any dtype of floats."""
         ...
 
 
@@ -54,7 +47,7 @@ class Weights(Protocol):
         ...
 
     def table(self, declared: Table) -> TableRows:
-        """Return a table that stays in its file."""
+        """See `StoredTensors`."""
         ...
 
     def skip(self, declared: Linear) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm, Table, Vector
-    from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
+    from octavo.models.weight_source import StoredTensors, StoredWeight, TableRows, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -215,21 +215,6 @@ def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dt
     return KeptWeights(cache, path, identity, packer.kernels, packer, packer.report_progress)
 
 
-class StoredRows:
-    """The rows of a matrix in its file."""
-
-    def __init__(self, weight: StoredWeight) -> None:
-        self._weight = weight
-
-    def rows(self, indices: Tensor) -> Tensor:
-        """See `TableRows`. Only the pages of these rows are read."""
-        indices = indices.cpu()
-        if isinstance(self._weight, Tensor):
-            return self._weight[indices]
-        assert isinstance(self._weight, BlockWeight)
-        return self._weight.select_rows(indices).dequantize()
-
-
 class _Packer:
     def __init__(
         self,
@@ -344,8 +329,8 @@ class _Packer:
             raise ModelError(f"{declared.name} has a value that is infinite or not a number; download the model again")
         return numbers
 
-    def table(self, declared: Table) -> StoredRows:
-        return StoredRows(self.source.weight(f"{declared.name}.weight"))
+    def table(self, declared: Table) -> TableRows:
+        return self.source.table(f"{declared.name}.weight")
 
     def skip(self, declared: Linear) -> None:
         self._count(declared.num_weights * self.dtype.itemsize)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import Kernels, PackedLinear
     from octavo.models.declared import Linear, Norm, Table, Vector
-    from octavo.models.layers import TableRows, Weights
+    from octavo.models.layers import Weights
+    from octavo.models.weight_source import TableRows
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from octavo.models.architecture import is_norm
 from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FloatRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,6 +56,10 @@ class RandomWeights:
     def weight(self, name: str) -> Tensor:
         """See `StoredTensors`."""
         return self.tensor(name)
+
+    def table(self, name: str) -> FloatRows:
+        """See `StoredTensors`."""
+        return FloatRows(self.tensor(name))
 
     def release(self) -> None:
         """Do nothing."""
