@@ -322,9 +322,8 @@ class Kernels(Protocol):
     ) -> None:
         """Rotate q in place (Su et al. 2021), and write rotated k and v into their slots. k is not changed.
 
-        If k and v have no heads, nothing is written.
-
-        q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
+        q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride. k and v may
+        have 0 heads.
         cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. Dimension i of a head is paired with i +
         rotary_dim / 2 (GPT-NeoX) or, if interleaved, 2 i with 2 i + 1 (GPT-J). query_scale float32 [max_positions]:
         multiplies rotated and rounded queries. k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim], with

@@ -100,12 +100,12 @@ class Architecture:
 
     @property
     def embeddings(self) -> PerLayerEmbeddings | None:
-        """The layers' own embeddings, if any."""
+        """Per-layer embeddings."""
         return self.layers[0].embeddings
 
     @property
     def tables(self) -> list[Table]:
-        """Tensors that stay in their files."""
+        """All tables."""
         return [each for each in in_order(self.tensors()) if isinstance(each, Table)]
 
     @property

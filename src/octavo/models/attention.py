@@ -42,7 +42,7 @@ class AttentionConfig:
     qk_norm   norm before rotation: "head" with one weight [head_dim] for each head, "width" with all heads as one row
     is_fused  True if the checkpoint stores q, k and v in one tensor
     v_norm    norm of each value without a weight
-    values_are_keys  values are keys before norm and rotation
+    values_are_keys  keys before norm and rotation are values
     shared_layer  see `CacheSpec`; this layer then has only queries
     """
 
@@ -137,11 +137,11 @@ class AttentionConfig:
 
     @property
     def num_projections(self) -> int:
-        """Number of projections among q, k and v."""
+        """Number of q, k, v."""
         return 1 if self.is_shared else 2 if self.values_are_keys else 3
 
     def unused_tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare tensors that checkpoints may have, but no layer reads."""
+        """Declare optional tensors that no layer reads."""
         if not self.is_shared:
             return ()
         own, whole = self.tensors(name, hidden_size), replace(self, shared_layer=None).tensors(name, hidden_size)

@@ -94,7 +94,7 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A matrix of which only rows are read; see `Weights.table`. name: without ".weight"."""
+    """A matrix that stays in its file. name: without ".weight"."""
 
     name: str
     num_rows: int

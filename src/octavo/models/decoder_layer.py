@@ -173,9 +173,9 @@ class DecoderLayer:
             self.after_embedding = ResidualNorm(context, embedding.norm, *last)
 
     def finish(self, hidden: Tensor, residual: Tensor, batch: AttentionBatch, inputs: Tensor | None) -> Tensor:
-        """Compute what follows attention, and return the next layer's input.
+        """Map attention's output to the next layer's input.
 
-        hidden: attention's output. inputs [num_tokens, width]: see `PerLayerEmbeddings`.
+        inputs [num_tokens, width]: see `PerLayerEmbeddings`.
         """
         hidden = self.after_attention.forward(hidden, residual)
         hidden = self.after_mlp.forward(self.mlp.forward(hidden, batch), residual)

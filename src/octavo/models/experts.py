@@ -26,7 +26,7 @@ class Router:
     least_sum        negative if weights are not normalized
     has_bias         True if the router's linear layer has a bias
     has_choice_bias  True if a bias is added to scores for the choice, but not for the weights
-    has_expert_scale True if a stored number of each expert multiplies its weight
+    has_expert_scale True if a number of each expert multiplies its weight
     """
 
     num_experts: int
@@ -81,7 +81,7 @@ class ExpertsTensors(NamedTuple):
 
 
 class BranchTensors(NamedTuple):
-    """Norms of `ExpertsConfig.branches`. router: without the factor of the square root of its size."""
+    """See `BranchNorms`."""
 
     before_shared: Norm
     after_shared: Norm
@@ -92,7 +92,7 @@ class BranchTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchNorms:
-    """The names of the norms before and after the shared expert, and before and after the other experts."""
+    """Names of norms before and after the shared expert and the other experts."""
 
     before_shared: str
     after_shared: str

@@ -83,7 +83,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _read_attentions(config: ConfigFile, kinds: list[str], num_own: int) -> list[AttentionConfig]:
-    """num_own: number of layers with their own keys and values. Later layers share those of the last of their kind."""
+    """Layers from `num_own` on share KV with the last earlier layer of their kind."""
     ropes = _read_ropes(config)
     k_eq_v, window = config.flag("attention_k_eq_v", default=False), config.count("sliding_window")
     attentions: list[AttentionConfig] = []

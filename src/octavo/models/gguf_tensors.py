@@ -162,7 +162,7 @@ class GGUFTensors:
 
 @dataclass(frozen=True, slots=True)
 class ExpandedRows:
-    """The `TableRows` of a matrix. packed: its bytes, uint8 [rows, bytes]."""
+    """The `TableRows` of packed uint8 [rows, bytes]."""
 
     stored: StoredArray
     packed: Tensor

@@ -103,7 +103,7 @@ class ModelContext:
         return self.norms[-1]
 
     def ones(self, size: int) -> Tensor:
-        """Return the weight of a norm without weight."""
+        """Return ones."""
         return torch.ones(size, device=self.device)
 
     def rounded(self, value: float) -> float:
@@ -146,7 +146,7 @@ class CausalLM:
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
         """Write KV for int64 token ids [num_tokens]. Return final hidden states [num_outputs, hidden].
 
-        Once the last layer that writes KV has written it, only the rows of `AttentionBatch.outputs` are computed.
+        Once all KV is written, only the rows of `AttentionBatch.outputs` are computed.
         """
         kernels = self.kernels
         residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype, self.embedding_scale)

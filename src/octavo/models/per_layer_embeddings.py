@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class InputsTensors(NamedTuple):
-    """Tensors of the whole model."""
+    """Whole tensors."""
 
     table: Table
     projection: Linear
@@ -44,11 +44,11 @@ class PerLayerEmbeddings:
 
     @property
     def total_width(self) -> int:
-        """Values of a token in all layers."""
+        """Values per token."""
         return self.num_layers * self.width
 
     def tensors(self, hidden_size: int) -> InputsTensors:
-        """Declare the tensors of the whole model."""
+        """Declare whole tensors."""
         return InputsTensors(
             table=Table("model.embed_tokens_per_layer", self.num_rows, self.total_width),
             projection=Linear((("model.per_layer_model_projection", self.total_width),), hidden_size),
@@ -56,7 +56,7 @@ class PerLayerEmbeddings:
         )
 
     def layer_tensors(self, name: str, hidden_size: int) -> InputTensors:
-        """Declare the tensors of layer `name`."""
+        """Declare layer tensors."""
         return InputTensors(
             gate=Linear(((f"{name}.per_layer_input_gate", self.width),), hidden_size),
             projection=Linear(((f"{name}.per_layer_projection", hidden_size),), self.width),
@@ -64,13 +64,13 @@ class PerLayerEmbeddings:
         )
 
     def build(self, context: ModelContext, tensors: InputsTensors) -> LayerInputs:
-        """Build the inputs of all layers."""
+        """Build all inputs."""
         from octavo.models.per_layer_inputs import LayerInputs  # noqa: PLC0415
 
         return LayerInputs(context, self, tensors)
 
     def build_layer(self, context: ModelContext, tensors: InputTensors) -> LayerInput:
-        """Build one layer's part."""
+        """Build one layer."""
         from octavo.models.per_layer_inputs import LayerInput  # noqa: PLC0415
 
         return LayerInput(context, self, tensors)

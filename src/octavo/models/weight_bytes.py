@@ -22,7 +22,7 @@ def weight_bytes(
     quantization: str | None = None,
     group_size: int = DEFAULT_GROUP_SIZE,
 ) -> int:
-    """Return the bytes of all weights with scales, without tables. FP8 in a checkpoint counts as expanded to `dtype`.
+    """Return the bytes of all weights with scales, except tables. FP8 in a checkpoint counts as expanded to `dtype`.
 
     norm_dtype: dtype of activations and of norms without an offset. quantization: for matrices not stored as integers.
     int8 and fp8 add four bytes per row. int4 adds two bytes per scale and zero point, four per row, and four per input

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TableRows(Protocol):
-    """Rows of a matrix that stays in its file."""
+    """A matrix's rows, read from its file."""
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return floats, on the CPU, for int64 indices."""
