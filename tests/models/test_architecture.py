@@ -262,9 +262,9 @@ def test_negative_token_ids_mean_none(value, expected, tmp_path):
     assert architecture.bos_token_id == next(iter(expected), None)
 
 
-def test_head_dim_256_is_accepted(tmp_path):
-    write(tmp_path, tiny_config("LlamaForCausalLM", head_dim=256))
-    assert read_architecture(tmp_path).layers[0].attention.head_dim == 256
+def test_head_dim_512_is_accepted(tmp_path):
+    write(tmp_path, tiny_config("LlamaForCausalLM", head_dim=512))
+    assert read_architecture(tmp_path).layers[0].attention.head_dim == 512
 
 
 def test_context_length_includes_rope_scaling(tmp_path):
@@ -290,8 +290,8 @@ def test_context_length_includes_rope_scaling(tmp_path):
         ({"num_hidden_layers": True}, ["num_hidden_layers = True"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "num_attention_heads = 4"]),
         ({"head_dim": 15}, ["head_dim = 15", "even"]),
-        ({"head_dim": 258}, ["head_dim = 258", "256"]),
-        ({"head_dim": None, "hidden_size": 2048}, ["head_dim", "512", "256"]),
+        ({"head_dim": 514}, ["head_dim = 514", "512"]),
+        ({"head_dim": None, "hidden_size": 4096}, ["head_dim", "1024", "512"]),
         ({"head_dim": None, "hidden_size": 66}, ["hidden_size = 66", "multiple"]),
         ({"rms_norm_eps": 0}, ["rms_norm_eps = 0"]),
         ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "silu"]),

@@ -97,7 +97,7 @@ def test_full_layers_of_26b_have_values_of_keys_and_experts_have_a_branch(tmp_pa
         ({"attention_k_eq_v": "yes"}, "attention_k_eq_v = 'yes': must be true or false"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.001}}},
-            "partial_rotary_factor.*0.001 of 512 dimensions of a head is no pair",
+            "partial_rotary_factor.*0.001 of a head's 512 dimensions is no pair",
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "spiral"}}},

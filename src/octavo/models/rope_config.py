@@ -57,7 +57,7 @@ class RopeConfig:
         if rotary_dim % 2 or not rotary_dim:
             raise config.error(_PARTIAL, f"rotates {rotary_dim} of {head_dim} dimensions of a head; it must be even")
         if self.kind == "proportional" and int(head_dim * self.partial_rotary_factor) < 2:
-            raise config.error(_PARTIAL, f"{self.partial_rotary_factor:g} of {head_dim} dimensions of a head is no pair")
+            raise config.error(_PARTIAL, f"{self.partial_rotary_factor:g} of a head's {head_dim} dimensions is no pair")
         if self.kind == "longrope" and factors != rotary_dim // 2:
             raise config.error("rope_scaling", f"must have {rotary_dim // 2} factors, one for each pair, not {factors}")
 
