@@ -349,3 +349,45 @@ def test_configs_cover_every_gguf_family():
     assert {ARCHITECTURES[config["architectures"][0].removesuffix("ForCausalLM")] for config in CONFIGS.values()} == {
         *_FAMILIES
     }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.value_length_swa", 8, "value_length_swa = 8: must be attention.key_length_swa = 20"),
+        ("rope.dimension_count_swa", 10, "dimension_count_swa = 10: must be attention.key_length_swa = 20"),
+        ("feed_forward_length", [176] * 6 + [352], "feed_forward_length.*: must double in the last 3 layers only"),
+        ("feed_forward_length", [176, 352], "feed_forward_length.*: must have 7 integers above 0"),
+        ("attention.head_count_kv", [1, 0, 1, 1, 1, 1, 1], "head_count_kv.*: must have 7 integers above 0"),
+        ("attention.shared_kv_layers", 9, "must double in the last 9 layers only"),
+        ("expert_gating_func", 2, "expert_gating_func = 2: octavo does not support this"),
+    ],
+)
+def test_other_gemma4_metadata_is_refused(key, value, words, monkeypatch):
+    file, factors, _ = converted(CONFIGS["gemma4-shared-kv-double-wide"])
+    monkeypatch.setattr(GGUFFields, "factors", lambda _, tensor: factors[tensor])
+    file = replace(file, metadata=file.metadata | {f"gemma4.{key}": value})
+    with pytest.raises(ModelError, match=words):
+        architecture_of(ConfigFile(PATH, config_of(file)))
+
+
+@pytest.mark.parametrize("divisors", [None, [1.0, 2.0], [1.0] * 8, [1e30] * 16, [1.0] * 4 + [8.0] * 12])
+def test_other_gemma4_rope_factors_are_refused(divisors, monkeypatch):
+    file, _, _ = converted(CONFIGS["gemma4-shared-kv-double-wide"])
+    monkeypatch.setattr(GGUFFields, "factors", lambda *_: divisors)
+    if divisors is None:
+        file = replace(file, tensors={name: each for name, each in file.tensors.items() if name != ROPE_FREQUENCIES})
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight must have 16 numbers: 1 for rotated pairs"):
+        config_of(file)
+
+
+@pytest.mark.parametrize(("turned", "pairs"), [(4, 16), (1, 5), (13, 26), (5, 7), (9, 11), (16, 16)])
+def test_gemma4_rope_factors_rotate_their_pairs(turned, pairs, monkeypatch):
+    width = 2 * pairs
+    config = CONFIGS["gemma4-shared-kv-double-wide"] | {"global_head_dim": width}
+    file, _, _ = converted(config)
+    monkeypatch.setattr(GGUFFields, "factors", lambda *_: [1.0] * turned + [1e30] * (pairs - turned))
+    rope = ropes_of(file)[1]
+    sines = make_cos_sin(rope, width, 3)[2, pairs:]
+    assert sines.count_nonzero() == turned
+    assert not sines[turned:].any()
