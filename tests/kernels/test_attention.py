@@ -22,6 +22,7 @@ HEADS = [  # head_dim, KV heads, group
     (80, 2, 2),
     (96, 1, 9),
     (256, 1, 4),
+    (512, 1, 4),
     (20, 3, 1),
 ]
 
@@ -132,7 +133,7 @@ class Prompt:
 @KV
 @pytest.mark.parametrize(
     ("heads", "window"),
-    [((64, 2, 7), None), ((48, 1, 1), None), ((80, 1, 3), 50), ((20, 1, 2), 37), ((256, 1, 2), None)],
+    [((64, 2, 7), None), ((48, 1, 1), None), ((80, 1, 3), 50), ((20, 1, 2), 37), ((256, 1, 2), None), ((512, 1, 2), 9)],
     ids=str,
 )
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (2.0, False), (None, True)])
@@ -147,7 +148,7 @@ def test_attention_bits_are_equal_for_any_chunks(compiled, generator, softcap, h
 
 
 FEW = [((32, 1, 16), None), ((64, 2, 7), 37), ((80, 1, 2), None), ((128, 2, 8), 37), ((128, 1, 2), None),
-       ((256, 1, 1), 20), ((64, 1, 17), None)]  # fmt: skip
+       ((256, 1, 1), 20), ((512, 2, 1), None), ((64, 1, 17), None)]  # fmt: skip
 
 
 @pytest.mark.sweep(16)

@@ -22,6 +22,9 @@ class OneSequenceCache:
         dtype = str(model.dtype).removeprefix("torch.")
         self.layers = []
         for spec in model.architecture.kv_layout.layers:
+            if spec.shared_layer is not None:
+                self.layers.append(self.layers[spec.shared_layer])
+                continue
             size = spec.block_bytes(block_size, dtype) // model.dtype.itemsize
             self.layers.append(spec.views(torch.full((num_blocks, size), float("nan"), dtype=model.dtype), block_size))
 

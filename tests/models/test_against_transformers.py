@@ -205,7 +205,32 @@ def without(model, *norms):
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
+def with_kv_of_first(model):
+    """Let the layers without keys read those of the first layers of their types."""
+    altered = copy.deepcopy(model)
+    stored = set()
+    for layer in altered.model.layers:
+        attention = layer.self_attn
+        if not attention.is_kv_shared_layer:
+            attention.store_full_length_kv = attention.layer_type not in stored
+            stored.add(attention.layer_type)
+    return altered
+
+
 ALTERATIONS = {
+    "kv_of_first": with_kv_of_first,
+    "rotated_share": lambda model: with_rope_of(model, "full_attention", partial_rotary_factor=1.0),
+    "stream_scale": lambda model: with_attribute(model, "layer_scalar", lambda scale: 1.5 * scale),
+    "value_norm": lambda model: with_attribute(model, "v_norm", lambda _: torch.nn.Identity()),
+    "layer_types_of_values": lambda model: with_weights(model, ("layers.1.self_attn.k_norm.weight",), lambda p: -p),
+    "layer_table": lambda model: with_weights(model, ("embed_tokens_per_layer.weight",), lambda p: p.roll(1, 0)),
+    "layer_projection": lambda model: with_weights(model, ("per_layer_model_projection.weight",), torch.zeros_like),
+    "layer_gate": lambda model: with_weights(model, ("per_layer_input_gate.weight",), lambda p: -p),
+    "layer_norm": lambda model: without(model, "post_per_layer_input_norm"),
+    "gemma_router": lambda model: with_weights(model, ("router.proj.weight",), lambda p: p.roll(1, 0)),
+    "router_scale": lambda model: with_weights(model, ("router.scale",), lambda p: 3 * p),
+    "expert_scale": lambda model: with_weights(model, ("router.per_expert_scale",), lambda p: 1 / p.roll(1) - 2),
+    "branch_norms": lambda model: without(model, "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2"),
     "experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),
     "router": lambda model: with_weights(model, ("mlp.gate.weight", "mlp.router.weight"), lambda p: p.roll(1, 0)),
     "granite_experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),

@@ -14,7 +14,7 @@ from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 from octavo.models.gguf_config import _FAMILIES, GGUFFields, find_gguf_family, read_gguf_config
 from octavo.models.gguf_file import GGUFFile, StoredArray, TensorType
-from octavo.models.gguf_rope import LONG_FACTORS, SHORT_FACTORS
+from octavo.models.gguf_rope import LONG_FACTORS, ROPE_FREQUENCIES, SHORT_FACTORS
 from octavo.models.gguf_weights import GGUFWeights
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import architecture_of
@@ -24,7 +24,7 @@ PATH = Path("model.gguf")
 BY_NAME = {case.name: case for case in (*CASES, *MORE_CASES)}
 ARCHITECTURES = {
     "Llama": "llama", "Mistral": "mistral3", "Ministral3": "mistral3", "Qwen2": "qwen2", "Qwen3": "qwen3",
-    "Gemma": "gemma", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "Granite": "granite",
+    "Gemma": "gemma", "Gemma2": "gemma2", "Gemma3": "gemma3", "Gemma4": "gemma4", "Phi3": "phi3", "Granite": "granite",
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
@@ -40,6 +40,8 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "qwen3-moe-5-experts-of-which-3", "qwen2-moe-7-per-kv", "mixtral-3-per-kv", "olmoe-3-per-kv",
     "gpt-oss-5-experts-of-which-3", "deepseek-v2-2-of-4-groups", "deepseek-v2-lite-3-of-5",
     "deepseek-v3-yarn-choice-bias", "glm-4.5-3-of-5-groups-dense-first", "granite-moe-3-of-7",
+    "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
+    "gemma4-one-expert-shared-kv-embeddings",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -100,6 +102,9 @@ def converted(config):
     shapes = {stored_name(names, name): shape for name, shape in expected.tensor_shapes().items()}
     factors = {LONG_FACTORS: list(rope["long_factor"]), SHORT_FACTORS: list(rope["short_factor"])} if (
         kind == "longrope") else {}  # fmt: skip
+    if name == "Gemma4":
+        pairs = config["global_head_dim"] // 2
+        factors = {ROPE_FREQUENCIES: [1.0] * (pairs // 4) + [1e30] * (pairs - pairs // 4)}
     shapes |= {name: (len(each),) for name, each in factors.items()}
     tensors = {name: StoredArray(PATH, TensorType.F32, shape, 0, 0) for name, shape in shapes.items()}
     return GGUFFile(PATH, (PATH,), metadata, tensors), factors, expected
@@ -108,17 +113,21 @@ def converted(config):
 def stored_name(names, name):
     """Return llama.cpp's name of a tensor; of an expert's matrix the one that octavo gives its part of the tensor."""
     if match := re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)\.(.*)\.(weight|bias)", name):
-        return f"{names.get_name(match[1] + match[3])}.{match[2]}.{match[4]}"
+        whole = names.get_name(match[1] + match[3]) or f"blk.{name.split('.')[2]}.ffn_{match[3][:-5]}_exps"
+        return f"{whole}.{match[2]}.{match[4]}"
     if match := re.fullmatch(r"(.*\.self_attn\.[kv]_b_proj)\.(\d+)\.weight", name):
         return f"{names.get_name(match[1])}.{match[2]}.weight"
     if name.endswith("e_score_correction_bias"):
         return f"{names.get_name(name.removesuffix('_bias'))}.bias"
-    if name.endswith(".sinks"):
+    for said, part in ((".router.scale", "ffn_gate_inp"), (".per_expert_scale", "ffn_down_exps")):
+        if name.endswith(said):
+            return f"blk.{name.split('.')[2]}.{part}.scale"
+    if name.endswith((".sinks", ".layer_scalar")):
         return f"{names.get_name(name)}.weight"
     return names.get_name(name, (".weight", ".bias"))
 
 
-def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
+def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for each family
     """Return the keys that set_gguf_parameters of the family's conversion adds."""
     match name:
         case "Gemma2":
@@ -127,6 +136,8 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
         case "Gemma3":
             local = config["rope_parameters"]["sliding_attention"]["rope_theta"]
             return {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": local}
+        case "Gemma4":
+            return gemma4_keys(config)
         case "Phi3":
             original = config.get("original_max_position_embeddings", config["max_position_embeddings"])
             keys = {"rope.scaling.original_context_length": original}
@@ -209,6 +220,36 @@ def own_keys(name, config, rope):  # noqa: PLR0911 - a case for each family
             return {"rope.scaling.yarn_log_multiplier": log_multiplier, "attention.temperature_scale": beta}
         case _:
             return {}
+
+
+def gemma4_keys(config):
+    width, inner, kinds = config["global_head_dim"], config["intermediate_size"], config["layer_types"]
+    own = len(kinds) - config["num_kv_shared_layers"]
+    is_near = [kind == "sliding_attention" for kind in kinds]
+    heads = config["num_key_value_heads"]
+    full_heads = config["num_global_key_value_heads"] if config.get("attention_k_eq_v") else heads
+    keys = {f"attention.{part}_length": width for part in ("key", "value")}
+    keys |= {f"attention.{part}_length_swa": config["head_dim"] for part in ("key", "value")}
+    keys |= {
+        "rope.dimension_count": width,
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": is_near,
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "attention.head_count_kv": [heads if near else full_heads for near in is_near],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+    }
+    if config["use_double_wide_mlp"]:
+        keys["feed_forward_length"] = [inner] * own + [2 * inner] * (len(kinds) - own)
+    if config["enable_moe_block"]:
+        keys |= {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["top_k_experts"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
+    return keys
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -308,3 +349,45 @@ def test_configs_cover_every_gguf_family():
     assert {ARCHITECTURES[config["architectures"][0].removesuffix("ForCausalLM")] for config in CONFIGS.values()} == {
         *_FAMILIES
     }
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.value_length_swa", 8, "value_length_swa = 8: must be attention.key_length_swa = 20"),
+        ("rope.dimension_count_swa", 10, "dimension_count_swa = 10: must be attention.key_length_swa = 20"),
+        ("feed_forward_length", [176] * 6 + [352], "feed_forward_length.*: must double in the last 3 layers only"),
+        ("feed_forward_length", [176, 352], "feed_forward_length.*: must have 7 integers above 0"),
+        ("attention.head_count_kv", [1, 0, 1, 1, 1, 1, 1], "head_count_kv.*: must have 7 integers above 0"),
+        ("attention.shared_kv_layers", 9, "must double in the last 9 layers only"),
+        ("expert_gating_func", 2, "expert_gating_func = 2: octavo does not support this"),
+    ],
+)
+def test_other_gemma4_metadata_is_refused(key, value, words, monkeypatch):
+    file, factors, _ = converted(CONFIGS["gemma4-shared-kv-double-wide"])
+    monkeypatch.setattr(GGUFFields, "factors", lambda _, tensor: factors[tensor])
+    file = replace(file, metadata=file.metadata | {f"gemma4.{key}": value})
+    with pytest.raises(ModelError, match=words):
+        architecture_of(ConfigFile(PATH, config_of(file)))
+
+
+@pytest.mark.parametrize("divisors", [None, [1.0, 2.0], [1.0] * 8, [1e30] * 16, [1.0] * 4 + [8.0] * 12])
+def test_other_gemma4_rope_factors_are_refused(divisors, monkeypatch):
+    file, _, _ = converted(CONFIGS["gemma4-shared-kv-double-wide"])
+    monkeypatch.setattr(GGUFFields, "factors", lambda *_: divisors)
+    if divisors is None:
+        file = replace(file, tensors={name: each for name, each in file.tensors.items() if name != ROPE_FREQUENCIES})
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight must have 16 numbers: 1 for rotated pairs"):
+        config_of(file)
+
+
+@pytest.mark.parametrize(("turned", "pairs"), [(4, 16), (1, 5), (13, 26), (5, 7), (9, 11), (16, 16)])
+def test_gemma4_rope_factors_rotate_their_pairs(turned, pairs, monkeypatch):
+    width = 2 * pairs
+    config = CONFIGS["gemma4-shared-kv-double-wide"] | {"global_head_dim": width}
+    file, _, _ = converted(config)
+    monkeypatch.setattr(GGUFFields, "factors", lambda *_: [1.0] * turned + [1e30] * (pairs - turned))
+    rope = ropes_of(file)[1]
+    sines = make_cos_sin(rope, width, 3)[2, pairs:]
+    assert sines.count_nonzero() == turned
+    assert not sines[turned:].any()

@@ -119,6 +119,15 @@ def test_cached_weights_give_logits_of_uncached_load(dtype, quantization, checkp
     assert second.lm_head.storage.data.data_ptr() % 64 == 0
 
 
+def test_cached_weights_and_tables_of_files_give_logits_of_uncached_load(tmp_path, cache, packs, prompt_logits):
+    path = write_checkpoint(tmp_path / "gemma4", tiny_config("Gemma4ForCausalLM"), std=0.1)
+    expected = prompt_logits(load(path, None), PROMPT)
+    load(path, cache)
+    packs.clear()
+    assert torch.equal(prompt_logits(load(path, cache), PROMPT), expected)
+    assert packs == []
+
+
 @pytest.mark.turn(3)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int4_all"])
 def test_cached_weights_are_correct_across_instruction_sets(checkpoint, cache, prompt_logits, quantization):

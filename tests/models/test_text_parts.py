@@ -135,6 +135,7 @@ def test_multimodal_model_logs_warning_that_images_are_refused(tmp_path, caplog)
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 14}
+GEMMA4_VISION = {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
 MROPE = {"mrope_section": [4, 2, 2]}
 WHOLES = {  # text parts of other models, and the configurations around them; rope parameters are as on the hub
     "mistral": (
@@ -163,6 +164,26 @@ WHOLES = {  # text parts of other models, and the configurations around them; ro
             "model_type": "llava",
             "vision_config": VISION | {"model_type": "clip_vision_model", "num_hidden_layers": 2, "image_size": 28},
         },
+    ),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        tiny_config("Gemma4ForCausalLM", tie_word_embeddings=True, pad_token_id=0),
+        {
+            "model_type": "gemma4",
+            "vision_config": VISION | GEMMA4_VISION | {"model_type": "gemma4_vision"},
+            "audio_config": {
+                "model_type": "gemma4_audio",
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "output_proj_dims": 32,
+            },
+        },
+    ),
+    "gemma4-unified": (
+        "Gemma4UnifiedForConditionalGeneration",
+        tiny_config("Gemma4UnifiedForCausalLM", tie_word_embeddings=True, pad_token_id=0),
+        {"model_type": "gemma4_unified"},
     ),
     "qwen2-vl": (
         "Qwen2VLForConditionalGeneration",

@@ -27,7 +27,10 @@ def make_prompts(seed: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration. altered: names of features that must change the tokens if they are altered in the oracle."""
+    """One configuration. altered: names of features that must change the tokens if they are altered in the oracle.
+
+    tolerance: of logits, relative to the largest.
+    """
 
     name: str
     family: str
@@ -36,6 +39,7 @@ class Case:
     altered: tuple[str, ...]
     altered_logits: tuple[str, ...] = ()  # features that change the logits but no greedy token
     max_model_len: int | None = None
+    tolerance: float = 2e-5
 
     @property
     def full_config(self) -> dict[str, Any]:
@@ -71,6 +75,21 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 
+# Gemma 4 does not divide scores, so their rounding has more effect: float32 logits of transformers differ from its
+# float64 logits by up to 6e-5.
+ROUNDED_SCORES = 1e-4
+GEMMA4_DENSE = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GEMMA4_SMALL = {
+    "enable_moe_block": False,
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+}
 GRANITE = {
     "embedding_multiplier": 6.0,
     "residual_multiplier": 0.3,
@@ -600,6 +619,79 @@ MORE_CASES = (
         0,
         heads(160, 4, 2, 40) | TIED | {"num_experts_per_tok": 1},
         ("granite_experts", "granite_router", "tied"),
+    ),
+    Case(
+        "gemma4-values-are-keys-7-per-kv",
+        "Gemma4Unified",
+        0,
+        heads(112, 7, 1, 20)
+        | {
+            "global_head_dim": 52,
+            "num_hidden_layers": 3,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+        },
+        ("wide_window", "sliding_theta", "rotated_share", "stream_scale", "value_norm", "score_scale", "qk_norm"),
+        altered_logits=("logit_softcap",),
+        tolerance=ROUNDED_SCORES,
+    ),
+    Case(
+        "gemma4-heads-of-512",
+        "Gemma4",
+        0,
+        heads(96, 2, 1, 256) | GEMMA4_DENSE | {"global_head_dim": 512, "attention_k_eq_v": True},
+        ("wide_window", "layer_types_of_values", "rotated_share", "stream_scale", "after_only"),
+        tolerance=ROUNDED_SCORES,
+    ),
+    Case(
+        "gemma4-biases-heads-listed",
+        "Gemma4",
+        0,
+        heads(96, 6, 3, 32)
+        | GEMMA4_DENSE
+        | {
+            "attention_bias": True,
+            "per_layer_config": {"1": {"head_dim": 24, "num_key_value_heads": 2}},
+            "use_bidirectional_attention": "vision",
+        },
+        ("wide_window", "bias", "gelu", "embedding_scale", "value_norm"),
+        tolerance=ROUNDED_SCORES,
+    ),
+    Case(
+        "gemma4-shared-kv-double-wide",
+        "Gemma4",
+        0,
+        heads(112, 7, 1, 20) | GEMMA4_SMALL | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        ("kv_of_first", "layer_table", "layer_projection", "layer_gate", "layer_norm", "stream_scale", "wide_window"),
+        tolerance=ROUNDED_SCORES,
+    ),
+    Case(
+        "gemma4-layer-embeddings-tied",
+        "Gemma4",
+        0,
+        heads(160, 4, 2, 40)
+        | TIED
+        | {"num_hidden_layers": 4, "enable_moe_block": False, "hidden_size_per_layer_input": 24},
+        ("layer_table", "layer_projection", "layer_gate", "tied"),
+        tolerance=ROUNDED_SCORES,
+    ),
+    Case(
+        "gemma4-3-of-7-experts",
+        "Gemma4",
+        0,
+        heads(96, 6, 3, 32)
+        | GEMMA4_DENSE
+        | {"enable_moe_block": True, "num_experts": 7, "attention_k_eq_v": True, "num_hidden_layers": 3}
+        | {"layer_types": [*["sliding_attention"] * 2, "full_attention"]},
+        ("experts", "gemma_router", "router_scale", "expert_scale", "branch_norms", "stream_scale"),
+        tolerance=ROUNDED_SCORES,
+    ),
+    Case(
+        "gemma4-one-expert-shared-kv-embeddings",
+        "Gemma4",
+        0,
+        heads(112, 7, 1, 20) | {"top_k_experts": 1, "num_experts": 5},
+        ("experts", "gemma_router", "expert_scale", "layer_table"),
+        tolerance=ROUNDED_SCORES,
     ),
     Case("glm4-three-layers", "Glm4", 0, heads(96, 6, 3, 32) | {"num_hidden_layers": 3}, ("behind", "theta")),
 )

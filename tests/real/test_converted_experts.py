@@ -1,5 +1,6 @@
 """Mixtures of experts that llama.cpp's own converter has written give the tokens of their folders."""
 
+import json
 import random
 import subprocess
 import sys
@@ -20,12 +21,16 @@ VOCAB_SIZE, NUM_TOKENS = 288, 24
 PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
 FAMILIES = (
     "Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GptOss in MXFP4", "GraniteMoe", "Glm4Moe", "DeepseekV2",
-    "DeepseekV3", "Glm4MoeLite",
+    "DeepseekV3", "Glm4MoeLite", "Gemma4", "Gemma4 without experts",
 )  # fmt: skip
 LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
     "num_hidden_layers": 4, "intermediate_size": 160,
+}  # fmt: skip
+
+DENSE_GEMMA4 = {
+    "enable_moe_block": False, "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
 }  # fmt: skip
 
 
@@ -50,13 +55,20 @@ def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_
         config |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": config["qk_rope_head_dim"]}
     if family == "GraniteMoe":  # its files have no other head_dim
         config["head_dim"] = SIZES["hidden_size"] // SIZES["num_attention_heads"]
+    if "global_head_dim" in config:  # the converter needs another one than head_dim
+        config["global_head_dim"] = 2 * SIZES["head_dim"]
+    if "without" in case:
+        config |= DENSE_GEMMA4
     if "mlp_layer_types" in config:
         config |= {"mlp_layer_types": ["dense", *["sparse"] * 3], "first_k_dense_replace": 1}
     if "layer_types" in config:
-        config["layer_types"] = config["layer_types"] * 2
+        config["layer_types"] = (config["layer_types"] * 2)[: SIZES["num_hidden_layers"]]
     folder, file = write_checkpoint(tmp_path / "folder", config, std=0.1), tmp_path / "model.gguf"
     if "MXFP4" in case:
         rewrite_as_mxfp4(folder, pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors)
+    if family == "Gemma4":  # the converter counts the tokens
+        tokenizer = {"model": {"vocab": {str(index): index for index in range(VOCAB_SIZE)}}, "added_tokens": []}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     command = [sys.executable, str(Path(__file__).with_name("converted_with_bytes.py")), llama_cpp, folder, file]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -101,6 +101,22 @@ def test_planned_bytes_match_measured_peak(checkpoint):
 
 
 @pytest.mark.turn(3)
+def test_plan_without_tables_matches_measured_peak(tmp_path):
+    """The table of per-layer embeddings has 98 MB."""
+    config = tiny_config(
+        "Gemma4ForCausalLM", hidden_size=512, intermediate_size=1024, num_hidden_layers=6, head_dim=64,
+        global_head_dim=128, num_attention_heads=8, num_key_value_heads=4, vocab_size=32000,
+        vocab_size_per_layer_input=32000, hidden_size_per_layer_input=128, enable_moe_block=False,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+    )  # fmt: skip
+    path = write_checkpoint(tmp_path, config)
+    architecture = read_architecture(path)
+    computed = weight_bytes(architecture, "float32") + activation_bytes(architecture, 1024, 16, "float32")
+    computed += 128 * block_bytes(architecture, 16, "float32")
+    assert measure(MEASURE, path) < computed + 20e6
+
+
+@pytest.mark.turn(3)
 def test_planned_bytes_with_store_match_measured_peak(tmp_path):
     config = tiny_config(
         "LlamaForCausalLM", hidden_size=64, intermediate_size=64, num_hidden_layers=8, head_dim=64,

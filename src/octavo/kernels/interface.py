@@ -322,7 +322,8 @@ class Kernels(Protocol):
     ) -> None:
         """Rotate q in place (Su et al. 2021), and write rotated k and v into their slots. k is not changed.
 
-        q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride.
+        q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride. k and v may
+        have 0 heads.
         cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. If interleaved, dimension 2 i of a head is
         paired with 2 i + 1 (GPT-J). Otherwise dimension i is paired with i + rotary_dim / 2 (GPT-NeoX).
         query_scale float32 [max_positions]: multiplies rotated and rounded queries.

@@ -218,6 +218,8 @@ class ReferenceKernels:
         q.copy_(rotate(q, turns, interleaved=interleaved))
         if query_scale is not None:
             q.copy_(q.float() * query_scale[batch.positions, None, None])
+        if not k.shape[1]:
+            return
         is_finite = v.isfinite().all(dim=-1, keepdim=True)
         write_rows(
             k_cache, batch.slot_mapping, torch.where(is_finite, rotate(k, turns, interleaved=interleaved), torch.nan)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.models.attention import AttentionConfig
-from octavo.models.declared import Linear, Norm, in_order
+from octavo.models.declared import Linear, Norm, Table, in_order
 from octavo.models.experts import ExpertsConfig
 from octavo.models.kv_layout import KVLayout
 from octavo.models.latent_attention import LatentAttentionConfig
@@ -20,15 +21,18 @@ if TYPE_CHECKING:
 
     from octavo.models.config_file import ConfigFile
     from octavo.models.decoder_layer import LayerConfig, LayerTensors
+    from octavo.models.per_layer_embeddings import InputsTensors, PerLayerEmbeddings
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+_NORM = re.compile(r"norm(_\d)?\.weight$")
 
 
 class ModelTensors(NamedTuple):
     """All tensors, in the order of packing."""
 
     embedding: Linear
+    layer_inputs: InputsTensors | None
     layers: tuple[LayerTensors, ...]
     final_norm: Norm
     head: Linear | None
@@ -76,6 +80,7 @@ class Architecture:
         head = Linear(((_HEAD, self.vocab_size),), self.hidden_size)
         return ModelTensors(
             embedding=vocabulary,
+            layer_inputs=None if self.embeddings is None else self.embeddings.tensors(self.hidden_size),
             layers=tuple(
                 layer.tensors(f"model.layers.{index}", self.hidden_size) for index, layer in enumerate(self.layers)
             ),
@@ -94,6 +99,16 @@ class Architecture:
         return [layer.attention for layer in self.layers if isinstance(layer.attention, kinds)]
 
     @property
+    def embeddings(self) -> PerLayerEmbeddings | None:
+        """Per-layer embeddings."""
+        return self.layers[0].embeddings
+
+    @property
+    def tables(self) -> list[Table]:
+        """All tables."""
+        return [each for each in in_order(self.tensors()) if isinstance(each, Table)]
+
+    @property
     def num_parameters(self) -> int:
         """Number of weights, with tied embeddings counted once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
@@ -101,7 +116,8 @@ class Architecture:
     @property
     def num_active_parameters(self) -> int:
         """Number of weights used for each token."""
-        return self.num_parameters - self._num_idle_parameters
+        of_tables = sum((each.num_rows - 1) * each.width for each in self.tables)
+        return self.num_parameters - self._num_idle_parameters - of_tables
 
     @property
     def _num_idle_parameters(self) -> int:
@@ -130,24 +146,33 @@ class Architecture:
     def stored_tensors(self) -> dict[str, StoredTensor]:
         """Return the tensors that the files must contain."""
         tensors: dict[str, StoredTensor] = {}
-        stored = self.stored or self.stored_floats
-        for name, shape in self.tensor_shapes().items():
-            module = name.removesuffix(".weight")
+        stored, unused = self.stored or self.stored_floats, self._unused_shapes()
+        for name, shape in (self.tensor_shapes() | unused).items():
+            module, found = name.removesuffix(".weight"), {name: StoredTensor(shape)}
             if len(shape) == 2 and stored is not None and stored.covers(module):
-                tensors |= stored.tensors(module, *shape)
-            else:
-                tensors[name] = StoredTensor(shape)
+                found = stored.tensors(module, *shape)
+            tensors |= (
+                {key: each._replace(is_optional=True) for key, each in found.items()} if name in unused else found
+            )
         return tensors
+
+    def _unused_shapes(self) -> dict[str, tuple[int, ...]]:
+        unused = tuple(
+            layer.attention.unused_tensors(f"model.layers.{index}", self.hidden_size)
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer.attention, AttentionConfig)
+        )
+        return {name: shape for each in in_order(unused) for name, shape in each.shapes.items()}
 
 
 def is_vocabulary(tensor_name: str) -> bool:
-    """Return True for embeddings and lm_head."""
-    return tensor_name.removesuffix(".weight") in {_EMBEDDING, _HEAD}
+    """Return True for embeddings, also of layers, and lm_head."""
+    return tensor_name.removesuffix(".weight") in {_EMBEDDING, f"{_EMBEDDING}_per_layer", _HEAD}
 
 
 def is_norm(tensor_name: str) -> bool:
     """Return True for norms."""
-    return tensor_name.endswith("norm.weight")
+    return _NORM.search(tensor_name) is not None
 
 
 def read_decoder(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from octavo.errors import ModelError
 from octavo.models.declared import Linear, Norm, Vector
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from octavo.models.layers import ModelContext
     from octavo.models.rope_config import RopeConfig
 
-_MAX_HEAD_DIM = 256  # of the compiled kernels
+_MAX_HEAD_DIM = 512  # csrc/kv_rows.h
 
 
 class AttentionTensors(NamedTuple):
@@ -41,6 +41,9 @@ class AttentionConfig:
     sinks     see `Kernels.paged_attention`
     qk_norm   norm before rotation: "head" with one weight [head_dim] for each head, "width" with all heads as one row
     is_fused  True if the checkpoint stores q, k and v in one tensor
+    v_norm    norm of each value without a weight
+    values_are_keys  keys before norm and rotation are values
+    shared_layer  see `CacheSpec`; this layer then has only queries
     """
 
     num_heads: int
@@ -55,6 +58,9 @@ class AttentionConfig:
     qk_norm: Literal["head", "width"] | None = None
     is_fused: bool = False
     sinks: bool = False
+    v_norm: bool = False
+    values_are_keys: bool = False
+    shared_layer: int | None = None
 
     @classmethod
     def read(
@@ -68,23 +74,25 @@ class AttentionConfig:
         o_bias: bool = False,
         qk_norm: Literal["head", "width"] | None = None,
         is_fused: bool = False,
+        head_dim_key: str = "head_dim",
+        kv_heads_key: str = "num_key_value_heads",
     ) -> AttentionConfig:
         """Read a layer without a window."""
         hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
-        if default_num_kv_heads is None or "num_key_value_heads" in config.values:
+        if default_num_kv_heads is None or kv_heads_key in config.values:
             default_num_kv_heads = num_heads  # null also means num_heads
-        num_kv_heads = config.count("num_key_value_heads", default_num_kv_heads)
+        num_kv_heads = config.count(kv_heads_key, default_num_kv_heads)
         if num_heads % num_kv_heads:
-            raise config.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
-        if default_head_dim is None and not config.has("head_dim") and hidden_size % num_heads:
+            raise config.error(kv_heads_key, f"must divide num_attention_heads = {num_heads}")
+        if default_head_dim is None and not config.has(head_dim_key) and hidden_size % num_heads:
             problem = f"must be a multiple of num_attention_heads = {num_heads} without head_dim"
             raise config.error("hidden_size", problem)
-        head_dim = config.count("head_dim", default_head_dim or hidden_size // num_heads)
+        head_dim = config.count(head_dim_key, default_head_dim or hidden_size // num_heads)
         if head_dim % 2:
-            raise config.error("head_dim", f"rotary embeddings need an even head_dim, not {head_dim}")
+            raise config.error(head_dim_key, f"rotary embeddings need an even head_dim, not {head_dim}")
         if head_dim > _MAX_HEAD_DIM:
             raise config.error(
-                "head_dim", f"octavo's kernels support a head_dim of at most {_MAX_HEAD_DIM}, not {head_dim}"
+                head_dim_key, f"octavo's kernels support a head_dim of at most {_MAX_HEAD_DIM}, not {head_dim}"
             )
         rope.check(config, head_dim)
         return cls(
@@ -115,25 +123,43 @@ class AttentionConfig:
     @property
     def cache_spec(self) -> KVShape:
         """See `TokenMixerConfig`."""
-        return KVShape(self.num_kv_heads, self.head_dim, self.window)
+        return KVShape(self.num_kv_heads, self.head_dim, self.window, self.shared_layer)
 
     @property
     def width(self) -> int:
         """See `TokenMixerConfig`."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    @property
+    def is_shared(self) -> bool:
+        """True if another layer computes keys and values."""
+        return self.shared_layer is not None
+
+    @property
+    def num_projections(self) -> int:
+        """Number of q, k, v."""
+        return 1 if self.is_shared else 2 if self.values_are_keys else 3
+
+    def unused_tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
+        """Declare optional tensors that no layer reads."""
+        if not self.is_shared:
+            return ()
+        own, whole = self.tensors(name, hidden_size), replace(self, shared_layer=None).tensors(name, hidden_size)
+        unused = replace(whole.qkv, parts=whole.qkv.parts[len(own.qkv.parts) :])
+        return unused, whole.k_norm
+
     def tensors(self, name: str, hidden_size: int) -> AttentionTensors:
         """See `TokenMixerConfig`."""
         name = f"{name}.self_attn"
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         apart = ((f"{name}.q_proj", q_rows), (f"{name}.k_proj", kv_rows), (f"{name}.v_proj", kv_rows))
-        qkv = ((f"{name}.qkv_proj", self.width),) if self.is_fused else apart
+        qkv = ((f"{name}.qkv_proj", self.width),) if self.is_fused else apart[: self.num_projections]
         q_size, k_size = (q_rows, kv_rows) if self.qk_norm == "width" else (self.head_dim, self.head_dim)
         return AttentionTensors(
             qkv=Linear(qkv, hidden_size, self.qkv_bias),
             o=Linear(((f"{name}.o_proj", hidden_size),), q_rows, self.o_bias),
             q_norm=None if self.qk_norm is None else Norm(f"{name}.q_norm", q_size),
-            k_norm=None if self.qk_norm is None else Norm(f"{name}.k_norm", k_size),
+            k_norm=None if self.qk_norm is None or self.is_shared else Norm(f"{name}.k_norm", k_size),
             sinks=Vector(f"{name}.sinks", self.num_heads) if self.sinks else None,
         )
 
@@ -147,7 +173,7 @@ class Attention:
 
     __slots__ = (
         "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",
-        "sinks",
+        "sinks", "v_norm",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext, config: AttentionConfig, tensors: AttentionTensors) -> None:
@@ -164,6 +190,7 @@ class Attention:
         self.o = context.linear(tensors.o)
         self.q_norm = context.optional_norm(tensors.q_norm)
         self.k_norm = context.optional_norm(tensors.k_norm)
+        self.v_norm = context.ones(config.head_dim) if config.v_norm else None
         self.sinks = None if tensors.sinks is None else context.vector(tensors.sinks)
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
@@ -171,16 +198,20 @@ class Attention:
         k_cache, v_cache = cache
         config, kernels = self.config, self.kernels
         qkv = kernels.linear(hidden, self.qkv)
-        heads = qkv.view(qkv.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        q, k, v = heads.split_with_sizes((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
+        num_kv_heads = 0 if config.is_shared else config.num_kv_heads
+        sizes = (config.num_heads, *(num_kv_heads,) * max(config.num_projections - 1, 1))
+        q, k, *apart = qkv.view(qkv.shape[0], sum(sizes), config.head_dim).split_with_sizes(sizes, dim=1)
+        v = apart[0] if apart else k
+        if self.q_norm is not None:
             rows = (q, k)
             if config.qk_norm == "width":  # not as views of heads, which lack a stride to record if there is one token
                 q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
                 parts = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=1)
                 rows = (parts[0].unsqueeze(1), parts[1].unsqueeze(1))
             q = kernels.rms_norm(rows[0], self.q_norm, self.eps).view(q.shape)
-            k = kernels.rms_norm(rows[1], self.k_norm, self.eps).view(k.shape)
+            k = k if self.k_norm is None else kernels.rms_norm(rows[1], self.k_norm, self.eps).view(k.shape)
+        if self.v_norm is not None and num_kv_heads:
+            v = kernels.rms_norm(v, self.v_norm, self.eps)
         kernels.rope_and_write_kv(
             q, k, v, self.cos_sin, batch, k_cache, v_cache, interleaved=self.interleaved, query_scale=self.query_scale
         )

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from octavo.errors import ModelError
 from octavo.models.stored_experts import ExpertPart, find_expert_parts
 from octavo.models.weight_files import decoder_names, find_weight_files, some
+from octavo.models.weight_source import FloatRows
 from octavo.runtime.process_memory import forget_pages, return_free_memory
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class CheckpointFiles:
     def weight(self, name: str) -> Tensor:
         """See `StoredTensors`."""
         return self.tensor(name)
+
+    def table(self, name: str) -> FloatRows:
+        """See `StoredTensors`."""
+        return FloatRows(self.tensor(name))
 
     def tensor(self, name: str) -> Tensor:
         """See `StoredTensors`."""

@@ -107,6 +107,13 @@ class ConfigFile:
             raise self.error(key, "must be a list of numbers above 0")
         return tuple(map(float, values))
 
+    def whole_number(self, key: str, most: int) -> int:
+        """Return a whole number from 0, the default, to `most`."""
+        value = self._get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise self.error(key, f"must be an integer from 0 to {most}")
+        return value
+
     def whole_numbers(self, key: str, default: list[int]) -> list[int]:
         """Return whole numbers."""
         values = self._get(key, default)

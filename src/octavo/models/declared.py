@@ -92,9 +92,23 @@ class Vector:
         return {self.name: (self.size,)}
 
 
-def in_order(declared: object) -> Iterator[Linear | Norm | Vector]:
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A matrix that stays in its file. name: without ".weight"."""
+
+    name: str
+    num_rows: int
+    width: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Linear`."""
+        return {f"{self.name}.weight": (self.num_rows, self.width)}
+
+
+def in_order(declared: object) -> Iterator[Linear | Norm | Vector | Table]:
     """Yield declarations from nested tuples."""
-    if isinstance(declared, Linear | Norm | Vector):
+    if isinstance(declared, Linear | Norm | Vector | Table):
         yield declared
     elif isinstance(declared, tuple):
         for each in declared:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from octavo.models.declared import Norm
+from octavo.models.declared import Norm, Vector
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import AttentionBatch
     from octavo.models.kv_layout import CacheSpec
     from octavo.models.layers import ModelContext
+    from octavo.models.per_layer_embeddings import InputTensors, PerLayerEmbeddings
 
 
 class TokenMixer(Protocol):
@@ -109,16 +110,23 @@ class LayerTensors(NamedTuple):
     before_mlp: Norm | None
     mlp: tuple[Any, ...]
     after_mlp: Norm | None
+    embedding: InputTensors | None
+    stream_scale: Vector | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer without weights."""
+    """One layer without weights.
+
+    embeddings: added after the MLP. stream_scale: True if a stored number finally multiplies the residual stream.
+    """
 
     attention: TokenMixerConfig
     mlp: MLPConfig
     norms: LayerNorms = field(default_factory=LayerNorms)
     residual_scale: float = 1.0
+    embeddings: PerLayerEmbeddings | None = None
+    stream_scale: bool = False
 
     def within(self, max_model_len: int) -> LayerConfig:
         """See `RopeConfig.within`."""
@@ -137,39 +145,65 @@ class LayerConfig:
             before_mlp=norm(self.norms.before_mlp),
             mlp=self.mlp.tensors(name, hidden_size),
             after_mlp=norm(self.norms.after_mlp),
+            embedding=None if self.embeddings is None else self.embeddings.layer_tensors(name, hidden_size),
+            stream_scale=Vector(f"{name}.layer_scalar", 1) if self.stream_scale else None,
         )
 
 
 class DecoderLayer:
     """One layer's sublayers, and the norm after each."""
 
-    __slots__ = ("after_attention", "after_mlp", "attention", "kv_group", "mlp")
+    __slots__ = ("after_attention", "after_embedding", "after_mlp", "attention", "embedding", "kv_group", "mlp")
 
     def __init__(
         self, context: ModelContext, config: LayerConfig, tensors: LayerTensors, kv_group: int, next_norm: Norm | None
     ) -> None:
+        scale, embedding = config.residual_scale, tensors.embedding
         self.kv_group = kv_group
         self.attention = config.attention.build(context, tensors.attention)
-        self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp, config.residual_scale)
+        self.after_attention = ResidualNorm(context, tensors.after_attention, tensors.before_mlp, scale)
         self.mlp = config.mlp.build(context, tensors.mlp)
-        self.after_mlp = ResidualNorm(context, tensors.after_mlp, next_norm, config.residual_scale)
+        stream_scale = 1.0 if tensors.stream_scale is None else context.vector(tensors.stream_scale).item()
+        last = (next_norm, scale, stream_scale)
+        self.embedding = self.after_embedding = None
+        if config.embeddings is None or embedding is None:
+            self.after_mlp = ResidualNorm(context, tensors.after_mlp, *last)
+        else:
+            self.after_mlp = ResidualNorm(context, tensors.after_mlp, None, scale)
+            self.embedding = config.embeddings.build_layer(context, embedding)
+            self.after_embedding = ResidualNorm(context, embedding.norm, *last)
+
+    def finish(self, hidden: Tensor, residual: Tensor, batch: AttentionBatch, inputs: Tensor | None) -> Tensor:
+        """Map attention's output to the next layer's input.
+
+        inputs [num_tokens, width]: see `PerLayerEmbeddings`.
+        """
+        hidden = self.after_attention.forward(hidden, residual)
+        hidden = self.after_mlp.forward(self.mlp.forward(hidden, batch), residual)
+        if self.embedding is None or self.after_embedding is None:
+            return hidden
+        assert inputs is not None
+        return self.after_embedding.forward(self.embedding.forward(hidden, inputs), residual)
 
 
 class ResidualNorm:
     """Adds a sublayer's output to the residual stream and normalizes the sum.
 
-    added: norm of the sublayer's output. stream: norm of the sum, which is the next sublayer's input.
+    added: norm of the sublayer's output. stream: norm of the sum, which is the next sublayer's input. stream_scale:
+    factor of the sum.
     """
 
-    __slots__ = ("add", "added", "eps", "kernels", "scale", "stream")
+    __slots__ = ("add", "added", "eps", "kernels", "scale", "stream", "stream_scale")
 
-    def __init__(self, context: ModelContext, added: Norm | None, stream: Norm | None, scale: float) -> None:
+    def __init__(
+        self, context: ModelContext, added: Norm | None, stream: Norm | None, scale: float, stream_scale: float = 1.0
+    ) -> None:
         from octavo.kernels.operations.add import add  # noqa: PLC0415
 
         self.add = add
         self.kernels = context.kernels
         self.eps = context.architecture.rms_norm_eps
-        self.scale = scale
+        self.scale, self.stream_scale = scale * stream_scale, stream_scale
         self.added = context.optional_norm(added)
         self.stream = context.optional_norm(stream)
 
@@ -177,6 +211,8 @@ class ResidualNorm:
         """Update `residual` in place. Return the next sublayer's input [num_tokens, hidden], or `residual` itself."""
         if self.added is not None:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
+        if self.stream_scale != 1.0:
+            self.add(self.kernels, residual, residual, self.stream_scale - 1.0)
         if self.stream is not None:
             return self.kernels.add_rms_norm(hidden, residual, self.stream, self.eps, self.scale)
         self.add(self.kernels, hidden, residual, self.scale)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from octavo.kernels.operations.add import add
 from octavo.kernels.operations.add_experts import add_experts
 from octavo.kernels.operations.choose_experts import choose_experts
 from octavo.kernels.operations.sort_by_expert import sort_by_expert
+from octavo.models.gated_mlp import GatedMLP, GatedMLPConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,14 +22,15 @@ class Experts:
     """One layer's experts. starts: memory for `sort_by_expert`."""
 
     __slots__ = (
-        "choice_bias", "config", "down", "gate_up", "kernels", "router", "shared_down", "shared_gate", "shared_gate_up",
-        "starts",
+        "choice_bias", "config", "down", "expert_scale", "gate_up", "kernels", "router", "shared_down", "shared_gate",
+        "shared_gate_up", "starts",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext, config: ExpertsConfig, tensors: ExpertsTensors) -> None:
         self.config, self.kernels = config, context.kernels
         self.router = context.linear(tensors.router)
         self.choice_bias = None if tensors.choice_bias is None else context.vector(tensors.choice_bias)
+        self.expert_scale = None if tensors.expert_scale is None else context.vector(tensors.expert_scale)
         self.gate_up, self.down = context.grouped(tensors.gate_up), context.grouped(tensors.down)
         shared, gate = tensors.shared, tensors.shared_gate
         self.shared_gate_up = None if shared is None else context.linear(shared.gate_up)
@@ -46,11 +49,11 @@ class Experts:
         """The experts' weights."""
         return self.gate_up, self.down
 
-    def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
-        """See `MLP`."""
+    def forward(self, hidden: Tensor, batch: AttentionBatch, routed: Tensor | None = None) -> Tensor:
+        """See `MLP`. routed: the router's input, if it is not `hidden`."""
         kernels, router, (num_tokens, width) = self.kernels, self.config.router, hidden.shape
         num_chosen, integers = router.num_chosen, batch.query_start
-        logits = kernels.linear(hidden, self.router, float32_out=True)
+        logits = kernels.linear(hidden if routed is None else routed, self.router, float32_out=True)
         nothing = logits[:0]
         choice_bias = nothing if self.choice_bias is None else self.choice_bias
         ids = kernels.empty(num_tokens, num_chosen, like=integers)
@@ -59,6 +62,8 @@ class Experts:
             kernels, logits, choice_bias, ids, weights, router.scoring, router.num_groups, router.num_chosen_groups,
             router.is_group_best, router.least_sum, router.scale,
         )  # fmt: skip
+        if self.expert_scale is not None:
+            weights.mul_(self.expert_scale[ids.long()])
         sources = kernels.empty(num_tokens * num_chosen, like=batch.positions)
         places = kernels.empty(num_tokens, num_chosen, like=integers)
         starts = kernels.empty(router.num_experts + 1, like=integers) if self.starts is None else self.starts
@@ -75,3 +80,33 @@ class Experts:
         out = kernels.empty(num_tokens, width, like=hidden)
         add_experts(kernels, outputs, ids, places, weights, shared, shared_gate, out, router.num_experts)
         return out
+
+
+class ExpertBranches:
+    """See `ExpertsConfig.branches`."""
+
+    __slots__ = ("eps", "experts", "kernels", "norms", "router_norm", "shared")
+
+    def __init__(self, context: ModelContext, config: ExpertsConfig, tensors: ExpertsTensors) -> None:
+        shared, norms = tensors.shared, tensors.branches
+        assert shared is not None
+        assert norms is not None
+        assert config.shared_size is not None
+        self.kernels, self.eps = context.kernels, context.architecture.rms_norm_eps
+        mlp = GatedMLPConfig(intermediate_size=config.shared_size, activation=config.activation)
+        self.shared = GatedMLP(context, mlp, shared)
+        self.experts = Experts(context, config, tensors._replace(shared=None))
+        self.norms = tuple(map(context.norm, norms[:4]))
+        self.router_norm = context.vector(norms.router).mul_(config.hidden_size**-0.5)
+
+    def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
+        """See `MLP`. hidden: the residual stream."""
+        before_shared, after_shared, before, after = self.norms
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            return self.kernels.rms_norm(x, weight, self.eps)
+
+        total = norm(self.shared.forward(norm(hidden, before_shared), batch), after_shared)
+        routed = norm(hidden, self.router_norm)
+        add(self.kernels, norm(self.experts.forward(norm(hidden, before), batch, routed), after), total, 1.0)
+        return total

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from octavo.models.declared import Linear, Vector
+from octavo.models.declared import Linear, Norm, Vector
 from octavo.models.gated_mlp import GatedMLPTensors
 
 if TYPE_CHECKING:
     from octavo.kernels.interface import Activation
     from octavo.models.config_file import ConfigFile
-    from octavo.models.expert_layer import Experts
+    from octavo.models.decoder_layer import MLP
     from octavo.models.layers import ModelContext
 
 SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2  # see `choose_experts`, which imports torch
@@ -26,6 +26,7 @@ class Router:
     least_sum        negative if weights are not normalized
     has_bias         True if the router's linear layer has a bias
     has_choice_bias  True if a bias is added to scores for the choice, but not for the weights
+    has_expert_scale True if a number of each expert multiplies its weight
     """
 
     num_experts: int
@@ -38,14 +39,15 @@ class Router:
     scale: float = 1.0
     has_bias: bool = False
     has_choice_bias: bool = False
+    has_expert_scale: bool = False
 
     @classmethod
-    def read(cls, config: ConfigFile, *, normalizes: bool) -> Router:
+    def read(cls, config: ConfigFile, *, normalizes: bool, num_chosen_key: str = "num_experts_per_tok") -> Router:
         """Read a router with a softmax over all experts. normalizes: True if the chosen experts' weights sum to 1."""
         key = next((each for each in _COUNTS if config.has(each)), "num_experts")
-        num_experts, num_chosen = config.count(key), config.count("num_experts_per_tok")
+        num_experts, num_chosen = config.count(key), config.count(num_chosen_key)
         if num_chosen > min(num_experts, _MOST_CHOSEN):
-            raise config.error("num_experts_per_tok", f"must be at most {key} = {num_experts}, and {_MOST_CHOSEN}")
+            raise config.error(num_chosen_key, f"must be at most {key} = {num_experts}, and {_MOST_CHOSEN}")
         return cls(num_experts=num_experts, num_chosen=num_chosen, least_sum=0.0 if normalizes else -1.0)
 
     def in_groups(self, config: ConfigFile) -> Router:
@@ -74,6 +76,42 @@ class ExpertsTensors(NamedTuple):
     down: tuple[Linear, ...]
     shared: GatedMLPTensors | None
     shared_gate: Linear | None
+    expert_scale: Vector | None
+    branches: BranchTensors | None
+
+
+class BranchTensors(NamedTuple):
+    """See `BranchNorms`."""
+
+    before_shared: Norm
+    after_shared: Norm
+    before_experts: Norm
+    after_experts: Norm
+    router: Vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchNorms:
+    """Names of norms before and after the shared expert and the other experts."""
+
+    before_shared: str
+    after_shared: str
+    before_experts: str
+    after_experts: str
+
+    def tensors(self, layer: str, router: str, hidden_size: int) -> BranchTensors:
+        """Declare the norms."""
+
+        def norm(name: str) -> Norm:
+            return Norm(f"{layer}.{name}", hidden_size)
+
+        return BranchTensors(
+            before_shared=norm(self.before_shared),
+            after_shared=norm(self.after_shared),
+            before_experts=norm(self.before_experts),
+            after_experts=norm(self.after_experts),
+            router=Vector(f"{router}.scale", hidden_size),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +120,7 @@ class ExpertsConfig:
 
     has_shared_gate: True if a sigmoid of a linear layer multiplies the shared expert's output. has_bias,
     has_shared_bias: True if the experts, or the shared expert, have biases. router_name, shared_name: names in the
-    checkpoint, after "mlp.".
+    checkpoint, after "mlp.". branches: if given, shared expert, experts and router each normalize the residual stream.
     """
 
     router: Router
@@ -95,6 +133,7 @@ class ExpertsConfig:
     has_shared_bias: bool = False
     router_name: str = "gate"
     shared_name: str = "shared_expert"
+    branches: BranchNorms | None = None
 
     @property
     def intermediate_size(self) -> int:
@@ -109,33 +148,35 @@ class ExpertsConfig:
 
     def tensors(self, name: str, hidden_size: int) -> ExpertsTensors:
         """See `MLPConfig`. Includes each expert's tensors."""
-        name, num_experts = f"{name}.mlp", self.router.num_experts
+        layer, name, num_experts = name, f"{name}.mlp", self.router.num_experts
         experts = [
             _expert(f"{name}.experts.{index}", hidden_size, self.expert_size, self.has_bias)
             for index in range(num_experts)
         ]
-        shared = None
+        shared, shared_name = None, f"{name}.{self.shared_name}" if self.shared_name else name
         if self.shared_size is not None:
-            shared = _expert(f"{name}.{self.shared_name}", hidden_size, self.shared_size, self.has_shared_bias)
-        router, choice_bias = f"{name}.{self.router_name}", None
+            shared = _expert(shared_name, hidden_size, self.shared_size, self.has_shared_bias)
+        router, choice_bias, expert_scale = f"{name}.{self.router_name}", None, None
         if self.router.has_choice_bias:
             choice_bias = Vector(f"{router}.e_score_correction_bias", num_experts)
+        if self.router.has_expert_scale:
+            expert_scale = Vector(f"{router}.per_expert_scale", num_experts)
         return ExpertsTensors(
             router=Linear(((router, num_experts),), hidden_size, self.router.has_bias),
             choice_bias=choice_bias,
             gate_up=tuple(each.gate_up for each in experts),
             down=tuple(each.down for each in experts),
             shared=shared,
-            shared_gate=Linear(((f"{name}.{self.shared_name}_gate", 1),), hidden_size)
-            if self.has_shared_gate
-            else None,
+            shared_gate=Linear(((f"{shared_name}_gate", 1),), hidden_size) if self.has_shared_gate else None,
+            expert_scale=expert_scale,
+            branches=None if self.branches is None else self.branches.tensors(layer, router, hidden_size),
         )
 
-    def build(self, context: ModelContext, tensors: ExpertsTensors) -> Experts:
+    def build(self, context: ModelContext, tensors: ExpertsTensors) -> MLP:
         """See `MLPConfig`."""
-        from octavo.models.expert_layer import Experts  # noqa: PLC0415
+        from octavo.models.expert_layer import ExpertBranches, Experts  # noqa: PLC0415
 
-        return Experts(context, self, tensors)
+        return (Experts if self.branches is None else ExpertBranches)(context, self, tensors)
 
 
 def is_router(tensor_name: str) -> bool:

@@ -33,6 +33,7 @@ _SAMPLE: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
+    "hidden_size_per_layer_input": 0,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _DEEPSEEK: dict[str, Any] = {
@@ -63,8 +64,13 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"partial_rotary_factor": 0.5},
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
     {"tie_word_embeddings": True},
+    {"attention_k_eq_v": True},
+    {"num_kv_shared_layers": 4},
+    {"hidden_size_per_layer_input": 16},
+    {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
 )
 _OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split"})
+_NAMED = {"shared_layer": "KV of an earlier layer", "embeddings": "per-layer embeddings"}
 _OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})
 
 
@@ -163,6 +169,9 @@ def _changed(prefix: str, described: Any, leave_out: frozenset[str] = _OF_FILES)
     for each in dataclasses.fields(described):
         value = getattr(described, each.name)
         if each.default is dataclasses.MISSING or each.name in leave_out or value == each.default:
+            continue
+        if each.name in _NAMED:
+            yield Part(_NAMED[each.name])
             continue
         name = f"{prefix} {_words(each.name)}".strip()
         yield Part(name, "" if value is True else f"{value:g}" if isinstance(value, int | float) else str(value))

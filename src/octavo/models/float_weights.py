@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.stored_floats import StoredFloats
     from octavo.models.stored_quantization import StoredTensor
-    from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
+    from octavo.models.weight_source import StoredTensors, StoredWeight, TableRows, WeightSource
 
 _VALUES_AT_ONCE = 1 << 22
 # The 16 values of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3).
@@ -66,6 +66,10 @@ class ExpandedFloats:
         if columns % FP8_GROUP_MULTIPLE and columns < values.shape[1]:
             return expand(self.stored, values, scales, self.dtype)
         return Fp8Weight(values, _scales_of_rows(self.stored, values.shape, scales), columns)
+
+    def table(self, name: str) -> TableRows:
+        """See `StoredTensors`."""
+        return self.files.table(name)
 
     def tensor(self, name: str) -> Tensor:
         """See `StoredTensors`. Expanded weights alias no file."""

@@ -35,9 +35,14 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def read_gemma(
-    config: ConfigFile, name: str, *, layers: tuple[LayerConfig, ...], max_context_tokens: int
+    config: ConfigFile,
+    name: str,
+    *,
+    layers: tuple[LayerConfig, ...],
+    max_context_tokens: int,
+    norm_offset: float = 1.0,
 ) -> Architecture:
     """Read the keys that all Gemma generations share."""
     config = config.with_defaults(tie_word_embeddings=True)
     architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
-    return replace(architecture, embedding_scale=math.sqrt(architecture.hidden_size), norm_offset=1.0)
+    return replace(architecture, embedding_scale=math.sqrt(architecture.hidden_size), norm_offset=norm_offset)

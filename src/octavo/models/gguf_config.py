@@ -11,7 +11,7 @@ import numpy as np
 from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
 from octavo.models.gguf_file import TensorType
-from octavo.models.gguf_rope import read_gguf_rope
+from octavo.models.gguf_rope import read_gguf_rope, read_proportional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.gguf_file import GGUFFile
 
 logger = logging.getLogger(__name__)
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+EMBEDDING, HEAD, TABLE = "token_embd.weight", "output.weight", "per_layer_token_embd.weight"
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
 # Block types that kernels multiply directly, with the bytes that each block gains in memory.
 BLOCK_KINDS = {
@@ -130,6 +130,16 @@ class GGUFFields:
             )
         return width
 
+    def counts(self, key: str) -> list[int]:
+        """Return a count for each layer."""
+        values = self.values.values.get(key)
+        if not isinstance(values, list):
+            return [self.count(key)] * self.num_layers
+        self.values.mark(key)
+        if len(values) != self.num_layers or any(type(each) is not int or each < 1 for each in values):
+            raise self.values.error(key, f"must have {self.num_layers} integers above 0, one for each layer")
+        return values
+
     def window(self) -> int | None:
         """Return the sliding window in tokens, or None."""
         return self.count("attention.sliding_window") if self.optional("attention.sliding_window") else None
@@ -188,16 +198,16 @@ def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> d
     vocab_size, *width = file.tensors[EMBEDDING].shape
     if [fields.count("embedding_length")] != width:
         raise fields.values.error("embedding_length", f"{EMBEDDING} has the shape {[vocab_size, *width]}")
-    heads, head_dim = fields.count("attention.head_count"), fields.head_dim
+    heads, head_dim, own = fields.count("attention.head_count"), fields.head_dim, family.read(fields)
     config = {
         "architectures": [family.name],
         "model_type": family.model_type,
         "vocab_size": vocab_size,
         "hidden_size": fields.count("embedding_length"),
-        "intermediate_size": fields.count("feed_forward_length"),
+        "intermediate_size": own.get("intermediate_size") or fields.count("feed_forward_length"),
         "num_hidden_layers": fields.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.count("attention.head_count_kv", heads),
+        "num_key_value_heads": own.get("num_key_value_heads") or fields.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": fields.count("context_length"),
@@ -205,7 +215,7 @@ def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> d
         "tie_word_embeddings": HEAD not in file.tensors,
         "attention_bias": fields.has("blk.0.attn_q.bias"),
         "mlp_bias": fields.has("blk.0.ffn_up.bias"),
-        "rope_parameters": read_gguf_rope(fields),
+        "rope_parameters": own.get("rope_parameters") or read_gguf_rope(fields),
         "is_causal": fields.values.flag("attention.causal", default=True),
         "dtype": _read_dtype(file),
     }
@@ -214,7 +224,7 @@ def read_gguf_config(file: GGUFFile, architecture: str, family: GGUFFamily) -> d
         raise fields.values.error("rope.dimension_count", f"a head has {head_dim} dimensions")
     if rotated != head_dim:
         config["partial_rotary_factor"] = rotated / head_dim
-    config |= family.read(fields)
+    config |= own
     _refuse_unread(fields, family.name)
     return config
 
@@ -229,9 +239,10 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 def _read_dtype(file: GGUFFile) -> str:
     """Return the least precise dtype that holds all matrices outside `BLOCK_KINDS` exactly.
 
-    Other blocks become float32. Routers are ignored.
+    Other blocks become float32. Tables and routers are ignored, because llama.cpp always writes them in float32.
     """
-    kinds = {each.type for name, each in file.tensors.items() if len(each.shape) == 2 and ".ffn_gate_inp" not in name}
+    matrices = {name: each for name, each in file.tensors.items() if len(each.shape) == 2 and name != TABLE}
+    kinds = {each.type for name, each in matrices.items() if ".ffn_gate_inp" not in name}
     others = kinds - BLOCK_KINDS.keys()
     if len(others) == 1 and others in (kinds, {TensorType.BF16}):
         return _FLOATS.get(others.pop(), "float32")
@@ -268,6 +279,52 @@ def _read_gemma3(fields: GGUFFields) -> dict[str, Any]:
     }
     cap = fields.optional("final_logit_softcapping")
     return keys | ({} if cap is None else {"final_logit_softcapping": cap})
+
+
+def _read_gemma4(fields: GGUFFields) -> dict[str, Any]:
+    window = fields.window()
+    kinds, sizes = fields.layer_types(window, _GEMMA3_PERIOD), fields.counts("feed_forward_length")
+    num_shared = int(fields.optional("attention.shared_kv_layers") or 0)
+    num_own, near_dim = len(kinds) - num_shared, fields.count("attention.key_length_swa", fields.head_dim)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if fields.count(key, near_dim) != near_dim:
+            raise fields.values.error(key, f"must be attention.key_length_swa = {near_dim}")
+    if (is_wide := len({*sizes}) > 1) and sizes != sizes[:1] * num_own + [2 * sizes[0]] * num_shared:
+        raise fields.values.error("feed_forward_length", f"must double in the last {num_shared} layers only")
+    theta = fields.number("rope.freq_base", 10_000.0)
+    local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", theta)}
+    heads = [
+        {"head_dim": near_dim if kind == "sliding_attention" else fields.head_dim, "num_key_value_heads": count}
+        for kind, count in zip(kinds, fields.counts("attention.head_count_kv"), strict=True)
+    ]
+    far = kinds.index("full_attention") if "full_attention" in kinds else len(kinds) - 1
+    keys: dict[str, Any] = {
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
+        "intermediate_size": sizes[0],
+        "use_double_wide_mlp": is_wide,
+        **heads[0],
+        "per_layer_config": {str(layer): each for layer, each in enumerate(heads)},
+        "attention_k_eq_v": not fields.has(f"blk.{far}.attn_v.weight"),
+        "num_kv_shared_layers": num_shared,
+        "sliding_window": window,
+        "layer_types": kinds,
+        "rope_parameters": {"full_attention": read_proportional(fields, theta), "sliding_attention": local},
+        "hidden_size_per_layer_input": int(fields.optional("embedding_length_per_layer_input") or 0),
+        "final_logit_softcapping": fields.optional("final_logit_softcapping"),
+    }
+    if fields.has(TABLE):
+        keys["vocab_size_per_layer_input"] = fields.file.tensors[TABLE].shape[0]
+    if not fields.has("blk.0.ffn_gate_inp.weight"):
+        for key in ("expert_count", "expert_used_count", "expert_feed_forward_length"):
+            fields.values.mark(key)
+        return keys
+    return keys | {
+        "enable_moe_block": True,
+        "num_experts": fields.count("expert_count"),
+        "top_k_experts": fields.count("expert_used_count"),
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+    }
 
 
 def _gemma_scalar(fields: GGUFFields, *, is_27b: bool) -> int:
@@ -363,6 +420,7 @@ def _read_olmoe(fields: GGUFFields) -> dict[str, Any]:
 
 def _read_gpt_oss(fields: GGUFFields) -> dict[str, Any]:
     window = fields.count("attention.sliding_window")
+    fields.values.mark("feed_forward_length")
     return {
         "num_local_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
@@ -459,6 +517,18 @@ def _scores_by_sigmoid(fields: GGUFFields) -> bool:
 
 
 _DEEPSEEK_NAMES = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_GEMMA4_NAMES = _GEMMA_NORMS | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_inp.scale": "mlp.router.scale",
+    "ffn_down_exps.scale": "mlp.router.per_expert_scale",
+}
 _POST_NORM, _ROUTER = {"post_attention_norm": "post_attention_layernorm"}, {"ffn_gate_inp": "mlp.router"}
 _GLM4_MOE_NAMES, _GPT_OSS_NAMES = _DEEPSEEK_NAMES | _POST_NORM, _POST_NORM | _ROUTER
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -472,6 +542,7 @@ _FAMILIES = {
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),
     "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", _read_gemma2, _GEMMA_NORMS, norms_around_one=True),
     "gemma3": GGUFFamily("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _GEMMA_NORMS, norms_around_one=True),
+    "gemma4": GGUFFamily("Gemma4ForCausalLM", "gemma4_text", _read_gemma4, _GEMMA4_NAMES),
     "deepseek2": GGUFFamily("DeepseekV3ForCausalLM", "deepseek_v3", _read_deepseek2, _DEEPSEEK_NAMES),
     "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", _read_gpt_oss, _GPT_OSS_NAMES),
     "phi3": GGUFFamily("Phi3ForCausalLM", "phi3", _read_phi3, _FUSED),

@@ -20,6 +20,7 @@ ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
 # Llama 3.1's low_freq_factor, high_freq_factor, original_max_position_embeddings.
 _LLAMA3 = (1.0, 4.0, 8192)
 _YARN = "rope.scaling.yarn_"
+_NO_TURN = 1e20
 # llama.cpp's defaults, and the only architecture for which llama.cpp reads betas from the file.
 _BETA_FAST, _BETA_SLOW, _READS_BETAS = 32.0, 1.0, "mistral3"
 
@@ -49,6 +50,21 @@ def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
         if original is not None:
             rope["original_max_position_embeddings"] = original
     return rope
+
+
+def read_proportional(fields: GGUFFields, theta: float) -> dict[str, Any]:
+    """Return `rope_parameters` of a file whose divisors of frequencies are 1, then huge."""
+    divisors = fields.factors(ROPE_FREQUENCIES) if fields.has(ROPE_FREQUENCIES) else []
+    turned, width = divisors.count(1.0), 2 * len(divisors)
+    if not turned or width != fields.head_dim or min([*divisors[turned:], _NO_TURN]) < _NO_TURN:
+        raise ModelError(
+            f"{fields.file.path}: {ROPE_FREQUENCIES} must have {fields.head_dim // 2} numbers: 1 for rotated pairs, "
+            f"then at least {_NO_TURN:g}"
+        )
+    share = 2 * turned / width
+    if int(share * width // 2) < turned:
+        share = math.nextafter(share, 2.0)
+    return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
 
 
 def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:

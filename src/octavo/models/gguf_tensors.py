@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ import torch
 
 from octavo.errors import ModelError
 from octavo.kernels.block_weight import BlockKind, BlockWeight
-from octavo.models.gguf_config import BLOCK_KINDS
+from octavo.models.gguf_config import BLOCK_KINDS, TABLE
 from octavo.models.gguf_file import TensorType
 from octavo.models.weight_files import some
 from octavo.runtime.process_memory import forget_pages, return_free_memory
@@ -72,7 +73,8 @@ class GGUFTensors:
 
     def _check_types(self) -> None:
         names = list(self._names.values())
-        rare = [each for name in names if (each := self._weights.file.tensors[name]).type not in _BLOCKS | _FLOATS]
+        found = {name: self._weights.file.tensors[name] for name in names}
+        rare = [each for each in found.values() if each.type not in _BLOCKS | _FLOATS]
         if not rare:
             return
         kinds = ", ".join(sorted({each.type.name for each in rare}))
@@ -81,6 +83,8 @@ class GGUFTensors:
                 f"{self._weights.path}: weights of type {kinds} need the package gguf: pip install "
                 "'octavo[gguf]', or use a file of another type, such as Q4_K_M"
             )
+        if not (rare := [each for each in rare if each is not found.get(TABLE)]):
+            return
         logger.warning(
             "%s has weights of type %s, which octavo expands: %d MB become %d MB of float32 (with --dtype bfloat16 "
             "half as many, rounded). A file of another type, such as Q4_K_M, is smaller and faster",
@@ -112,6 +116,11 @@ class GGUFTensors:
                 weight.forget(part.rows)
         heads = self._weights.heads_of_pairs(stored_name)
         return weight if heads is None else weight.select_rows(halves_of_heads(heads, out_features))
+
+    def table(self, name: str) -> ExpandedRows:
+        """See `StoredTensors`."""
+        stored = self._weights.file.tensors[self._names[name]]
+        return ExpandedRows(stored, self._bytes(stored).view(stored.shape[0], -1))
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor, as float32 if it is stored in blocks.
@@ -149,6 +158,21 @@ class GGUFTensors:
             self.release()
         self._handed_out.setdefault(stored.path, []).append((mapped.data_ptr(), mapped.nbytes))
         return mapped
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedRows:
+    """The `TableRows` of packed uint8 [rows, bytes]."""
+
+    stored: StoredArray
+    packed: Tensor
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See `TableRows`."""
+        chosen = self.packed[indices.cpu()]
+        if self.stored.type in _FLOATS:
+            return chosen.view(_FLOATS[self.stored.type])
+        return _expand(self.stored, chosen.view(-1, self.stored.type.block_bytes)).view(len(chosen), -1)
 
 
 def _forget(path: Path, rows: Tensor) -> None:

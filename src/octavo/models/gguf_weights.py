@@ -10,6 +10,7 @@ from octavo.models.gguf_config import (
     BLOCK_KINDS,
     EMBEDDING,
     HEAD,
+    TABLE,
     GGUFFields,
     find_gguf_family,
     prediction_layers,
@@ -26,6 +27,9 @@ _MODEL_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     HEAD: "lm_head.weight",
+    TABLE: "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -35,7 +39,7 @@ _LAYER_NAMES = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
-    "attn_sinks": "self_attn.sinks",
+    "attn_sinks.weight": "self_attn.sinks",
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -47,6 +51,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -140,14 +145,12 @@ class GGUFWeights:
 
 def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
     match name.split("."):
-        case ["blk", layer, "attn_sinks" as part, "weight"]:
-            return f"model.layers.{layer}.{parts[part]}"
+        case ["blk", layer, part, kind] if (whole := parts.get(f"{part}.{kind}")) is not None:
+            return f"model.layers.{layer}.{whole}"
         case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
         case ["blk", layer, part, expert, "weight" | "bias" as kind] if part in _EXPERT_NAMES:
             return f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.{kind}"
         case ["blk", layer, part, head, "weight"] if part in _HEAD_NAMES:
             return f"model.layers.{layer}.self_attn.{_HEAD_NAMES[part]}.{head}.weight"
-        case ["blk", layer, "exp_probs_b", "bias"]:
-            return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
     return _MODEL_NAMES.get(name, name)

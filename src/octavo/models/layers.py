@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch, Kernels, PackedGroups, PackedLinear
     from octavo.models.architecture import Architecture
-    from octavo.models.declared import Linear, Norm, Vector
+    from octavo.models.declared import Linear, Norm, Table, Vector
     from octavo.models.expert_layer import Experts
     from octavo.models.rope_config import RopeConfig
+    from octavo.models.weight_source import TableRows
 
 
 class KVCache(Protocol):
@@ -46,6 +47,10 @@ class Weights(Protocol):
         """Return a float32 vector."""
         ...
 
+    def table(self, declared: Table) -> TableRows:
+        """See `StoredTensors`."""
+        ...
+
     def skip(self, declared: Linear) -> None:
         """Count layers that another source provides."""
         ...
@@ -65,6 +70,7 @@ class ModelContext:
     kernels: Kernels
     weights: Weights
     dtype: torch.dtype
+    device: torch.device
     cos_sin: Callable[[RopeConfig | None, int], Tensor]
     query_scale: Callable[[RopeConfig | None], Tensor | None]
     linears: list[PackedLinear] = field(default_factory=list)
@@ -99,6 +105,10 @@ class ModelContext:
         self.norms.append(self.weights.vector(declared))
         return self.norms[-1]
 
+    def ones(self, size: int) -> Tensor:
+        """Return ones."""
+        return torch.ones(size, device=self.device)
+
     def rounded(self, value: float) -> float:
         """Round to `dtype`."""
         return torch.tensor(value, dtype=self.dtype).item()
@@ -111,8 +121,8 @@ class CausalLM:
     """
 
     __slots__ = (
-        "architecture", "dtype", "embed_tokens", "embedding_scale", "experts", "first_norm", "kernels", "layers",
-        "linears", "lm_head", "norms",
+        "architecture", "dtype", "embed_tokens", "embedding_scale", "experts", "first_norm", "kernels", "last_writer",
+        "layer_inputs", "layers", "linears", "lm_head", "norms",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext) -> None:
@@ -125,7 +135,13 @@ class CausalLM:
         self.embed_tokens = context.linear(tensors.embedding)
         self.first_norm = context.optional_norm(tensors.layers[0].before_attention)
         next_norms = [*(layer.before_attention for layer in tensors.layers[1:]), tensors.final_norm]
-        kv_groups = context.architecture.kv_layout.group_indices
+        embeddings = context.architecture.embeddings
+        self.layer_inputs = None
+        if embeddings is not None and tensors.layer_inputs is not None:
+            self.layer_inputs = embeddings.build(context, tensors.layer_inputs)
+        layout = context.architecture.kv_layout
+        kv_groups = layout.group_indices
+        self.last_writer = max(index for index, spec in enumerate(layout.layers) if spec.shared_layer is None)
         layers = zip(context.architecture.layers, tensors.layers, kv_groups, next_norms, strict=True)
         self.layers = [DecoderLayer(context, *layer) for layer in layers]
         self.lm_head = self.embed_tokens if tensors.head is None else context.linear(tensors.head)
@@ -133,25 +149,25 @@ class CausalLM:
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv_cache: KVCache) -> Tensor:
         """Write KV for int64 token ids [num_tokens]. Return final hidden states [num_outputs, hidden].
 
-        Once the last layer has written KV, only the rows of `AttentionBatch.outputs` are computed.
+        Once all KV is written, only the rows of `AttentionBatch.outputs` are computed.
         """
         kernels = self.kernels
         residual = kernels.embedding(token_ids, self.embed_tokens, self.dtype, self.embedding_scale)
+        inputs = None if self.layer_inputs is None else self.layer_inputs.forward(token_ids, residual)
         hidden = residual
         if self.first_norm is not None:
             hidden = kernels.rms_norm(residual, self.first_norm, self.architecture.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             cache = kv_cache.layer(index)
             q = layer.attention.write_kv(hidden, batch.of_group(layer.kv_group), cache)
-            if layer is self.layers[-1] and batch.outputs is not None:
+            if index == self.last_writer and batch.outputs is not None:
                 rows, batch = batch.outputs.rows, batch.outputs.attention
                 q, residual = kernels.take_rows(q, rows), kernels.take_rows(residual, rows)
+                inputs = None if inputs is None else kernels.take_rows(inputs, rows)
                 if not len(rows):
                     return residual
             hidden = layer.attention.attend(q, batch.of_group(layer.kv_group), cache)
-            hidden = layer.after_attention.forward(hidden, residual)
-            hidden = layer.mlp.forward(hidden, batch)
-            hidden = layer.after_mlp.forward(hidden, residual)
+            hidden = layer.finish(hidden, residual, batch, None if inputs is None else inputs[:, index])
         return hidden
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import Kernels, PackedLinear, WeightToPack
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
-    from octavo.models.declared import Linear, Norm, Vector
-    from octavo.models.weight_source import StoredTensors, StoredWeight, WeightSource
+    from octavo.models.declared import Linear, Norm, Table, Vector
+    from octavo.models.weight_source import StoredTensors, StoredWeight, TableRows, WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,7 @@ def load_model(
         kernels=kernels,
         weights=kept or packer,
         dtype=computed,
+        device=device,
         cos_sin=cache(lambda rope, head_dim: make_cos_sin(rope, head_dim, max_model_len).to(device)),
         query_scale=cache(lambda rope: make_query_scale(rope, max_model_len, device)),
     )
@@ -327,6 +328,9 @@ class _Packer:
         if not bool(numbers.isfinite().all()):
             raise ModelError(f"{declared.name} has a value that is infinite or not a number; download the model again")
         return numbers
+
+    def table(self, declared: Table) -> TableRows:
+        return self.source.table(f"{declared.name}.weight")
 
     def skip(self, declared: Linear) -> None:
         self._count(declared.num_weights * self.dtype.itemsize)

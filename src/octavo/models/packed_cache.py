@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.interface import Kernels, PackedLinear
-    from octavo.models.declared import Linear, Norm, Vector
+    from octavo.models.declared import Linear, Norm, Table, Vector
     from octavo.models.layers import Weights
+    from octavo.models.weight_source import TableRows
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,10 @@ class KeptWeights:
     def vector(self, declared: Vector) -> Tensor:
         """See `Weights`."""
         return self._source.vector(declared)
+
+    def table(self, declared: Table) -> TableRows:
+        """See `Weights`."""
+        return self._source.table(declared)
 
     def skip(self, declared: Linear) -> None:
         """See `Weights`."""

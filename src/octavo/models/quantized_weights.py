@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.models.stored_quantization import StoredQuantization, StoredTensor
-    from octavo.models.weight_source import StoredTensors, StoredWeight
+    from octavo.models.weight_source import StoredTensors, StoredWeight, TableRows
 
 # An increase invalidates packed weights on disk.
 READING_VERSION = 2
@@ -55,6 +55,10 @@ class StoredIntegers:
     def weight(self, name: str) -> StoredWeight:
         """See `StoredTensors`."""
         return self.read(name) if self.stored.covers(name.removesuffix(".weight")) else self.files.weight(name)
+
+    def table(self, name: str) -> TableRows:
+        """See `StoredTensors`."""
+        return self.files.table(name)
 
     def tensor(self, name: str) -> Tensor:
         """See `StoredTensors`."""

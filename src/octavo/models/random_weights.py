@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from octavo.models.architecture import is_norm
 from octavo.models.registry import read_architecture
+from octavo.models.weight_source import FloatRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,6 +57,10 @@ class RandomWeights:
         """See `StoredTensors`."""
         return self.tensor(name)
 
+    def table(self, name: str) -> FloatRows:
+        """See `StoredTensors`."""
+        return FloatRows(self.tensor(name))
+
     def release(self) -> None:
         """Do nothing."""
 
@@ -63,7 +68,7 @@ class RandomWeights:
         """See `StoredTensors`."""
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        mean = self.norm_mean if is_norm(name) else 0.0
+        mean = self.norm_mean if is_norm(name) else 1.0 if name.endswith(("_scalar", "scale")) else 0.0
         return torch.empty(self.shapes[name]).normal_(mean, self.std, generator=generator).to(self.dtype)
 
 
@@ -84,6 +89,18 @@ _DEEPSEEK = {
     "routed_scaling_factor": 1.5,
     "n_group": 4,
     "topk_group": 2,
+}
+_GEMMA4 = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "sliding_window": 37,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "final_logit_softcapping": 8.0,
 }
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK
@@ -111,6 +128,21 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "sliding_window": 37,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "Gemma4ForCausalLM": _GEMMA4
+    | {
+        "model_type": "gemma4_text",
+        "vocab_size_per_layer_input": 2048,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_double_wide_mlp": True,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+    },
+    "Gemma4UnifiedForCausalLM": _GEMMA4 | {"model_type": "gemma4_unified_text", "attention_k_eq_v": True},
     "Glm4MoeForCausalLM": {
         "model_type": "glm4_moe",
         "n_routed_experts": 8,
@@ -159,6 +191,11 @@ _STORED_NAMES = {
         "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
         "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
         "mlp.router": "block_sparse_moe.router.layer",
+    },
+    "Gemma4ForCausalLM": {
+        ".mlp.experts": ".experts",
+        ".mlp.router.weight": ".router.proj.weight",
+        ".mlp.router.": ".router.",
     },
     "MixtralForCausalLM": {
         ".mlp.": ".block_sparse_moe.",
@@ -211,7 +248,7 @@ def write_checkpoint(
     weights = RandomWeights(shapes, getattr(torch, architecture.dtype), seed, std, 1.0 - architecture.norm_offset)
     shards: list[dict[str, Tensor]] = [{}]
     tensors = {name: weights.tensor(name) for name in shapes}
-    if (family := config["architectures"][0]) in {"GptOssForCausalLM", "GraniteMoeForCausalLM"}:
+    if (family := config["architectures"][0]) in {"GptOssForCausalLM", "GraniteMoeForCausalLM", "Gemma4ForCausalLM"}:
         tensors = _with_joined_experts(tensors, family)
     for name, tensor in tensors.items():
         full = max_shard_bytes is not None and _num_bytes(shards[-1]) + tensor.nbytes > max_shard_bytes

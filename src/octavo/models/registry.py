@@ -21,6 +21,8 @@ FAMILIES = {
     "GemmaForCausalLM": "octavo.models.gemma",
     "Gemma2ForCausalLM": "octavo.models.gemma2",
     "Gemma3ForCausalLM": "octavo.models.gemma3",
+    "Gemma4ForCausalLM": "octavo.models.gemma4",
+    "Gemma4UnifiedForCausalLM": "octavo.models.gemma4",
     "Glm4ForCausalLM": "octavo.models.glm",
     "Glm4MoeForCausalLM": "octavo.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "octavo.models.deepseek",

@@ -82,6 +82,10 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
             return 1.0 / wavelengths
         case "linear":
             return 1.0 / wavelengths / rope.factor
+        case "proportional":
+            frequencies = 1.0 / wavelengths / rope.factor
+            frequencies[int(rope.partial_rotary_factor * rotary_dim // 2) :] = 0.0
+            return frequencies
         case "llama3":
             return _llama3(rope, 1.0 / wavelengths)
         case "yarn":

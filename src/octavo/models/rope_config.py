@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
-SUPPORTED_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "longrope")
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+SUPPORTED_KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 _DEFAULT_THETA = 10_000.0  # as in transformers
 _PARTIAL, _QUERY_SCALE = "partial_rotary_factor", "llama_4_scaling_beta"
 _UNSUPPORTED_KEYS = ("mrope_section", "full_attention", "sliding_attention", "short_mscale", "long_mscale")
@@ -48,14 +48,16 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return the rotated dimensions."""
-        return int(head_dim * self.partial_rotary_factor)
+        """Return the rotated dimensions. "proportional" rotates the others by zero."""
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def check(self, config: ConfigFile, head_dim: int) -> None:
         """Raise `ModelError` if heads cannot be rotated."""
         rotary_dim, factors = self.rotary_dim(head_dim), len(self.short_factors)
         if rotary_dim % 2 or not rotary_dim:
             raise config.error(_PARTIAL, f"rotates {rotary_dim} of {head_dim} dimensions of a head; it must be even")
+        if self.kind == "proportional" and int(head_dim * self.partial_rotary_factor) < 2:
+            raise config.error(_PARTIAL, f"{self.partial_rotary_factor:g} of a head's {head_dim} dimensions is no pair")
         if self.kind == "longrope" and factors != rotary_dim // 2:
             raise config.error("rope_scaling", f"must have {rotary_dim // 2} factors, one for each pair, not {factors}")
 
@@ -118,6 +120,8 @@ def _read_section(config: ConfigFile, section: ConfigFile, theta: float, max_pos
             return RopeConfig(theta=theta)
         case "linear":
             return RopeConfig(kind="linear", theta=theta, factor=section.number("factor"))
+        case "proportional":
+            return RopeConfig(kind="proportional", theta=theta, factor=section.number("factor", 1.0))
         case "llama3":
             return _read_llama3(section, theta, _original_length(config, section, max_position_embeddings))
         case "yarn":

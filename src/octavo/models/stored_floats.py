@@ -71,7 +71,7 @@ class StoredFloats:
 
     def covers(self, module: str) -> bool:
         """See `StoredQuantization.covers`."""
-        return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
+        return not (module.endswith(("embed_tokens", "embed_tokens_per_layer")) or is_ignored(module, self.ignored))
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
         """Return the scales' shape."""

@@ -60,7 +60,7 @@ class StoredQuantization:
 
     def covers(self, module: str) -> bool:
         """Return True if the module has integers. module: name without ".weight"."""
-        return not (module.endswith("embed_tokens") or is_ignored(module, self.ignored))
+        return not (module.endswith(("embed_tokens", "embed_tokens_per_layer")) or is_ignored(module, self.ignored))
 
     def num_groups(self, in_features: int) -> int:
         """Return scales per row."""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 # The text part's class, by the whole model's class and `model_type`.
 TEXT_PARTS: dict[str, dict[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "LlavaForConditionalGeneration": {
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",

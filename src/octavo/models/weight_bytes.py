@@ -22,7 +22,7 @@ def weight_bytes(
     quantization: str | None = None,
     group_size: int = DEFAULT_GROUP_SIZE,
 ) -> int:
-    """Return the bytes of all weights with scales. FP8 in a checkpoint counts as expanded to `dtype`.
+    """Return the bytes of all weights with scales, except tables. FP8 in a checkpoint counts as expanded to `dtype`.
 
     norm_dtype: dtype of activations and of norms without an offset. quantization: for matrices not stored as integers.
     int8 and fp8 add four bytes per row. int4 adds two bytes per scale and zero point, four per row, and four per input
@@ -32,8 +32,9 @@ def weight_bytes(
     in_blocks = _kept_blocks(architecture) if quantization is None else {}
     vectors = {each.name for each in in_order(architecture.tensors()) if isinstance(each, Vector)}
     total = _order_bytes(architecture) + sum(in_blocks.values())
+    elsewhere = in_blocks.keys() | {name for each in architecture.tables for name in each.shapes}
     for name, shape in architecture.tensor_shapes().items():
-        if name in in_blocks:
+        if name in elsewhere:
             continue
         bits, groups, zeros = _rounding(architecture, name, shape, quantization, group_size)
         if bits == 8:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 BARE_EMBEDDING = "embed_tokens.weight"  # exists if names lack "model."
 # Prefixes of the text part of models with images, which transformers writes in either order.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|audio_tower|vision_embedder|embed_vision|embed_audio|multi_modal_projector|visual)\."
+)
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(experts\.\d+\.)?(gate|w1|w2|w3)(?=\.)")
 _GRANITE = re.compile(
     r"\.block_sparse_moe\.(input_linear\.weight|output_linear\.weight|router\.layer|router|experts)(?=\.|$)"
@@ -25,6 +27,7 @@ _GRANITE_PARTS = {
     "output_linear.weight": "experts.down_proj",
     "router.layer": "router",
 }
+_GEMMA = re.compile(r"(\.layers\.\d+)\.(router|experts)(?:\.proj(?=\.))?(?=\.)")
 _MIXTRAL_PARTS = {"gate": "gate", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -101,4 +104,4 @@ def _of_experts(name: str) -> str:
         return name.replace(match[0], f".mlp.{match[1] or ''}{_MIXTRAL_PARTS[match[2]]}")
     if match := _GRANITE.search(name):
         return name.replace(match[0], f".mlp.{_GRANITE_PARTS.get(match[1], match[1])}")
-    return name
+    return _GEMMA.sub(r"\1.mlp.\2", name)

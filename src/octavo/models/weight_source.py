@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.models.weight_files import find_weight_files
@@ -19,6 +20,25 @@ if TYPE_CHECKING:
     StoredWeight = Tensor | BlockWeight | QuantizedWeight
 
 
+class TableRows(Protocol):
+    """A matrix's rows, read from its file."""
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return floats, on the CPU, for int64 indices."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FloatRows:
+    """The `TableRows` of floats."""
+
+    matrix: Tensor
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See `TableRows`."""
+        return self.matrix[indices.cpu()]
+
+
 class StoredTensors(Protocol):
     """A checkpoint's tensors. Files stay open while this object or a tensor lives."""
 
@@ -32,6 +52,10 @@ class StoredTensors(Protocol):
 
     def weight(self, name: str) -> StoredWeight:
         """Return the format that kernels multiply: blocks, fp8, integers or floats. May alias a file's pages."""
+        ...
+
+    def table(self, name: str) -> TableRows:
+        """Return a matrix's rows."""
         ...
 
     def tensor(self, name: str) -> Tensor:

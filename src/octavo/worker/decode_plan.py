@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from octavo.kernels.interface import DecodePlan
 from octavo.models.architecture import DTYPE_BYTES
-from octavo.models.expert_layer import Experts
 from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
 
 if TYPE_CHECKING:
@@ -39,8 +38,12 @@ def make_decode_plan(
     """
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
-    experts = [each for layer in model.layers if isinstance(layer.mlp, Experts) for each in layer.mlp.groups]
-    is_plain = architecture.num_position_dims == 1 and len(architecture.attentions) == len(architecture.layers)
+    experts = [weights for each in model.experts for weights in each.groups]
+    is_plain = (
+        architecture.num_position_dims == 1
+        and not architecture.tables
+        and len(architecture.attentions) == len(architecture.layers)
+    )
     if not sizes or not is_plain or not model.kernels.captures_graphs(experts):
         return None
     table_width, dtype = -(-max_model_len // block_size), str(model.dtype).removeprefix("torch.")

@@ -63,7 +63,8 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
     width = DTYPE_BYTES[dtype]
     hidden, inner = architecture.hidden_size, max(layer.mlp.intermediate_size for layer in architecture.layers)
     mixed = max(layer.attention.width for layer in architecture.layers)
-    return num_tokens * (width * (3 * hidden + max(3 * inner, 2 * mixed)) + 4 * max(hidden, inner))
+    inputs = 0 if architecture.embeddings is None else 3 * architecture.embeddings.total_width
+    return num_tokens * (width * (3 * hidden + max(3 * inner, 2 * mixed) + inputs) + 4 * max(hidden, inner))
 
 
 def free_bytes(device: torch.device) -> int:

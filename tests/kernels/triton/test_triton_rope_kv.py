@@ -54,6 +54,23 @@ def assert_same_as_torch(write, generator, options):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+def test_rope_without_kv_heads_rotates_only_queries(kernels, generator):
+    """As in layers that share the KV of an earlier layer."""
+    batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], 5, 2, 24, torch.bfloat16, generator)
+    rows = torch.randn(len(batch.positions), 8, 24, generator=generator).bfloat16()
+    turns = torch.randn(40, 24, generator=generator)
+    before = [cache.nan_to_num() for cache in (k_cache, v_cache)]
+    results = []
+    for num_kv_heads in (0, 2):
+        q, k, v = rows.clone().split([8 - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        kernels.rope_and_write_kv(q, k, v, turns, batch, k_cache, v_cache)
+        results.append(q)
+        if num_kv_heads == 0:
+            assert all(map(torch.equal, (k_cache.nan_to_num(), v_cache.nan_to_num()), before))
+    assert torch.equal(results[0][:, :4], results[1])
+    assert not torch.equal(results[0], rows)
+
+
 @pytest.mark.sweep(72)
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
