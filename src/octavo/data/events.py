@@ -272,7 +272,7 @@ class StepCompleted(Event):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsComputed(Event):
-    """Experts computed a step."""
+    """The experts of a mixture computed tokens of a step."""
 
     load: ExpertLoad
 

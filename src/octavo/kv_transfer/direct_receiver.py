@@ -281,7 +281,6 @@ class DirectReceiver:
         return head == messages.header(generation, key, checksum(key, block))
 
     def _note_fault(self, source: str, what: str, *, is_corrupt: bool = False, is_down: bool = True) -> None:
-        """Count and log a fault of a source."""
         with self._lock:
             self._num_errors += 1
             self._num_corrupt += is_corrupt

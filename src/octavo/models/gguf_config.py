@@ -476,7 +476,6 @@ def _head_width(fields: GGUFFields, part: str) -> int:
 
 
 def _read_routed(fields: GGUFFields, *, is_sigmoid: bool) -> dict[str, Any]:
-    """Read experts of DeepSeek's form."""
     groups = fields.count("expert_group_count", 1)
     return _read_experts(fields) | {
         "norm_topk_prob": fields.values.flag("expert_weights_norm", default=False),

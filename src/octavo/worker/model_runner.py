@@ -334,7 +334,6 @@ class ModelRunner:
 
 
 def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:
-    """Return the number of tokens before the first failure."""
     if not troubles and min(token_ids) >= 0:
         return len(token_ids)
     return next((i for i, each in enumerate(token_ids) if each < 0 or first + i in troubles), len(token_ids))

@@ -228,7 +228,6 @@ def _keys(
 
 @triton.jit
 def _value_dims(VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Return the program's dimensions of values."""
     dim = tl.arange(0, BLOCK_V)
     if BLOCK_V < VALUE_DIM:
         dim += tl.program_id(2) * BLOCK_V

@@ -30,7 +30,7 @@ def kernel(fn: Callable[..., None] | None = None, **options: Any) -> Any:
 
 
 def cdiv(numerator: int, denominator: int) -> int:
-    """Return the quotient, rounded up. `triton.cdiv` takes a hundred times as long."""
+    """Return the quotient, rounded up, a hundred times as fast as `triton.cdiv`."""
     return -(-numerator // denominator)
 
 
