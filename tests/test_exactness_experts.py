@@ -25,7 +25,9 @@ from make_expert_gguf import SHAPES, write
 pytestmark = needs_kernels
 NUM_TRIED = 9
 DTYPES = ["bfloat16", "int8", "int4", "bfloat16 with int8 KV"]
-FOLDERS = ["Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"]
+FOLDERS = [
+    "Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Gemma4ForCausalLM",
+]  # fmt: skip
 FILES = {"Q4_K": "qwen3-30b-a3b", "Q8_0": "olmoe-1b-7b", "MXFP4": "gpt-oss-20b"}  # a file has the experts' type
 SMALL = {
     "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "experts": 5, "chosen": 3, "expert": 256,

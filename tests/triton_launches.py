@@ -78,11 +78,12 @@ def launches() -> Iterator[set[str]]:
     def launch(kernel, *args, grid, warmup, **options):
         key = key_of(kernel, args, options)
         launched = _launched(kernel)
-        constants = [each.name for each in launched.params[len(args) :]]
-        assert all(each.is_constexpr for each in launched.params[len(args) :]), "an argument is not positional"
-        assert options.keys() >= set(constants), "a constant is not a keyword"
+        rest = launched.params[len(args) :]
         own = (kernel.__name__, *launched.specialization(args), *options.items())
-        assert found.setdefault(own, key) == key, "a launch would use another compiled kernel"
+        if not all(each.is_constexpr and each.name in options for each in rest):
+            raise AssertionError(f"{key}: only constants may be keywords, and every constant must be one")
+        if found.setdefault(own, key) != key:
+            raise AssertionError(f"{key}: a launch would use the code of {found[own]}")
         hook = triton.knobs.runtime.jit_post_compile_hook
         if key not in keys and hook is not None:
             hook(fn=SimpleNamespace(name=kernel.__name__), key=key)

@@ -28,7 +28,7 @@ class TokenMixer(Protocol):
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """Write tokens [num_tokens, hidden] into the cache. Return the input [num_tokens, ...] of `attend`.
 
-        In the last layer, `attend` gets only the rows that need an output.
+        After the last layer writes KV, `attend` gets only rows that need an output.
         """
         ...
 

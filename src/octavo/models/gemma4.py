@@ -14,6 +14,7 @@ from octavo.models.gemma import GELU, read_gemma
 from octavo.models.layer_types import FULL, SLIDING, read_layer_types
 from octavo.models.per_layer_embeddings import PerLayerEmbeddings
 from octavo.models.rope_config import RopeConfig, read_rope
+from octavo.models.routed_mlps import with_float_routers
 
 if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
@@ -79,7 +80,8 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     )
     max_positions = config.count("max_position_embeddings")
     architecture = read_gemma(config, name, layers=layers, max_context_tokens=max_positions, norm_offset=0.0)
-    return replace(architecture, logit_softcap=config.optional_number("final_logit_softcapping"))
+    architecture = replace(architecture, logit_softcap=config.optional_number("final_logit_softcapping"))
+    return with_float_routers(architecture)
 
 
 def _read_attentions(config: ConfigFile, kinds: list[str], num_own: int) -> list[AttentionConfig]:

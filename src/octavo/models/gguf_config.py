@@ -40,6 +40,8 @@ _NOT_READ = (
 )
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
+# llama.cpp stores these weights in wider types
+_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp")
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
@@ -239,10 +241,10 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 def _read_dtype(file: GGUFFile) -> str:
     """Return the least precise dtype that holds all matrices outside `BLOCK_KINDS` exactly.
 
-    Other blocks become float32. Tables and routers are ignored, because llama.cpp always writes them in float32.
+    Other blocks become float32. Weights in `_WIDENED` are ignored.
     """
-    matrices = {name: each for name, each in file.tensors.items() if len(each.shape) == 2 and name != TABLE}
-    kinds = {each.type for name, each in matrices.items() if ".ffn_gate_inp" not in name}
+    matrices = {name: each for name, each in file.tensors.items() if len(each.shape) == 2}
+    kinds = {each.type for name, each in matrices.items() if not any(part in name for part in _WIDENED)}
     others = kinds - BLOCK_KINDS.keys()
     if len(others) == 1 and others in (kinds, {TensorType.BF16}):
         return _FLOATS.get(others.pop(), "float32")

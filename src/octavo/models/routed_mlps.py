@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _DENSE, _SPARSE = "dense", "sparse"
 _LEAST_SUM = 1e-20  # as in transformers
-_ROUTER = "mlp.gate"
+_ROUTERS = ("mlp.gate", "mlp.router")
 
 
 def read_routed_mlps(
@@ -52,9 +52,9 @@ def with_float_routers(architecture: Architecture) -> Architecture:
     """Return the architecture with routers, and lm_head of FP8 checkpoints, as floats."""
     floats, integers = architecture.stored_floats, architecture.stored
     if floats is not None:
-        floats = replace(floats, ignored=(*floats.ignored, _ROUTER, "lm_head"))
+        floats = replace(floats, ignored=(*floats.ignored, *_ROUTERS, "lm_head"))
     if integers is not None:
-        integers = replace(integers, ignored=(*integers.ignored, _ROUTER))
+        integers = replace(integers, ignored=(*integers.ignored, *_ROUTERS))
     return replace(architecture, stored_floats=floats, stored=integers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from octavo.kernels.interface import DecodePlan
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.layers import CausalLM
 
+logger = logging.getLogger(__name__)
 MOST_ROWS = 512  # launching larger steps takes less time than their computation
 BYTES_PER_LAYER = 512 << 10  # estimated memory of launches, which drivers do not report
 _SPARE_BYTES = 32 << 20  # torch allocates up to 20 MiB
@@ -39,12 +41,10 @@ def make_decode_plan(
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
     experts = [weights for each in model.experts for weights in each.groups]
-    is_plain = (
-        architecture.num_position_dims == 1
-        and not architecture.tables
-        and len(architecture.attentions) == len(architecture.layers)
-    )
-    if not sizes or not is_plain or not model.kernels.captures_graphs(experts):
+    is_plain = architecture.num_position_dims == 1 and len(architecture.attentions) == len(architecture.layers)
+    if sizes and architecture.tables:
+        logger.info("no decode graphs are captured: each step reads per-layer embeddings on the host")
+    if not sizes or architecture.tables or not is_plain or not model.kernels.captures_graphs(experts):
         return None
     table_width, dtype = -(-max_model_len // block_size), str(model.dtype).removeprefix("torch.")
     most_seqs = max(of_rows[-1] for of_rows in sizes.values())

@@ -44,7 +44,7 @@ class ExpertTally:
         self._totals = np.frombuffer(self.tokens.counts if self.tokens else b"", dtype=np.int64).reshape(shape)
 
     def begin(self, num_outputs: int) -> None:
-        """Begin a step. Without outputs it skips the last layer."""
+        """Begin a step. Without outputs, the last layers are skipped."""
         if not num_outputs:
             self._starts.zero_()
 

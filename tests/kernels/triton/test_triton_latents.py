@@ -183,7 +183,7 @@ def test_latent_that_is_not_finite_reaches_only_rows_that_see_it(attention, kern
         ("first_dim, q.dtype, HEAD_DIM, PIECE, HAS_SCALES), scores)",
          "first_dim, q.dtype, HEAD_DIM, PIECE, HAS_SCALES), 0.0 * scores)"),
         ("tl.program_id(2) * BLOCK_V", "tl.program_id(2)"),
-        ("num_kv_heads, triton.cdiv(value_dim, block_v)]", "num_kv_heads, 1]"),
+        ("num_kv_heads, cdiv(value_dim, block_v)]", "num_kv_heads, 1]"),
         ("dim, dim < VALUE_DIM\n", "dim, dim < VALUE_DIM - 1\n"),
     ],
     ids=["last piece", "queries", "sum", "values", "programs", "mask"],

@@ -84,7 +84,7 @@ def test_off_by_one_mask_in_rms_norm_is_detected(kernels, generator, tmp_path):
 def test_rms_norm_sum_that_depends_on_row_count_is_detected(kernels, generator, tmp_path):
     x, weight = torch.randn(2, 1200, generator=generator), torch.randn(1200, generator=generator)
     x[:, 0] = 1e4  # a term that is only added to its square is lost
-    old = "lanes = min(triton.next_power_of_2(width), _MOST_LANES)"
+    old = "lanes = min(power_of_2_from(width), _MOST_LANES)"
     by_rows = broken(tmp_path, "norms", old, f"{old} if num_rows > 1 else 4")
     together = kernels.rms_norm(x, weight, 1e-6)
     assert torch.equal(by_rows.rms_norm(x, weight, 1e-6), together)

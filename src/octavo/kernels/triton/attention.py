@@ -304,9 +304,8 @@ def _attend(
     q_stride, q_head_stride, table_stride, k_block_stride, k_head_stride, k_row_stride,
     v_block_stride, v_head_stride, v_row_stride,
     k_scales_stride, k_scales_head_stride, v_scales_stride, v_scales_head_stride,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute, for one KV head, a tile of queries over all its partitions, or several items of split sequences."""
@@ -360,8 +359,7 @@ def _attend(
             dim, is_dim = _value_dims(VALUE_DIM, BLOCK_V)
             is_value = is_there[:, None] & is_dim[None, :]
             if is_sharer:
-                split_row = (sequence * split_tokens + token).to(tl.int64) * NUM_HEADS + head
-                place = split_row * max_partitions + partition
+                place = ((sequence * split_tokens + token).to(tl.int64) * NUM_HEADS + head) * max_partitions + partition
                 tl.store(partials_ptr + place[:, None] * VALUE_DIM + dim[None, :], totals, mask=is_value)
                 tl.store(partial_weights_ptr + place * 2, total_max, mask=is_there)
                 tl.store(partial_weights_ptr + place * 2 + 1, total_weight, mask=is_there)

@@ -21,8 +21,8 @@ _INT32_END = 1 << 31
 def kernel(fn: Callable[..., None] | None = None, **options: Any) -> Any:
     """Decorate a kernel that the host launches. options: those of `triton.jit`.
 
-    A repeated launch finds the compiled kernel by types, alignments and constants, in a third of the time of
-    `JITFunction.run`. Constants and options must be keywords, and all other arguments must be positional.
+    A repeated launch finds the compiled kernel by types, alignments and constants. Constants and options must be
+    keywords. All other arguments must be positional.
     """
     if INTERPRETED:
         return triton.jit(fn, **options)
@@ -30,7 +30,7 @@ def kernel(fn: Callable[..., None] | None = None, **options: Any) -> Any:
 
 
 def cdiv(numerator: int, denominator: int) -> int:
-    """Return the quotient, rounded up, a hundred times as fast as `triton.cdiv`."""
+    """Return the quotient, rounded up, faster than `triton.cdiv`."""
     return -(-numerator // denominator)
 
 
