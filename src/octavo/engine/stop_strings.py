@@ -122,7 +122,10 @@ def _shared_length(first: str, second: str) -> int:
 
 def num_held_back_chars(text: str, stop_string: str) -> int:
     """Return how many characters at the text's end may be the start of the stop string."""
-    for length in range(min(len(stop_string) - 1, len(text)), 0, -1):
-        if text.endswith(stop_string[:length]):
-            return length
+    end = text[max(len(text) - len(stop_string) + 1, 0) :]
+    first = end.find(stop_string[:1])
+    while first >= 0:
+        if stop_string.startswith(end[first:]):
+            return len(end) - first
+        first = end.find(stop_string[:1], first + 1)
     return 0
