@@ -95,6 +95,7 @@ def test_draft_and_verify_steps_use_graphs_with_equal_tokens(tiny_model):
     assert {(1, 2), (2, 2)} <= set(guessed)
 
 
+@pytest.mark.turn(2)
 def test_triton_kernels_give_equal_tokens_alone_and_batched(tiny_model, monkeypatch):
     """Prompts are cut, and share steps with decodes; steps without prompts use graphs.
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class LLMEngine(Engine):
-    """An engine that is built from configurations. The caller runs the steps.
+    """An engine built from configurations. The caller runs the steps.
 
     device: See `DeviceConfig`. sink: Receives the events (`octavo.data.events`). kv_store, progress: See
     `octavo.build`. Raises `ConfigError` and `ModelError`.

@@ -74,7 +74,7 @@ def classes() -> dict[str, list[Class]]:
     """Return every class of the package by its simple name, with its own members."""
     found: dict[str, list[Class]] = {}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(read_class(node))
     return found

@@ -479,9 +479,9 @@ def test_explain_reports_experts_of_own_steps(make_core):
             scheduled.append(core.scheduler.schedule())
     assert [each.step for each in core.log.of_type(ExpertsComputed)] == [1, 2, 3]
     told = explained(core, "first")
-    assert "its steps read 6.0 MiB of experts each, for 2.33 tokens per expert" in told
-    assert "the busiest had 1.25 times the mean" in told
-    assert "its steps read 80.0 MiB" in explained(core, "second")
+    assert "a step read 6.0 MiB of experts' weights on average, 2.33 tokens per expert" in told
+    assert "busiest expert had 1.25 times the mean" in told
+    assert "a step read 80.0 MiB" in explained(core, "second")
 
 
 def test_explain_reports_tokens_postponed_by_grammar(make_core):

@@ -196,6 +196,7 @@ def test_attention_bits_are_equal_for_any_partitions_and_threads(fastest, single
     assert torch.equal(prompt.rows(fastest, 2499, 2500, others=crowd), chunk[-1:])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("int8", "has_sinks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 20), (1, 48), (2, 24)])
 def test_attention_bits_are_equal_if_threads_divide_the_heads_of_a_kv_head(

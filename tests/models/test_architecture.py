@@ -78,7 +78,7 @@ OWN_SCALING = {
 
 
 @pytest.mark.sweep(4)
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("Gemma4")])  # which is newer
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("Gemma4")])  # has only the new style
 def test_new_config_style_equals_old_style(name, tmp_path):
     """transformers 5 writes `dtype` and `rope_parameters` in place of older keys."""
     scaling = OWN_SCALING.get(name, {"rope_type": "linear", "factor": 2.0})

@@ -26,9 +26,10 @@ from octavo.models.weight_source import FolderWeights
 CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 BIASED = {"attention_bias": True, "mlp_bias": True}
-# Granite multiplies scores by 1 by default: such a softmax picks one token, and rounding may pick another one. So does
-# Gemma 4, in which rounding then also picks other experts, unless all are chosen.
+# Granite and Gemma 4 multiply scores by 1: such a softmax picks one token, and rounding may pick another one. Rounding
+# may also choose another expert, unless all are chosen.
 SCALED = {
+    "Glm4MoeForCausalLM": {"num_experts_per_tok": 8},
     "GraniteForCausalLM": {"attention_multiplier": 0.25},
     "Gemma4ForCausalLM": {
         "num_hidden_layers": 2,

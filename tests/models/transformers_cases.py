@@ -654,7 +654,6 @@ MORE_CASES = (
             "use_bidirectional_attention": "vision",
         },
         ("wide_window", "bias", "gelu", "embedding_scale", "value_norm"),
-        tolerance=ROUNDED_SCORES,
     ),
     Case(
         "gemma4-shared-kv-double-wide",
@@ -672,7 +671,6 @@ MORE_CASES = (
         | TIED
         | {"num_hidden_layers": 4, "enable_moe_block": False, "hidden_size_per_layer_input": 24},
         ("layer_table", "layer_projection", "layer_gate", "tied"),
-        tolerance=ROUNDED_SCORES,
     ),
     Case(
         "gemma4-3-of-7-experts",
@@ -683,7 +681,6 @@ MORE_CASES = (
         | {"enable_moe_block": True, "num_experts": 7, "attention_k_eq_v": True, "num_hidden_layers": 3}
         | {"layer_types": [*["sliding_attention"] * 2, "full_attention"]},
         ("experts", "gemma_router", "router_scale", "expert_scale", "branch_norms", "stream_scale"),
-        tolerance=ROUNDED_SCORES,
     ),
     Case(
         "gemma4-one-expert-shared-kv-embeddings",

@@ -126,7 +126,7 @@ def serve(
     repeat: Repeat = 1,
     json_: Json = False,
 ) -> None:
-    """Measure a running server: workload B as streams, all sent at the same time or over time (workload E)."""
+    """Measure a running server: workload B as streams, all sent together or over time (workload E)."""
     try:
         from octavo.cli import load_test
     except ImportError as error:

@@ -1,7 +1,7 @@
 """The workloads of `octavo bench`.
 
 - A: Requests run one after the other.
-- B: All requests run at the same time.
+- B: All requests run concurrently.
 - C: Long prompts, each with one output token, run one after the other.
 - D: Sets of requests that share a prefix run without and with the prefix cache.
 """

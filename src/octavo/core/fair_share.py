@@ -46,7 +46,7 @@ class ServiceCounters:
         self._served[tenant] = max(self.served(tenant), level)
 
     def forget_all(self) -> None:
-        """Reset all counters. Call this only if there are no requests."""
+        """Reset all counters. Call this only without requests."""
         self._served.clear()
         self.num_restarts += 1
 

@@ -1,4 +1,4 @@
-"""Figures of experts."""
+"""The work of experts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class ExpertLoad:
     """The work of experts in one step.
 
-    num_tokens  tokens, once for each chosen expert
+    num_tokens  tokens, counted once per expert
     num_reads   experts with tokens
     read_bytes  packed weights of these experts
-    imbalance   tokens of layers' busiest experts, divided by the layers' means
+    imbalance   tokens of each layer's busiest expert, summed, divided by the sum of the layers' means
     """
 
     num_tokens: int
@@ -41,7 +41,7 @@ class ExpertStats:
 
     @property
     def tokens_per_read(self) -> float:
-        """Mean tokens of a read expert."""
+        """Mean tokens per expert read."""
         return self.num_tokens / self.num_reads if self.num_reads else 0.0
 
 

@@ -142,7 +142,7 @@ def recover_object(
     Repairs unescaped quotes and control characters in strings, invalid escapes, trailing commas, and Python literals.
     Returns None unless exactly one repair is plausible.
 
-    ends: Pattern of the text that must follow the object. known: Keys that are expected, or None for any. opener:
+    ends: Pattern of the text that must follow the object. known: Keys expected, or None for any. opener:
     Pattern of the start of a tool call. A string with unescaped quotes is ambiguous if it contains a match of `opener`.
     """
     if _PYTHON_OBJECT.match(text):

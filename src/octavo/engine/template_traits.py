@@ -1,4 +1,4 @@
-"""Detect the form of messages that a chat template needs, by rendering small conversations."""
+"""Detects traits of a chat template by rendering small conversations."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Detokenizer(Protocol):
 
     @property
     def held(self) -> bytes:
-        """Bytes that are held back until a character or byte run is complete. Bytes of the prompt come first."""
+        """Bytes held back until a character or byte run is complete. Bytes of the prompt come first."""
         ...
 
     @property

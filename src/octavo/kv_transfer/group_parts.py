@@ -1,7 +1,7 @@
-"""Blocks that are stored with only the first KV group, because the content of other groups was evicted before the save.
+"""Blocks stored with only the first KV group, because the content of other groups was evicted before the save.
 
 A request can use such a block if no row reads the other groups any more. The bytes are the beginning of the whole
-block, and the key differs from the whole block's key.
+block, with another key.
 """
 
 from __future__ import annotations

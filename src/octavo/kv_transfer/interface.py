@@ -50,7 +50,7 @@ class KVStore(Protocol):
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that are known to be missing. Does no I/O."""
+        """Return the keys known to be missing. Does no I/O."""
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
@@ -61,7 +61,7 @@ class KVStore(Protocol):
         ...
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Copy blocks into the store. Return the number of leading blocks that are stored."""
+        """Copy blocks into the store. Return the number of leading blocks stored."""
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:

@@ -100,12 +100,12 @@ class Architecture:
 
     @property
     def embeddings(self) -> PerLayerEmbeddings | None:
-        """Per-layer embeddings."""
+        """Per-layer embeddings, the same object in each layer."""
         return self.layers[0].embeddings
 
     @property
     def tables(self) -> list[Table]:
-        """All tables."""
+        """Tables of embeddings, which stay in the file."""
         return [each for each in in_order(self.tensors()) if isinstance(each, Table)]
 
     @property

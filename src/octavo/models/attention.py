@@ -137,7 +137,7 @@ class AttentionConfig:
 
     @property
     def num_projections(self) -> int:
-        """Number of q, k, v."""
+        """Number of computed projections of q, k and v."""
         return 1 if self.is_shared else 2 if self.values_are_keys else 3
 
     def unused_tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:

@@ -81,7 +81,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Numbers that are kept in float32. name: full tensor name."""
+    """Numbers kept in float32. name: full tensor name."""
 
     name: str
     size: int

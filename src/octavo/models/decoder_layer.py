@@ -212,6 +212,7 @@ class ResidualNorm:
         if self.added is not None:
             hidden = self.kernels.rms_norm(hidden, self.added, self.eps)
         if self.stream_scale != 1.0:
+            # residual * stream_scale
             self.add(self.kernels, residual, residual, self.stream_scale - 1.0)
         if self.stream is not None:
             return self.kernels.add_rms_norm(hidden, residual, self.stream, self.eps, self.scale)

@@ -106,7 +106,7 @@ class ModelContext:
         return self.norms[-1]
 
     def ones(self, size: int) -> Tensor:
-        """Return ones."""
+        """Return a float32 vector of ones."""
         return torch.ones(size, device=self.device)
 
     def rounded(self, value: float) -> float:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class InputsTensors(NamedTuple):
-    """Whole tensors."""
+    """The tensors of all layers together."""
 
     table: Table
     projection: Linear
@@ -22,7 +22,7 @@ class InputsTensors(NamedTuple):
 
 
 class InputTensors(NamedTuple):
-    """One layer's tensors."""
+    """The tensors of one layer."""
 
     gate: Linear
     projection: Linear
@@ -48,7 +48,7 @@ class PerLayerEmbeddings:
         return self.num_layers * self.width
 
     def tensors(self, hidden_size: int) -> InputsTensors:
-        """Declare whole tensors."""
+        """Declare the tensors of all layers together."""
         return InputsTensors(
             table=Table("model.embed_tokens_per_layer", self.num_rows, self.total_width),
             projection=Linear((("model.per_layer_model_projection", self.total_width),), hidden_size),
@@ -56,7 +56,7 @@ class PerLayerEmbeddings:
         )
 
     def layer_tensors(self, name: str, hidden_size: int) -> InputTensors:
-        """Declare layer tensors."""
+        """Declare the tensors of one layer."""
         return InputTensors(
             gate=Linear(((f"{name}.per_layer_input_gate", self.width),), hidden_size),
             projection=Linear(((f"{name}.per_layer_projection", hidden_size),), self.width),
@@ -64,13 +64,13 @@ class PerLayerEmbeddings:
         )
 
     def build(self, context: ModelContext, tensors: InputsTensors) -> LayerInputs:
-        """Build all inputs."""
+        """Return the module that computes the inputs of all layers."""
         from octavo.models.per_layer_inputs import LayerInputs  # noqa: PLC0415
 
         return LayerInputs(context, self, tensors)
 
     def build_layer(self, context: ModelContext, tensors: InputTensors) -> LayerInput:
-        """Build one layer."""
+        """Return the module that adds the input of one layer."""
         from octavo.models.per_layer_inputs import LayerInput  # noqa: PLC0415
 
         return LayerInput(context, self, tensors)

@@ -44,7 +44,7 @@ class AnswerLimits:
     """Limits of an answer.
 
     first_byte_s: Seconds from the request's end to the headers' end. idle_s: Seconds between pieces of the body.
-    max_bytes: Largest body that is read as a whole.
+    max_bytes: Largest body read as a whole.
     """
 
     first_byte_s: float

@@ -38,7 +38,7 @@ def pair(
 ) -> Pair | None:
     """Start a prefill on another engine. Return None if no engine is suitable or too few tokens are new.
 
-    known: Share of the prompt that is expected in the cache of `engine`.
+    known: Share of the prompt expected in the cache of `engine`.
     """
     summary = routed.summary
     num_new = summary.num_tokens * (1 - known)
@@ -62,7 +62,7 @@ def without_kv_transfer(scope: Scope) -> Scope:
 class Pair:
     """A request to two engines. `prefill` computes the prompt, and `decode` generates the answer.
 
-    If KV is sent directly, both engines get the request at the same time. If KV is sent through a store, `decode` gets
+    If KV is sent directly, both engines get the request together. If KV is sent through a store, `decode` gets
     the request after the prefill. The answer never depends on the prefill, because `decode` itself computes any KV that
     does not arrive.
     """

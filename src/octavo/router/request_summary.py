@@ -1,4 +1,4 @@
-"""Reads the facts of a request that a router needs, without parsing the prompt."""
+"""Reads facts of a request without parsing the prompt."""
 
 from __future__ import annotations
 

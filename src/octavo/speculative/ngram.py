@@ -35,10 +35,9 @@ class _Index:
 
 
 class NgramProposer(LookupProposer[_Index]):
-    """Finds the last earlier occurrence of a request's last tokens, and drafts the tokens that followed.
+    """Uses the longest match, from prompt_lookup_max down to prompt_lookup_min tokens.
 
-    The longest possible match is used, from prompt_lookup_max down to prompt_lookup_min tokens. While the indices are
-    full, new requests get no drafts.
+    While the indices are full, new requests get no drafts.
     """
 
     def __init__(

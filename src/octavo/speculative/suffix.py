@@ -1,7 +1,7 @@
 """Drafts from a request's own tokens, and from earlier answers with the same cache salt.
 
-Based on SuffixDecoding (Oliaro et al., arXiv 2411.04975). A client can observe accepted drafts, because accepted drafts
-make the answer faster. Therefore drafts are isolated by cache salt, like prefix cache hits:
+Based on SuffixDecoding (Oliaro et al., arXiv 2411.04975). A client can observe accepted drafts, because they make the
+answer faster. Therefore drafts are isolated by cache salt, like prefix cache hits:
 
 - An answer becomes a draft only for requests with an equal salt. Requests without a salt share one empty salt.
 - The last tokens of a prompt are kept with the answer.

@@ -109,6 +109,7 @@ def test_sum_of_experts_has_bits_of_plain_torch(kernels, generator, experts, cho
     assert_added_as_by_torch(kernels, generator, experts, chosen)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shared", [None, "plain", "gated"])
 def test_sum_with_shared_expert_has_bits_of_plain_torch(kernels, generator, shared, dtype):

@@ -80,7 +80,7 @@ class BlockPool(ContentPool[Block, Block]):
 
     @property
     def usage(self) -> float:
-        """Share of blocks that are held, 0 to 1."""
+        """Share of blocks held, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     def states(self) -> bytes:

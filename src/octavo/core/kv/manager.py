@@ -145,7 +145,7 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Allocate blocks for `num_new_tokens` tokens after the computed tokens.
 
-        Return the ids that are added to the first group's table, including the blocks of the prefix hit `computed`. If
+        Return the ids added to the first group's table, including the blocks of the prefix hit `computed`. If
         too few blocks are free, change nothing and return None.
 
         num_reserved_tokens: Minimum number of tokens for which blocks are allocated.

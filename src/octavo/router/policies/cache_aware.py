@@ -25,12 +25,12 @@ _REMEMBERED = 64  # all work is halved if an engine's work exceeds this multiple
 class CacheAware(RoutingPolicy):
     """Predicts each engine's cache from the prompts that were sent to the engine, and from reported cache hits.
 
-    A prompt goes to the engine with the longest cached prefix. In three cases, the prompt goes to the engine with the
-    least load and work instead. Work is the number of uncached tokens that the engine got recently.
+    A prompt goes to the engine with the longest cached prefix. In two cases, it goes to the engine with the least load
+    and work instead. Work is the number of uncached tokens that the engine got recently.
 
     - The prefix is a small part of the prompt.
-    - The prefix is short, and earlier prompts with this prefix continued in different ways.
-    - The engine has too much work, and earlier prompts with this prefix continued in different ways.
+    - Earlier prompts with this prefix continued in different ways, and the prefix is short or the engine has too much
+      work.
 
     balance_tokens, balance_ratio: An engine has too much work if its work exceeds the smallest work by more than
     balance_tokens, and also exceeds balance_ratio times the smallest work. The same limits apply to the load. An engine

@@ -20,7 +20,7 @@ class RoutingPolicy(ABC):
         """Return one of two or more engines."""
 
     def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:  # noqa: ARG002 - optional
-        """Record a sent request. Returns the share of the prompt that is expected in the engine's cache."""
+        """Record a sent request. Returns the share of the prompt expected in the engine's cache."""
         return 0.0
 
     def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:  # noqa: B027 - optional

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The prefix of a prompt that is expected in an engine's cache.
+    """The prefix of a prompt expected in an engine's cache.
 
     num_bytes: Length of the prefix. It is 0 if all pieces were last sent by the oldest open request or later, because
     the engine may still compute the pieces.

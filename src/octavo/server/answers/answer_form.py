@@ -1,4 +1,4 @@
-"""Detect how a model writes reasoning and tool calls, and read the model's answers."""
+"""Detects how a model writes reasoning and tool calls, and reads its answers."""
 
 from __future__ import annotations
 

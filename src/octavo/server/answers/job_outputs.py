@@ -70,7 +70,7 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 class MergedOutputs:
     """Yields the outputs of several streams, in order of arrival.
 
-    At most `at_once` streams are open at the same time. Raises the first error of any stream. The caller must then call
+    At most `at_once` streams are open concurrently. Raises the first error of any stream. The caller must then call
     `aclose`.
     """
 

@@ -39,7 +39,7 @@ class Truncation:
         return {**prompt, "prompt_token_ids": kept}
 
     def encode(self, text: str, inputs: InputProcessor, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize the part of a text that is kept."""
+        """Tokenize the kept part of a text."""
         assert self.num_tokens is not None, "nothing is cut off"
         take = inputs.encode_end if self.from_left else inputs.encode_start
         return take(text, self.num_tokens, add_special_tokens=add_special_tokens)

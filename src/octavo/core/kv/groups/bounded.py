@@ -67,7 +67,7 @@ class BoundedGroup:
 
     @property
     def usage(self) -> float:
-        """Share of blocks that are held, 0 to 1."""
+        """Share of blocks held, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     def first_read(self, num_tokens: int) -> int:
@@ -207,7 +207,7 @@ class BoundedGroup:
         """See `KVGroup`.
 
         Released blocks are evicted before other cached blocks, with two exceptions: blocks of the request's prefix hit,
-        and blocks that are read by the token after the last full block. A released private block is replaced by a block
+        and blocks read by the token after the last full block. A released private block is replaced by a block
         for a later position, if the first group has a block for that position.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
