@@ -117,7 +117,7 @@ def expected():
     return {name: answers(make_engine(), params) for name, params in ASKED.items()}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("asked", ASKED)
 def test_async_scheduling_does_not_change_outputs(asked, way, expected, monkeypatch):

@@ -109,7 +109,7 @@ def test_explicit_scheduler_options_are_kept(architecture):
     assert resolve_scheduler(uncut, architecture, "int8") == uncut
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(
     ("device_type", "expected", "offline"), [("cpu", (64, 512, False), 1024), ("cuda", (256, 8192, True), 8192)]
 )

@@ -182,7 +182,7 @@ def alone():
 
 
 @needs_kernels
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(72)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_compiled_kernels_give_equal_tokens_in_every_schedule(checkpoint, alone, schedule, dtype):
@@ -190,7 +190,7 @@ def test_compiled_kernels_give_equal_tokens_in_every_schedule(checkpoint, alone,
 
 
 @needs_kernels
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", MORE_DTYPES)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
@@ -203,7 +203,7 @@ def test_every_instruction_set_gives_equal_tokens_alone_and_batched(checkpoint, 
 
 
 @needs_kernels
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_sliding_window_gives_equal_tokens_alone_and_batched(window_checkpoint, alone, isa, dtype):
@@ -214,7 +214,7 @@ def test_sliding_window_gives_equal_tokens_alone_and_batched(window_checkpoint, 
 
 
 @needs_kernels
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_long_common_prefix_does_not_change_tokens(checkpoint, isa, dtype, monkeypatch):
@@ -267,7 +267,7 @@ def check(engine: LLMEngine, schedule: Schedule, expected: list[tuple]) -> None:
     assert engine.core.scheduler.kv_cache_manager.pool.usage == 0.0
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(16)
 @needs_kernels
 def test_logprobs_differ_between_dtypes(checkpoint, alone):
     """Otherwise equality within each format would mean little."""
@@ -290,7 +290,7 @@ def test_float16_weights_are_computed_in_float32_on_cpu(checkpoint, alone):
     assert answers(engine, make_requests()) == whole
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
@@ -371,8 +371,8 @@ def test_preemption_keeps_drawn_seed_of_request(checkpoint):
     assert engine.core.metrics.stats.num_preemptions > 0
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(3)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(12)
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_embeddings_do_not_depend_on_schedule(checkpoint, dtype, monkeypatch):
@@ -422,7 +422,7 @@ def test_embeddings_do_not_depend_on_schedule(checkpoint, dtype, monkeypatch):
     assert resumed, "no sum was gone on with after a swap"
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @needs_kernels
 @pytest.mark.parametrize("name", ["crowd", "few_blocks", "swapped"])
 def test_computed_tokens_of_requests_sum_to_scheduled_tokens(checkpoint, name):

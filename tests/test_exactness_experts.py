@@ -78,21 +78,21 @@ def alone(paths):
     return run
 
 
-@pytest.mark.sweep(38)
+@pytest.mark.sweep(152)
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_experts_give_equal_tokens_in_every_schedule(paths, alone, schedule, name, dtype):
     check(make_engine(paths(name), dtype, schedule, "cpu"), schedule, alone(name, dtype))
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(80)
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_experts_give_equal_tokens_with_every_instruction_set(paths, alone, isa, name, dtype):
     check(make_engine(paths(name), dtype, EVERYWHERE, "cpu", isa), EVERYWHERE, alone(name, dtype, isa))
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(80)
 @pytest.mark.parametrize(("name", "dtype"), KINDS)
 @pytest.mark.parametrize("schedule", [Schedule("crowd"), EVERYWHERE], ids=lambda schedule: schedule.name)
 def test_experts_give_equal_tokens_with_drafts(paths, alone, schedule, name, dtype):
@@ -109,7 +109,7 @@ def test_experts_give_equal_tokens_with_drafts(paths, alone, schedule, name, dty
     assert count(log, events.DraftsVerified) > 0
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_kv_of_experts_is_handed_over_and_found_on_disk(tmp_path, paths, alone, name, dtype):

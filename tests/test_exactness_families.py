@@ -37,7 +37,7 @@ MORE = {
 }
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(64)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_gives_equal_tokens_alone_and_batched(name, dtype, tmp_path):

@@ -53,7 +53,7 @@ def make_engine(path, *, isa="auto", kernels="auto", chunk=0):
 
 
 @needs_kernels
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_gguf_weights_give_equal_tokens_alone_batched_and_chunked(path, isa):
     expected = alone(make_engine(path, isa=isa), REQUESTS)

@@ -67,7 +67,7 @@ def few_blocks(monkeypatch):
     monkeypatch.setattr(KVPlan, "with_blocks", with_blocks)
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(96)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 @pytest.mark.usefixtures("few_blocks")

@@ -53,7 +53,7 @@ def long_answers(request, checkpoint):
     return request.param, requests, alone(make_engine(checkpoint, request.param), requests)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize(
     "options",
     [
@@ -71,7 +71,7 @@ def test_prompts_over_several_attention_partitions_give_equal_tokens(checkpoint,
     assert all(len(set(token_ids)) > 4 for token_ids, _ in expected)  # otherwise equality would mean little
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 def test_first_attention_partition_affects_logprobs(checkpoint, long_answers):
     """Another first token, two partitions before the end, changes logprobs: attention does read it."""
     dtype, requests, expected = long_answers
@@ -80,7 +80,7 @@ def test_first_attention_partition_affects_logprobs(checkpoint, long_answers):
     assert alone(make_engine(checkpoint, dtype), [(other, params)])[0][1] != expected[0][1]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_repeated_preemption_does_not_change_tokens(checkpoint, dtype):
     requests = make_requests([20, 12, 36, 4, 16, 28, 8, 24], max_tokens=100)

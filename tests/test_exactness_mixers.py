@@ -58,7 +58,7 @@ def test_hybrid_layers_have_specified_kv_groups_and_shapes(checkpoint):
     assert [group.kind for group in layout.without_windows.kv_groups] == [FullAttention()]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("schedule", [each for each in SCHEDULES if each.name in CHOSEN], ids=lambda each: each.name)
 def test_hybrid_model_gives_equal_tokens_alone_and_batched(checkpoint, alone, schedule):
     engine = make_engine(checkpoint, "float32", schedule, "cpu")

@@ -78,7 +78,7 @@ def watch_sizes(graphs):
     return sizes
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(16)
 def test_draft_and_verify_steps_use_graphs_with_equal_tokens(tiny_model):
     """The model drafts for itself, so all drafts are accepted: its next pass has two tokens of a request to compute."""
     requests = make_requests([3, 5], 96, 6)
@@ -95,7 +95,7 @@ def test_draft_and_verify_steps_use_graphs_with_equal_tokens(tiny_model):
     assert {(1, 2), (2, 2)} <= set(guessed)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_triton_kernels_give_equal_tokens_alone_and_batched(tiny_model, monkeypatch):
     """Prompts are cut, and share steps with decodes; steps without prompts use graphs.
 
@@ -128,7 +128,7 @@ def test_triton_kernels_give_equal_tokens_alone_and_batched(tiny_model, monkeypa
     assert {size for size in by_graph if size}
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_fp8_weights_and_kv_give_equal_tokens_alone_and_batched(tiny_model):
     """FP8 weights and KV. One prompt is cut; a victim is swapped out and back in."""
     rng, params = random.Random(2), SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0, logprobs=1)
@@ -141,7 +141,7 @@ def test_fp8_weights_and_kv_give_equal_tokens_alone_and_batched(tiny_model):
     assert engine.core.metrics.stats.num_preemptions > 0
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_triton_gguf_weights_give_equal_tokens_alone_and_batched(tmp_path):
     """Blocks of several types, a prompt that is cut, and decodes with graphs."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32, "num_hidden_layers": 1}

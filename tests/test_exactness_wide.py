@@ -69,7 +69,7 @@ def make_requests():
 
 
 @needs_kernels
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 def test_wide_layers_give_equal_tokens_alone_and_batched(engine):
     requests = make_requests()
     expected = alone(engine, requests)

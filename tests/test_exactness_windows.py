@@ -62,7 +62,7 @@ def few_window_blocks(monkeypatch):
     monkeypatch.setattr(KVPlan, "with_blocks", with_blocks)
 
 
-@pytest.mark.sweep(40)
+@pytest.mark.sweep(160)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
@@ -80,7 +80,7 @@ def test_few_window_blocks_give_equal_tokens_in_every_schedule(checkpoints, alon
     assert check(engine.core.scheduler) == []
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def guessing(path, speculative):
     return found, engine.core.executor.worker, *counts
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shares_kv", [True, False])
 def test_draft_equal_to_target_has_every_draft_accepted(checkpoints, monkeypatch, kind, shares_kv):
@@ -144,7 +144,7 @@ def test_draft_equal_to_target_has_every_draft_accepted(checkpoints, monkeypatch
     assert shares_kv or (len(own.groups), own.block_bytes) == (1, worker.kv_cache.stored_block_bytes)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("method", ["quantized", "ngram"])
 def test_rejected_drafts_do_not_change_tokens_of_window_model(checkpoints, method):
     expected, *_ = guessing(checkpoints["some"], SpeculativeConfig(method="none"))

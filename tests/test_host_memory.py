@@ -120,7 +120,7 @@ def expected(number_format: str) -> list[tuple[list[int], object]]:
     return answers(make_engine(number_format, run, EventLog(), caches=False))
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(64)
 @pytest.mark.parametrize("number_format", ["bfloat16", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_host_memory_cache_does_not_change_tokens(run, number_format):

@@ -40,7 +40,7 @@ def asked(engine, dtype_answers):
     engine.core.executor.shutdown()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_restarted_engine_loads_kv_from_disk(tmp_path, checkpoint, alone, dtype):
     asked(over_disk(tmp_path / "kv", checkpoint, dtype), alone(dtype))
@@ -156,7 +156,7 @@ while True:
 """
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_kv_of_killed_engine_on_disk_is_usable(tmp_path, checkpoint, alone):
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path / "kv"), str(checkpoint)],

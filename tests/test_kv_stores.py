@@ -118,7 +118,7 @@ def settle(engine):
     assert getattr(connector, "_connector", connector).num_lookups == 0  # inside the connector that records
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_second_engine_gives_equal_tokens_with_pool_kv_of_first(checkpoint, alone, schedule, dtype):
@@ -174,7 +174,7 @@ def spoiling(pool, seed, **options):
     return stores, make
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "num_faults", [60, pytest.param(5000, marks=pytest.mark.slow)], ids=["some faults", "many faults"]
 )
@@ -201,7 +201,7 @@ def reseeded(engine, requests):
     return answers(engine, requests)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", ["num_matched", "load", "save"])
 def test_hanging_store_costs_only_timeout_and_engine_shuts_down(checkpoint, alone, monkeypatch, name):
     pool, stores = GlobalKVPool(5000), []
@@ -295,7 +295,7 @@ def key_of(engine, salt=None):
     return hash_block_tokens(None, [1, 2, 3], extra if salt is None else (*extra, f"salt:{salt}"))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_block_keys_differ_by_model_dtype_version_and_secret(checkpoint, tmp_path, monkeypatch):
     """F18. A copy of the checkpoint under another name has the same keys; any other difference changes them."""
 

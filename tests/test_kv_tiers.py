@@ -153,7 +153,7 @@ def test_disk_hit_is_reported_with_tokens_time_and_saved_compute(checkpoint, tmp
     second.end()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_load_from_two_tiers_is_reported_per_tier(checkpoint, tmp_path):
     """Memory has only the first three blocks of the chain; the following ones come from disk."""
     stores, pool = {"disk_dir": tmp_path / "kv", "disk_bytes": 1 << 30}, GlobalKVPool(5000)
@@ -179,7 +179,7 @@ def test_load_from_two_tiers_is_reported_per_tier(checkpoint, tmp_path):
     second.end()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_memory_tier_evictions_are_counted_only_by_their_engine(checkpoint, tmp_path):
     pool = GlobalKVPool(3)
     first = Told(checkpoint, tmp_path / "first", node(pool), disk_dir=tmp_path / "kv", disk_bytes=1 << 30)
@@ -196,7 +196,7 @@ def test_memory_tier_evictions_are_counted_only_by_their_engine(checkpoint, tmp_
         again.end()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_evictions_of_full_disk_tier_are_counted(checkpoint, tmp_path):
     probe = Told(checkpoint, tmp_path / "probe", node(GlobalKVPool()))
     size = probe.engine.core.executor.worker.kv_cache.block_bytes
@@ -214,7 +214,7 @@ def test_evictions_of_full_disk_tier_are_counted(checkpoint, tmp_path):
     told.end()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_host_memory_hit_is_reported_with_tokens_and_time(checkpoint, tmp_path):
     told = Told(checkpoint, tmp_path / "journal", num_blocks=12, swap_space_bytes=1 << 24)
     told.ask("first")

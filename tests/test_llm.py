@@ -76,7 +76,7 @@ def test_generate_returns_outputs_in_prompt_order(llm):
     assert single[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_async_llm_gives_same_tokens_as_llm(llm, checkpoint):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     config = EngineConfig(model=ModelConfig(model=str(checkpoint), dtype="float32", max_model_len=128))
@@ -124,7 +124,7 @@ def test_cancelled_async_llm_launch_shuts_engine_down(monkeypatch):
     asyncio.run(main())
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_readme_async_snippet_runs(tmp_path, capsys):
     (snippet,) = (
         text

@@ -29,7 +29,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(16)
 def test_s4_guards_refuse_hostile_input_under_python_O(tmp_path: Path) -> None:
     """Checks that refuse hostile files, keys and requests are not `assert`, which -O would drop. A wrong test still
     fails.

@@ -39,7 +39,7 @@ def run_predicted(kind: str, method: str, run: Run) -> tuple[float, int]:
     return verified.num_accepted / verified.num_drafted, verified.num_accepted
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("kind", KINDS)
 def test_prediction_does_not_change_tokens(kind):
     """Without a prediction 116 drafts are accepted, a share of 0.34."""
@@ -51,7 +51,7 @@ def test_prediction_does_not_change_tokens(kind):
         assert share > 0.6
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("method", "without"), [("suffix", 82), ("draft_model", 112), ("quantized", 345)])
 def test_every_speculative_method_uses_predictions(method, without):
     """For example, the third choice of three was not predicted."""
@@ -59,7 +59,7 @@ def test_every_speculative_method_uses_predictions(method, without):
     assert num_accepted > max(without + 20, 250)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_preempted_request_keeps_its_prediction(method):
     """Without a prediction 105 drafts are accepted."""

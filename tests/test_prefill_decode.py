@@ -29,7 +29,7 @@ def whole_blocks(prompt, block_size):
     return min(len(prompt) // block_size * block_size, len(prompt) - 1)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_decode_engine_gives_equal_tokens_with_kv_of_prefill_engine(checkpoint, alone, schedule, dtype):

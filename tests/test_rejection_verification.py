@@ -139,8 +139,8 @@ def expected(plain):
     return functools.cache(lambda way: ask(plain, way, 1_000_000)[0])
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(18)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(72)
 @pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
 @pytest.mark.parametrize("way", WAYS)
 def test_rejection_sampling_keeps_distribution_of_answers(request, expected, drafts, way):
@@ -149,7 +149,7 @@ def test_rejection_sampling_keeps_distribution_of_answers(request, expected, dra
     assert p_value(counts, expected(way)) > LEAST_P
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_cutting_drafts_by_their_tokens_changes_distribution(drawn, expected, monkeypatch):
     """Exact verification drops them, and there it makes no difference."""
     cut = Drafting._cut
@@ -166,7 +166,7 @@ def test_cutting_drafts_by_their_tokens_changes_distribution(drawn, expected, mo
     assert p_value(ask(drawn, "stop", 0)[0], expected("stop")) < LEAST_P
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("drafts", ["found", "drawn", "model"])
 def test_greedy_and_undrafted_requests_equal_run_without_drafts(request, plain, drafts):
     """The same holds for requests without drafts, and for the log probabilities of any answer."""

@@ -243,7 +243,7 @@ def check(run: Run, number_format: str, count: int, kv_store=None) -> int:
     return verified.num_loaded
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(64)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_speculation_does_not_change_outputs(run):
     check(run, "bfloat16", 30)
@@ -283,24 +283,24 @@ def test_rejected_drafts_are_rolled_back_in_grammar():
     assert (verified.num_accepted, verified.num_drafted > 100) == (0, True)
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(6)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("method", ["scripted", "ngram"])
 @pytest.mark.parametrize("number_format", FORMATS[1:])
 def test_speculation_does_not_change_outputs_in_any_dtype(number_format, method):
     check(Run("few", method, num_drafts=4, share_right=0.7, **FEW_BLOCKS), number_format, 18)
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(32)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(128)
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("run", MODEL_RUNS, ids=lambda run: run.name)
 def test_draft_model_does_not_change_outputs(run, method):
     check(replace(run, method=method), "bfloat16", 30)
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(28)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(112)
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("number_format", ["float32", *FORMATS[1:]])
 def test_draft_model_does_not_change_outputs_in_any_dtype(number_format, method):
@@ -309,7 +309,7 @@ def test_draft_model_does_not_change_outputs_in_any_dtype(number_format, method)
     check(Run("few", method, num_drafts=4, **FEW_BLOCKS), number_format, 18)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("method", MODEL_METHODS)
 @pytest.mark.parametrize("run", [MODEL_RUNS[0], MODEL_RUNS[5]], ids=lambda run: run.name)
 def test_draft_model_does_not_change_outputs_after_kv_load(run, method):

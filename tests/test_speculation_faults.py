@@ -119,7 +119,7 @@ def break_function(patch: pytest.MonkeyPatch, fault: Fault) -> None:
     patch.setattr(fault.function, "__code__", names[fault.function.__name__].__code__)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_injected_draft_fault_is_detected(monkeypatch, fault):
     test_speculation.expected("bfloat16", 30)  # once, before any fault is injected
@@ -128,6 +128,6 @@ def test_every_injected_draft_fault_is_detected(monkeypatch, fault):
         fault.judge()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_simulation_passes_without_injected_fault():
     run_worlds()

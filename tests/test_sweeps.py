@@ -53,7 +53,7 @@ def test_cheap(): pass
 """
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_tests_that_are_not_drawn_are_slow(tmp_path):
     (tmp_path / "test_turns.py").write_text(TURNS)
     drawn, slow = (collected(tmp_path, marker) for marker in ("not slow", "slow"))

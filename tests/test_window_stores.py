@@ -54,7 +54,7 @@ def turn(num_tokens):
     return prompt, SamplingParams(max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("few_window_blocks")
 def test_blocks_lost_on_disk_are_saved_again_with_window_parts(tmp_path, checkpoints, kind, monkeypatch):
@@ -84,7 +84,7 @@ def test_blocks_lost_on_disk_are_saved_again_with_window_parts(tmp_path, checkpo
     assert [each.num_tokens for each in restarted.of_type(events.KVLoadEnded)] == [200]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_kv_saved_with_different_windows_never_hits(tmp_path, checkpoints):
     """Then a block has as many bytes, but another layout or other numbers."""
     stores, config = KVTransferConfig(disk_dir=tmp_path / "kv", disk_bytes=1 << 28), checkpoints["some"] / "config.json"

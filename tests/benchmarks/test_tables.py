@@ -23,7 +23,7 @@ def test_every_result_file_has_registered_name():
     assert MACHINES
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_every_result_file_is_printed_completely(path, capsys):
     (tables.print_tables if path in MACHINES else tables.print_comparison)(path)

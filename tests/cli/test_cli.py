@@ -99,7 +99,7 @@ def test_light_commands_import_no_heavy_packages(code: str) -> None:
     assert out.splitlines()[-1] == "LOADED []"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_generate_runs_without_server_extra_packages() -> None:
     extra = [need for need in importlib.metadata.requires("octavo") or [] if 'extra == "server"' in need]
     names = {re.split(r"[^\w.-]", need)[0].lower().replace("_", "-") for need in extra}
@@ -117,7 +117,7 @@ def test_generate_runs_without_server_extra_packages() -> None:
     assert "42" in python(code)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("module", PACKAGES)
 def test_serve_names_missing_package_before_engine_starts(module: str) -> None:
     code = (
@@ -131,7 +131,7 @@ def test_serve_names_missing_package_before_engine_starts(module: str) -> None:
     assert not done.stdout
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_serve_imports_application_while_engine_loads() -> None:
     code = """
 import sys
@@ -329,7 +329,7 @@ def test_undecodable_argument_is_refused_with_locale_hint(
     assert "Traceback" not in result.output
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -401,7 +401,7 @@ def test_truncated_weight_file_is_refused(tmp_path: Path) -> None:
     assert "model.safetensors" in result.stderr
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_prompt_with_invalid_unicode_is_refused(tmp_path: Path) -> None:
     """Python reads `--prompt $'caf\\xe9'` this way."""
     from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -639,7 +639,7 @@ def test_generated_workloads_fit_max_model_len(max_model_len: int, tmp_path: Pat
     assert read_workloads(file).d == made.d
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_models_command_lists_checkpoints_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.cli.models._in_hub_cache", list)
     for name, architecture in (("good", "Qwen3ForCausalLM"), ("deep/er", "LlamaForCausalLM"), ("odd", "GPT9")):
@@ -699,7 +699,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_sigterm_ends_server_that_loads_its_model() -> None:
     """SIGTERM ends a server that is loading its model.
 
@@ -727,7 +727,7 @@ app(["serve", "--port", "0"])
         assert process.wait(30) == 0
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_serve_exits_with_error_if_engine_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = FakeExecutor()
     executor.die = True
@@ -750,7 +750,7 @@ def test_serve_exits_with_error_if_engine_is_dead(monkeypatch: pytest.MonkeyPatc
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_server_takes_limits_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the engine knows its device, whose defaults these are."""
     executor = FakeExecutor()
@@ -777,7 +777,7 @@ def test_server_takes_limits_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> N
     assert server_info["settings"]["server"]["max_open_requests"] == info["max_concurrent_requests"] == 266
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_kubernetes_service_variable_is_not_used_as_port() -> None:
     """Kubernetes sets this variable in every container of a namespace with a Service named octavo-serve."""
     environment = {**os.environ, "OCTAVO_SERVE_PORT": "tcp://10.0.0.1:8000", "OCTAVO_API_KEY": ""}

@@ -93,7 +93,7 @@ def other_values(part: type) -> Iterator[tuple[str, str, Any]]:
         yield "--" + (option.name or name).replace("_", "-"), name, value
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("part", INTERNAL)
 def test_every_option_sets_its_config_field(part: type) -> None:
     made: list[tuple[EngineConfig, ServerConfig]] = []

@@ -36,7 +36,7 @@ def doctor(monkeypatch):
     return run
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_doctor_report_has_consistent_figures(doctor):
     status, text, _ = doctor("--json", "--num-threads", "2")
     report = json.loads(text)
@@ -55,7 +55,7 @@ def test_doctor_report_has_consistent_figures(doctor):
     assert all(0 < check["error"] < 0.02 for check in report["checks"])
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_doctor_checks_block_formats_of_gguf_file(doctor, tmp_path):
     """Products with rows of whole blocks are examined. A file stores other tensors in other types."""
     config = tiny_config("LlamaForCausalLM", vocab_size=288, hidden_size=96, intermediate_size=256, head_dim=16)
@@ -74,7 +74,7 @@ def test_doctor_checks_block_formats_of_gguf_file(doctor, tmp_path):
     assert (status, "precision Q6_K: no matrix" in problem) == (1, True)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("slow_at", ["first", "last"])
 def test_limits_are_best_of_two_measurements(doctor, monkeypatch, slow_at):
     from octavo.kernels.cpu import CpuKernels
@@ -97,7 +97,7 @@ def test_limits_are_best_of_two_measurements(doctor, monkeypatch, slow_at):
     assert "shares above 100 %" in text  # the assumed limits are lower than any machine's
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_stable_machine_gets_no_speed_warning(doctor, monkeypatch):
     from octavo.kernels.cpu import CpuKernels
     from octavo.kernels.limits import Limits
@@ -112,7 +112,7 @@ def test_stable_machine_gets_no_speed_warning(doctor, monkeypatch):
     assert "shares above 100 %" not in text
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(("precision", "has_lm_head"), [("int4", False), ("int4_all", True)])
 def test_lm_head_is_checked_only_in_precision_that_quantizes_it(doctor, precision, has_lm_head):
     status, text, _ = doctor("--json", "--precision", precision)
@@ -126,7 +126,7 @@ def test_lm_head_is_checked_only_in_precision_that_quantizes_it(doctor, precisio
         assert 0.5 < product["bytes_per_s"] * product["seconds"] / num_values < 0.65  # with scales and units
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_doctor_times_kernel_calls_of_model(doctor, monkeypatch):
     from octavo.kernels.cpu import CpuKernels
 
@@ -148,7 +148,7 @@ def test_doctor_times_kernel_calls_of_model(doctor, monkeypatch):
     assert widths["linear"] == set(products.values())
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_doctor_with_portable_isa_reports_lost_arithmetic(doctor):
     status, text, _ = doctor("--isa", "portable", "--precision", "float32")
     assert status == 0
@@ -158,7 +158,7 @@ def test_doctor_with_portable_isa_reports_lost_arithmetic(doctor):
     assert "int8:" not in text
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_doctor_reports_batch_dependent_kernel(doctor, monkeypatch):
     from octavo.kernels.cpu import CpuKernels
 
@@ -210,7 +210,7 @@ def constant(file, name):
     return first * second if operation == "*" else first << second
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_doctor_keeps_torch_thread_count(doctor):
     before = torch.get_num_threads()
     doctor("--precision", "int8")

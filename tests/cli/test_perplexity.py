@@ -20,7 +20,7 @@ def llm():
         yield found
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(16)
 def test_losses_equal_those_of_single_pieces_and_transformers(llm):
     pieces = text_pieces(llm, python_reference(), max_pieces=2)
     assert [len(piece) for piece in pieces] == [len(pieces[0])] * 2
@@ -39,7 +39,7 @@ def test_losses_equal_those_of_single_pieces_and_transformers(llm):
     assert perplexity([0.5, 1.5]) == math.e
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_expired_time_limit_computes_only_first_piece(llm):
     pieces = text_pieces(llm, python_reference(), max_pieces=3)
     assert len(mean_losses(llm, pieces, seconds=0.0)) == 1
@@ -50,7 +50,7 @@ def test_text_shorter_than_one_piece_is_refused(llm):
         text_pieces(llm, "too short")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_quantize_reports_perplexity_before_and_after(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(python_reference()[:9000], encoding="utf-8")

@@ -261,7 +261,7 @@ def memory_bound(rows):
     return max(1.0, rows / 16) + 0.01 * rows
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_draft_share_adapts_to_acceptance_and_step_cost(make_core):
     assert shares(make_core, 1, 0.9, memory_bound)[1] > 0.95
     assert 0.2 < shares(make_core, 1, 0.3, memory_bound)[1] < 0.9
@@ -498,7 +498,7 @@ def test_bounded_request_is_tried_again():
     assert 50 < num_steps < 300
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12)), max_size=5),
@@ -636,7 +636,7 @@ class Machine:
         return self.num_tokens / (self.now - self.start)
 
 
-@pytest.mark.sweep(36)
+@pytest.mark.sweep(144)
 @pytest.mark.parametrize("pass_s", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("share_right", [0.0, 0.4, 0.8, 1.0])
 @pytest.mark.parametrize("num_requests", [1, 8, 24])
@@ -656,7 +656,7 @@ def test_learned_draft_count_is_nearly_as_fast_as_best_fixed_count(make_core, nu
     assert learned > 0.85 * max(fixed)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_drafting_stops_under_load_and_resumes_for_single_request(make_core):
     machine = Machine(make_core, 48, 0.7, memory_bound, lambda rows: 0.2 * max(1.0, rows / 16))
     machine.run(300)

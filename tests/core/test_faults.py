@@ -239,7 +239,7 @@ def test_F16_block_is_shared_only_after_its_step(make_core):
     assert core.scheduler.kv_cache_manager.get_computed_blocks(other).num_tokens == 8
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])
 def test_F17_block_table_length_matches_computed_tokens(make_core, length):
     core = make_core()

@@ -105,7 +105,7 @@ def test_failed_step_counts_its_requests_as_errors(make_core):
     assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(5))
 def test_metrics_agree_with_scheduler_after_every_step(make_core, seed):
     """Many requests with preemptions, aborts and cache hits; counts are compared after every step."""

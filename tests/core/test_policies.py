@@ -303,7 +303,7 @@ def test_fair_share_gives_no_credit_for_idle_time():
     assert counters.served("idle") == counters.served("busy")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_fair_share_keeps_service_bound_while_one_tenant_floods(make_core):
     """A simulated hour, checked by events: one tenant sends 50 times as much, and the other gets 90 % of its half."""
     rng = random.Random(5)
@@ -340,7 +340,7 @@ def test_fair_share_keeps_service_bound_while_one_tenant_floods(make_core):
     assert served["flood"] > 10_000
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_fair_share_follows_weights(make_core):
     """Two tenants always have waiting requests; one with weight 3 is served three times as much, within the bound.
     Checked by events.

@@ -44,7 +44,7 @@ def check(core):
     assert invariants.check(core.scheduler) == []
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_long_output_holds_only_its_window_blocks(make_windowed):
     core = make_windowed(num_window_blocks=5)
     request = core.add("a", 21, max_tokens=300)
@@ -530,7 +530,7 @@ def test_prefix_found_by_protected_request_stays_shared(make_windowed):
     core.run()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("num_window_blocks", [5, 6, 7, 8])
 def test_protected_request_with_prefix_hit_runs_in_minimal_window_blocks(make_windowed, num_window_blocks):
     core = make_windowed(num_window_blocks=num_window_blocks, max_num_preemptions=0)
@@ -558,7 +558,7 @@ def test_preempted_request_keeps_no_record_of_sent_blocks(make_windowed):
 # --- host memory ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("num_blocks", "num_window_blocks"), [(100, 100), (100, 30), (100, 12), (1000, 12)])
 def test_host_memory_restores_evicted_window_parts(make_core, num_blocks, num_window_blocks):
     core = make_core(

@@ -144,7 +144,7 @@ def test_reader_cancelled_before_acceptance_aborts_request(monkeypatch):
     llm.shutdown()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_cancelled_duplicate_id_does_not_abort_first_request(monkeypatch):
     engine = make_engine(FakeExecutor(step_s=0.001))
     llm, submitted = AsyncEngine(engine), threading.Event()

@@ -144,7 +144,7 @@ def both(oracle, template, messages, **options):
     return text
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("name", "conversation"),
     # Mistral's template refuses tools: see test_template_errors_become_request_errors.
@@ -236,7 +236,7 @@ def test_malformed_messages_are_refused(messages, words):
     assert caught.value.parameter == "messages"
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("template", "words"),
     [

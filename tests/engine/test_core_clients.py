@@ -181,7 +181,7 @@ def test_LocalCore_answers_and_ends_each_request_once(seed: int) -> None:
     driven.check(names)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("seed", range(NUM_RUNS))
 def test_RemoteCore_answers_and_ends_each_request_once(seed: int, remote: RemoteCore, lives: list[Life]) -> None:
     """Messages arrive late, requests are aborted between two messages, and the process dies and restarts."""

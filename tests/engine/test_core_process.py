@@ -88,7 +88,7 @@ def ask(mail: _Mail, request_id: str, tenant: str) -> None:
     mail.requests.put(ipc.encode(ipc.Add.of(request_id, [request])))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("mail", [{"PREPARE_S": 0.05}], indirect=True)
 def test_preparation_timeout_counts_from_start_of_preparation(mail: _Mail, executor: _Preparing) -> None:
     begins, waits = executor.prepared.setdefault("slow", Future()), executor.prepared.setdefault("fast", Future())
@@ -102,7 +102,7 @@ def test_preparation_timeout_counts_from_start_of_preparation(mail: _Mail, execu
     assert mail.answer(ipc.Accepted, ipc.Refused) == ipc.Accepted("waits")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("mail", [{"TURN_S": 0.0}], indirect=True)
 def test_request_waiting_too_long_for_preparation_gets_QueueFullError(mail: _Mail, executor: _Preparing) -> None:
     ask(mail, "a", "one of many")

@@ -49,7 +49,7 @@ def some_tokens(tokenizer, draw):
     return ids
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("skip", [True, False])
 def test_streamed_text_after_any_prompt_equals_full_decode(tokenizer, skip):
     draw, num_within = random.Random(3), 0

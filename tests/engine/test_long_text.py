@@ -35,7 +35,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_text, "PIECE_CHARS", 50)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("add", [True, False])
 def test_long_text_in_pieces_has_ids_of_whole_text(tokenizer: Tokenizer, small_pieces: None, add: bool) -> None:
     for seed in range(40):
@@ -44,7 +44,7 @@ def test_long_text_in_pieces_has_ids_of_whole_text(tokenizer: Tokenizer, small_p
         assert tokenizer._long_texts.encode(text, add_special_tokens=add) == whole
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("first", range(3))
 def test_encode_end_returns_last_ids_of_whole_text(tokenizer: Tokenizer, small_pieces: None, first: int) -> None:
     for seed in range(first, 40, 3):
@@ -54,7 +54,7 @@ def test_encode_end_returns_last_ids_of_whole_text(tokenizer: Tokenizer, small_p
             assert tokenizer._long_texts.encode_end(text, num_tokens, add_special_tokens=True) == whole[-num_tokens:]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_limited_encoding_tokenizes_only_needed_pieces(tokenizer: Tokenizer) -> None:
     text = texts(0, 16 * PIECE_CHARS)
     work = _local.work = _Work()

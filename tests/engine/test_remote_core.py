@@ -137,7 +137,7 @@ def test_remote_outputs_equal_local_outputs(shared):
     assert run(all_of(shared)) == expected  # ids of ended requests are free again
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_engine_thread_reads_socket_itself():
     before = set(threading.enumerate())
     with running() as llm:
@@ -146,7 +146,7 @@ def test_engine_thread_reads_socket_itself():
         assert [name for name in started if not name.startswith("octavo-text")] == ["octavo-engine"]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_refusals_reach_only_their_caller(narrow):
     async def main(llm):
         good = asyncio.create_task(collect(llm, "hello", "good", **ENDLESS))
@@ -214,7 +214,7 @@ def test_f22_cancelled_request_frees_max_num_seqs_for_next_one(narrow, accepted)
     run(main(narrow))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_f7_killed_engine_fails_open_requests_and_restarts_each_time(lasting):
     async def main(llm):
         for _ in range(3):
@@ -230,7 +230,7 @@ def test_f7_killed_engine_fails_open_requests_and_restarts_each_time(lasting):
     run(main(lasting))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_requests_are_refused_immediately_during_restart(tmp_path):
     flag = tmp_path / "crash"
 
@@ -248,7 +248,7 @@ def test_requests_are_refused_immediately_during_restart(tmp_path):
         run(main(llm))
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_f24_frozen_engine_is_unready_and_then_killed(lasting):
     async def main(llm):
         tasks, pid = await begin(llm), llm.engine.client.pid
@@ -266,7 +266,7 @@ def test_f24_frozen_engine_is_unready_and_then_killed(lasting):
     run(main(lasting))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_engine_in_long_step_is_ready_until_stuck_limit(tmp_path):
     goes_on = tmp_path / "goes on"
 
@@ -286,7 +286,7 @@ def test_engine_in_long_step_is_ready_until_stuck_limit(tmp_path):
         run(main(llm))
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_f7_endless_step_and_frozen_load_trigger_restart(tmp_path):
     hang = tmp_path / "hang"
 
@@ -312,8 +312,8 @@ def test_f7_endless_step_and_frozen_load_trigger_restart(tmp_path):
         run(main(llm))
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(2)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("fault", ["wedged", "hang_between_steps"])
 def test_f24_beating_engine_without_progress_is_unready_and_then_killed(fault):
     """One fault is a queue from which nothing is scheduled, the other a main loop that hangs outside a step."""
@@ -335,7 +335,7 @@ def test_f24_beating_engine_without_progress_is_unready_and_then_killed(fault):
         run(main(llm))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_idle_engine_is_ready():
     """A look for work counts as progress, and no request arrives meanwhile."""
 
@@ -350,7 +350,7 @@ def test_idle_engine_is_ready():
         run(main(llm))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_f24_beating_load_without_progress_is_given_up():
     engine = make_remote(Patience(endless=1.0), hang=True)
     with pytest.raises(EngineDeadError, match="made no progress for 1 s before it was ready"):
@@ -358,7 +358,7 @@ def test_f24_beating_load_without_progress_is_given_up():
     engine.shutdown()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_failed_restarts_are_counted_and_set_retry_after_s(tmp_path):
     flag = tmp_path / "crash"
 
@@ -379,7 +379,7 @@ def test_failed_restarts_are_counted_and_set_retry_after_s(tmp_path):
         run(main(llm))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_successful_start_resets_num_failed_starts(tmp_path):
     flag = tmp_path / "crash"
 
@@ -400,7 +400,7 @@ def test_successful_start_resets_num_failed_starts(tmp_path):
         run(main(llm))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_pending_request_is_answered_after_abort_kill_or_shutdown(lasting, monkeypatch):
     """The request is aborted, shut down, or lost with the engine, while the engine does not answer."""
     monkeypatch.setattr(remote_core, "_STOP_S", 0.5)  # the full time that a stopped process takes
@@ -435,7 +435,7 @@ def test_pending_request_is_answered_after_abort_kill_or_shutdown(lasting, monke
         run(main(llm, shut_down))
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_f28_excess_pending_requests_are_refused_and_no_abort_is_lost(monkeypatch):
     monkeypatch.setattr(remote_core, "_MAX_PENDING", 3000)
 
@@ -564,7 +564,7 @@ for line in sys.stdin:
             process.kill()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "is_frozen", [False, pytest.param(True, marks=pytest.mark.skipif(sys.platform != "linux", reason="Linux's"))]
 )
@@ -577,7 +577,7 @@ def test_f25_engine_ends_with_its_parent(is_frozen):
     assert not folder.exists()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_f24_frozen_parent_keeps_its_engine():
     """As when a container is paused: it got no beat for a long time, which is not the engine's fault."""
 
@@ -603,7 +603,7 @@ def test_f24_frozen_parent_keeps_its_engine():
             time.sleep(0.01)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -622,7 +622,7 @@ def test_startup_error_of_process_is_raised(options, error, text):
     engine.shutdown()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_final_error_is_received_even_if_watcher_looks_late(monkeypatch):
     engine = make_remote(fail=True)
     look = Health.look
@@ -650,7 +650,7 @@ def test_error_in_parent_during_start_ends_process():
     assert engine.pid is None
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_watcher_fault_fails_all_open_requests(monkeypatch):
     """Without this the engine was never ready again, nor dead, and requests waited forever."""
 
@@ -669,7 +669,7 @@ def test_watcher_fault_fails_all_open_requests(monkeypatch):
         run(main(llm))
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_f24_unkillable_process_is_abandoned_and_replaced(monkeypatch, caplog):
     """A process that hangs in a system call, for example on a disk, ignores signals; a new one is started anyway."""
     monkeypatch.setattr(remote_core, "_GIVE_BACK_S", 0.5)
@@ -705,7 +705,7 @@ def test_f24_unkillable_process_is_abandoned_and_replaced(monkeypatch, caplog):
     assert "the next one starts anyway" in caplog.text
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_shutdown_ends_streams_and_process_and_removes_folder():
     async def main(llm):
         tasks = await begin(llm)

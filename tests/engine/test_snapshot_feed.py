@@ -166,7 +166,7 @@ def test_local_engine_can_be_watched():
     assert len(seen) == before
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_remote_engine_is_watched_across_restart():
     seen = []
 

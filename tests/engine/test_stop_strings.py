@@ -90,7 +90,7 @@ def test_result_is_independent_of_piece_boundaries():
         assert whole.startswith(shown), (text, stops, cuts)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pieces=st.lists(st.tuples(st.text(ALPHABET, max_size=6), st.booleans()), max_size=8),

@@ -168,7 +168,7 @@ def test_continue_final_message_works_after_joined_turns():
     assert render(ALTERNATING, messages, **options) == "<user>hi<assistant>It\n\nis"
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "template",
     [

@@ -177,7 +177,7 @@ def without_bos(backend):
     return backend
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2TokenizerFast"])
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 @pytest.mark.parametrize("change", [with_bos, without_bos])
@@ -223,7 +223,7 @@ IN_CONFIG = [
 IN_FILE = [{"special": True}, {"special": False, "normalized": False}]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("in_file", "in_config"), [*itertools.product(IN_FILE, IN_CONFIG), *((None, config) for config in IN_CONFIG[2:])]
 )

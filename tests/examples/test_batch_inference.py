@@ -40,7 +40,7 @@ def run(*arguments):
     return rows, lines
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_compare_sequential_prints_all_modes():
     rows, _ = run("--num-prompts", "4", "--max-tokens", "8", "--max-num-seqs", "2", "--compare-sequential")
     assert tuple(rows) == WAYS
@@ -53,7 +53,7 @@ def test_compare_sequential_prints_all_modes():
     assert rows["sequential"]["busy"] == 100 > rows["static"]["busy"]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_each_mode_is_measured_after_warmup_run(monkeypatch):
     """No row includes the engine's first forward passes, or anything that speculation learned."""
     engines, begin = [], LLMEngine.__init__

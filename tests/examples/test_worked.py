@@ -106,7 +106,7 @@ def test_reservation_gives_documented_result(worked):
     }
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_shared_pool_gives_documented_result(worked):
     assert worked("shared_pool") == {
         "found_by_a": 0,

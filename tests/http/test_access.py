@@ -108,7 +108,7 @@ def test_disconnected_client_is_charged_for_prompt(tenants: Running) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_disconnected_client_is_charged_for_generated_tokens(tmp_path: Path) -> None:
     """The tokens are charged while they are generated, so a client that disconnects early pays too."""
     path = tmp_path / "keys.toml"
@@ -168,7 +168,7 @@ def test_s6_every_route_except_health_requires_key(tenants: Running) -> None:
                     assert response.status_code == 401, (method, path)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("host", ["evil", "127.0.0.1/health", "/health", "health:80", ""])
 @pytest.mark.parametrize(
     "path",
@@ -574,7 +574,7 @@ def test_usage_counts_finished_choices_once() -> None:
     assert counter.summary()["completion_tokens"] == 2
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_each_refusal_is_counted_once_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Covers every place that refuses: connection, origins, keys, limiter, body, route and engine.
 

@@ -147,7 +147,7 @@ def test_s8_complete_headers_over_limit_answer_431(shared: Running) -> None:
     check_serves(shared)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_s8_body_in_tiny_chunks_uses_memory_of_its_bytes() -> None:
     chunks = b"1\r\na\r\n" * 10_000
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n".encode()
@@ -170,7 +170,7 @@ def test_headers_below_limit_are_accepted(shared: Running) -> None:
         assert http.get("/version", headers={"X-Large": "a" * 30_000}).status_code == 200
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_s8_trailers_are_dropped(shared: Running) -> None:
     """Headers after a chunked body are read and dropped."""
     body = json.dumps({"prompt": "hello", "max_tokens": 5}).encode()
@@ -222,7 +222,7 @@ def test_protocol_upgrade_request_is_answered_with_http_1(shared: Running, proto
     check_serves(shared)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_s8_thousands_of_pipelined_upgrade_requests_are_answered(shared: Running) -> None:
     """The pipelined requests reach the parser in one piece."""
     asking = b"GET /version HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\nConnection: upgrade\r\n\r\n"
@@ -241,7 +241,7 @@ def test_s8_upgrade_request_over_header_limit_answers_431(shared: Running) -> No
     check_serves(shared)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_pipelined_request_gets_full_body_timeout() -> None:
     executor = FakeExecutor(step_s=0.03)
     body = json.dumps({"prompt": "hello", "max_tokens": 40, "ignore_eos": True}).encode()
@@ -393,7 +393,7 @@ def test_requests_with_missing_bodies_count_for_rate_limit(tmp_path: Path) -> No
         read_until(last, b"rate_limit_exceeded")
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_request_with_more_prompts_than_capacity_is_served_in_turns() -> None:
     """There are more prompts than places, and more tokens than may wait: they are served one after the other."""
     prompts = [f"hello {number}" for number in range(50)]
@@ -424,7 +424,7 @@ def test_request_with_more_prompts_than_capacity_is_served_in_turns() -> None:
         wait_until(lambda: limiter.streams.num_held == limiter.waiting_tokens.num_held == 0, "all is given back")
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_request_timeout_covers_all_prompts_of_request() -> None:
     executor = FakeExecutor(step_s=0.02)
     body = {"prompt": ["hello"] * 50, "max_tokens": 20, "ignore_eos": True}
@@ -464,7 +464,7 @@ def test_non_http_bytes_answer_400_with_error_object(shared: Running) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("sent", [b"", b"GET /version HTT", b"GET /version HTTP/1.1\r\nHost: x\r\n"])
 def test_missing_headers_close_connection_after_timeout(sent: bytes) -> None:
     with run_server(body_timeout_s=0.3) as running, connect(running) as sock:
@@ -478,7 +478,7 @@ def ask(sock: socket.socket) -> bytes:
     return sock.recv(1 << 16)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_keep_alive_connection_may_idle_longer_than_header_timeout() -> None:
     with (
         run_server(body_timeout_s=0.3, keep_alive_timeout_s=60.0) as running,
@@ -661,7 +661,7 @@ def take(sock: socket.socket, num_bytes: int) -> bytes:
     return data
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 def test_f23_reader_below_minimum_rate_loses_its_permit(transport: Transport) -> None:
     """The client reads 10 KB/s of an answer of 600 KB/s; the minimum is 16 KB/s.
 
@@ -686,7 +686,7 @@ def test_f23_reader_below_minimum_rate_loses_its_permit(transport: Transport) ->
         wait_until(lambda: not running.num_unfinished, "nothing is computed for it")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 def test_steady_reader_is_not_disconnected(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of the answer and its total time do not matter.
 
@@ -720,7 +720,7 @@ def test_steady_reader_is_not_disconnected(transport: Transport, monkeypatch: py
     assert len(looks) > 1  # several intervals were checked, any of which could have cut it off
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 def test_unread_answer_keeps_connection_from_being_idle(transport: Transport) -> None:
     """Until then its connection is not idle. An idle connection is closed even if unread bytes remain."""
     options = {"max_model_len": 5_000, "num_blocks": 400}
@@ -770,7 +770,7 @@ def test_paced_answers_split_whole_bodies_but_not_stream_events(num_bytes: int) 
     assert [piece.get("more_body", False) for piece in pieces] == [True] * (len(pieces) - 1) + [False]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
 def test_f23_closing_connection_with_unread_answer_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is complete, its rest is buffered in this process, and the client does not read."""
@@ -797,7 +797,7 @@ def test_f23_closing_connection_with_unread_answer_is_aborted(monkeypatch: pytes
             take(sock, 1 << 30)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say")
 def test_f23_unread_slow_stream_is_aborted_before_writes_pause(
     monkeypatch: pytest.MonkeyPatch,
@@ -836,7 +836,7 @@ def test_accepted_sockets_have_no_tcp_user_timeout() -> None:
             assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_f23_connection_of_client_that_never_reads_is_closed() -> None:
     options = {"max_model_len": 200_000, "num_blocks": 13_000}
     body = json.dumps({"prompt": "hello", "max_tokens": 150_000, "ignore_eos": True, "stream": True}).encode()
@@ -850,7 +850,7 @@ def test_f23_connection_of_client_that_never_reads_is_closed() -> None:
         assert running.num_unfinished == 0
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_slow_reader_that_catches_up_gets_whole_stream() -> None:
     """A slow reader that catches up loses nothing."""
     executor = FakeExecutor(step_s=0.001)
@@ -907,7 +907,7 @@ def test_s11_invalid_timeout_header_answers_400(shared: Running, value: str) -> 
     assert response.json()["error"]["param"] == "X-Request-Timeout"
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_f28_requests_over_max_open_requests_answer_429() -> None:
     executor = FakeExecutor(step_s=0.005)
     statuses: list[int] = []

@@ -95,7 +95,7 @@ def test_failing_timeout_callback_does_not_block_later_ones() -> None:
     assert asyncio.run(run()) == 3
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "sent", [b"GET /version HTT", head(COMPLETIONS, 100), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"]
 )
@@ -122,7 +122,7 @@ def test_simultaneously_expired_connections_are_closed_one_by_one(sent: bytes, m
     assert all(after - before > 0.09 for before, after in itertools.pairwise(times))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_finished_answer_that_client_never_reads_closes_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

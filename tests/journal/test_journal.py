@@ -71,7 +71,7 @@ def make_core():
     return Core
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("suffix", [".journal", ".journal.gz"])
 def test_replay_repeats_every_decision(make_core, tmp_path, options, suffix):
@@ -175,7 +175,7 @@ def test_replay_repeats_number_of_verified_drafts(make_core, tmp_path, monkeypat
     assert replay(recorded.path).mismatches
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_replay_repeats_number_of_computed_drafts(make_core, tmp_path, monkeypatch):
     """It also depends on the times of the draft model."""
     rng = random.Random(6)
@@ -341,7 +341,7 @@ def real_run(path, num_requests):
     return stats, seconds, recording
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 @needs_kernels
 @pytest.mark.parametrize("num_requests", [70, pytest.param(1000, marks=pytest.mark.slow)])
 def test_journal_of_real_engine_run_replays(tmp_path, num_requests, record_testsuite_property):

@@ -56,7 +56,7 @@ def test_every_scenario_has_recorded_journal():
     assert sum(each.stat().st_size for each in RECORDED.iterdir()) < 400_000
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("name", NAMES)
 def test_converted_journal_replays_with_recorded_decisions(name, tmp_path):
     assert first_difference(name, tmp_path) == ""
@@ -92,7 +92,7 @@ def test_differences_report_missing_rows_and_fields(tmp_path):
     assert told.startswith(f"step {rows[with_tokens]['step']}: tokens was [[")
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_newly_recorded_scenario_replays_with_its_decisions(tmp_path):
     scenario = next(each for each in SCENARIOS if each.name == "everything")
     record(scenario, tmp_path)

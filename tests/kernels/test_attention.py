@@ -27,7 +27,7 @@ HEADS = [  # head_dim, KV heads, group
 ]
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(64)
 @pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
@@ -42,7 +42,7 @@ def test_paged_attention_is_as_exact_as_torch(kernels, generator, softcap, dtype
     assert_attention_is_as_exact(result, q, batch, (k_cache, v_cache), window, softcap)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @KV
 @pytest.mark.parametrize("heads", [(64, 1, 7), (128, 2, 2)], ids=str)
 @pytest.mark.parametrize("window", [None, 1100])
@@ -60,7 +60,7 @@ def test_attention_over_several_partitions_is_as_exact_as_torch(kernels, generat
     assert not torch.equal(capped, result)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @KV
 @pytest.mark.parametrize("heads", [(64, 2, 8), (20, 3, 1)], ids=str)
 @pytest.mark.parametrize("window", [None, 37])
@@ -129,7 +129,7 @@ class Prompt:
         return torch.cat([self.rows(kernels, i, min(i + size, self.length), **options) for i in starts])
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @KV
 @pytest.mark.parametrize(
     ("heads", "window"),
@@ -151,7 +151,7 @@ FEW = [((32, 1, 16), None), ((64, 2, 7), 37), ((80, 1, 2), None), ((128, 2, 8), 
        ((256, 1, 1), 20), ((512, 2, 1), None), ((64, 1, 17), None)]  # fmt: skip
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(64)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("block_size", [1, 7, 16, 32])
 @pytest.mark.parametrize(("heads", "window"), FEW, ids=str)
@@ -196,7 +196,7 @@ def test_attention_bits_are_equal_for_any_partitions_and_threads(fastest, single
     assert torch.equal(prompt.rows(fastest, 2499, 2500, others=crowd), chunk[-1:])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("int8", "has_sinks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 20), (1, 48), (2, 24)])
 def test_attention_bits_are_equal_if_threads_divide_the_heads_of_a_kv_head(
@@ -214,7 +214,7 @@ def test_attention_bits_are_equal_if_threads_divide_the_heads_of_a_kv_head(
                 assert torch.equal(prompt.rows(kernels, first, last, others=[(40, 1)]), rows), (isa, num_threads, first)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @KV
 @pytest.mark.parametrize("at", [50, 51, 70])
 def test_masked_positions_do_not_affect_row(compiled, generator, dtype, int8, at):
@@ -269,7 +269,7 @@ def assert_value_reaches_rows_that_see_it(kernels, generator, value, at, dtype, 
     assert kernels.name == "reference" or torch.equal(*found)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0)])
 @KV
@@ -281,7 +281,7 @@ def test_value_that_is_not_finite_reaches_only_rows_that_see_it(
     assert_value_reaches_rows_that_see_it(kernels, generator, value, at, dtype, kv_dtype, window, softcap)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 def test_partition_in_which_row_sees_only_nan_is_not_ignored(kernels, generator, kv_dtype):
     assert_first_position_of_partition_counts(kernels, generator, kv_dtype, 1024)

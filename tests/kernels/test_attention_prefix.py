@@ -51,7 +51,7 @@ def crowd(generator, count, least, most):
     return [(int(torch.randint(least, most, (), generator=generator)), 1) for _ in range(count)]
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @KV
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_shared_prefix_does_not_change_attention_bits(compiled, generator, heads, dtype, int8):
@@ -71,7 +71,7 @@ def test_shared_prefix_bits_are_equal_for_any_block_size(compiled, generator, bl
 
 
 @KV
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("positions", [1023, 1024, 1100, 2048, 2300])
 @pytest.mark.parametrize("count", [2, 30])
 def test_shared_prefix_bits_are_equal_over_several_partitions(

@@ -41,7 +41,7 @@ def test_rows_of_partial_blocks_are_refused(kind):
         BlockWeight(kind, torch.zeros(2, kind.block_bytes + 1, dtype=torch.uint8), kind.block_values)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("kind", BlockKind)
 def test_has_broken_scale_detects_non_finite_scales(generator, kind):
     """Rows of random bytes: rows with non-finite numbers are detected from their scales, without their integers."""

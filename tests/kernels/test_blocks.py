@@ -24,7 +24,7 @@ def reference(x, weights, bias=None, **options):
     return ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weights, bias), **options)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("shape", [(1, 32, 1), (1, 544, 160), (2, 96, 37), (9, 544, 33), (70, 288, 65)], ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,7 +59,7 @@ def test_gguf_row_is_independent_of_batch_rows(compiled, generator, kind):
     assert torch.equal(compiled.linear(x[57:], packed, float32_out=True), alone[57:])
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_gguf_product_over_cache_sized_row_blocks_has_reference_bits(fastest, generator, rows):
     """Rows are divided into blocks that fit into a cache."""
@@ -78,7 +78,7 @@ def test_gguf_product_bits_are_independent_of_threads(isa, generator):
         assert torch.equal(*results)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_largest_gguf_sums_do_not_overflow(compiled, kind, rows):

@@ -122,7 +122,7 @@ def test_concurrent_callers_share_one_thread_pool(generator):
     assert all(map(torch.equal, results, expected))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_kernels_work_in_forked_child_process():
     compiled_kernels()
     script = """

@@ -225,7 +225,7 @@ def test_norm_and_gate_rows_are_independent_of_batch_rows(compiled, single_threa
         assert torch.equal(single_threaded.gate(gate_up), gate)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 48, 80, 18])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
@@ -322,7 +322,7 @@ def test_rope_without_kv_heads_rotates_only_queries(kernels, generator):
     assert not torch.equal(results[0], rows)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])

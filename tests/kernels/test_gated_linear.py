@@ -30,7 +30,7 @@ def apart(kernels, x, packed, activation="silu"):
     return kernels.gate(kernels.linear(x, packed), activation)
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(64)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", FORMATS)
@@ -51,7 +51,7 @@ def test_gated_linear_has_bits_of_linear_and_gate(kernels, generator, activation
     assert not torch.equal(result, kernels.gated_linear(x, packed, other))
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a partial last tile, long panels
 def test_gated_linear_bits_are_equal_for_many_panels_and_threads(fastest, single_threaded, generator, depth, stored):
@@ -68,7 +68,7 @@ def test_gated_linear_bits_are_equal_for_many_panels_and_threads(fastest, single
                 assert torch.equal(kernels.gated_linear(some, packed), expected), (rows, kernels.num_threads)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [*FORMATS, "float32"])
 def test_gated_linear_bits_are_independent_of_threads(compiled, generator, stored, dtype):
@@ -95,7 +95,7 @@ def test_fused_result_rows_are_padded_against_cache_set_conflicts(fastest, gener
         assert torch.equal(fastest.linear(result, behind), fastest.linear(expected, behind))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("stored", FORMATS)
 def test_gated_linear_is_equal_for_more_rows_than_one_pack(fastest, generator, stored):
     depth = 40000

@@ -21,7 +21,7 @@ def seconds_of_kernel_threads():
     return len(tasks), sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not say which thread took how much")
 def test_idle_kernel_threads_use_no_cpu(generator):
     kernels = compiled_kernels(num_threads=2)

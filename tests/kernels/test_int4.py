@@ -44,7 +44,7 @@ def reference(x, weight, bias=None, **options):
     return ReferenceKernels().linear(x, ReferenceKernels().pack_linear(weight, bias), **options)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -60,7 +60,7 @@ def test_int4_product_has_bits_of_reference_on_every_isa(compiled, generator, x_
             assert_same_bits(result, reference(x, weight, biases, float32_out=float32_out))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 def test_fractional_zero_points_have_bits_of_reference(compiled, generator, x_dtype, shape):
@@ -76,7 +76,7 @@ def test_fractional_zero_points_have_bits_of_reference(compiled, generator, x_dt
     torch.testing.assert_close(rows, weight.dequantize(), rtol=2e-3, atol=atol)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 def test_column_order_gives_bits_of_reordered_inputs(compiled, generator, x_dtype, shape):
@@ -168,7 +168,7 @@ def test_largest_int4_weights_of_either_sign_are_exact(compiled, rows, value, sc
         assert (result[0] - expected).abs().max() < 1e-5 * abs(expected)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("group_size", [128, 65536])
 @pytest.mark.parametrize("rows", [3, 33])  # many rows use another product on some processors
@@ -187,7 +187,7 @@ def test_largest_int4_sums_do_not_overflow(compiled, rows, group_size, sign):
     assert sign * reference(x, weight)[0, 0] > 4.9e6 * 0.99
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 40])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_largest_partial_sums_within_word_do_not_overflow(compiled, rows, zeros):
@@ -221,7 +221,7 @@ def test_int4_product_handles_zero_tiny_and_non_finite_rows(kernels, generator, 
     assert not result[1:3].any()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize(("depth", "width", "group_size"), [(896, 160, 128), (4864, 96, 32), (123, 33, 32)])
 def test_int4_row_is_independent_of_batch_rows(compiled, generator, depth, width, group_size, zeros):
@@ -242,7 +242,7 @@ def test_int4_product_bits_are_independent_of_threads(isa, generator):
     assert torch.equal(*results)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("group_size", [32, 96])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("rows", [1, 3, 16, 40])
@@ -293,7 +293,7 @@ def rows_of(weight, ids, dtype):
     return (whole.float() * units.unsqueeze(1))[ids].to(dtype)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize(("depth", "width"), [(1, 1), (44, 32), (123, 77), (128, 33), (257, 40), (300, 100)])

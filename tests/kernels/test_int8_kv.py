@@ -18,7 +18,7 @@ HEADS = [
 ]  # head_dim, KV heads, group
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("head_dim", [64, 48, 20, 4])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -49,7 +49,7 @@ def test_kv_rows_are_rounded_to_int8_on_write(kernels, generator, dtype, head_di
     assert not finite.all()
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)

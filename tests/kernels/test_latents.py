@@ -136,7 +136,7 @@ def test_latents_that_do_not_fit_are_refused(change, message, generator):
         write(compiled_kernels(ISAS[0]), args, empty_cache(LATENTS[0], torch.float32))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("heads", LATENTS, ids=str)

@@ -26,7 +26,7 @@ def random(generator, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
@@ -50,7 +50,7 @@ def test_linear_accepts_strided_rows_without_bias(kernels, generator):
     assert_as_exact_as_torch(result, F.linear(x, weight), expected)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize("heights", [(64, 32, 40), (64, 33, 32), (7,)], ids=str)  # whole and partial panels, one part
 @pytest.mark.parametrize("depth", [1, 31, 100, 256])
@@ -76,7 +76,7 @@ def test_linear_writes_result_to_out_tensor(kernels, generator):
     assert torch.equal(out, kernels.linear(x, packed))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("weight_dtype", [*FLOATS, torch.float16], ids=str)
 @pytest.mark.parametrize(("depth", "width"), [(896, 160), (4864, 96), (123, 33)])
 def test_linear_row_is_independent_of_batch_rows(compiled, generator, weight_dtype, depth, width):
@@ -90,7 +90,7 @@ def test_linear_row_is_independent_of_batch_rows(compiled, generator, weight_dty
     assert torch.equal(compiled.linear(x[97:], packed, float32_out=True), alone[97:])
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("width", [200, 1024])  # so wide that a task has several panels
 @pytest.mark.parametrize("depth", [896, 1000, 4864])  # whole tiles, a partial last tile, long panels
@@ -106,7 +106,7 @@ def test_linear_row_is_independent_of_its_row_block(compiled, generator, depth, 
         assert torch.equal(compiled.linear(x[rows], packed), whole[rows]), rows
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("rows", [513, 1300])
 @pytest.mark.parametrize("depth", [1024, 3072])
 def test_linear_bits_are_equal_for_more_rows_than_fit_cache(fastest, generator, depth, rows):
@@ -120,7 +120,7 @@ def test_linear_bits_are_equal_for_more_rows_than_fit_cache(fastest, generator, 
             assert torch.equal(product(x, packed), torch.cat(pieces))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 def test_linear_bits_are_equal_for_more_features_than_one_pack(compiled, generator):
     """More features than are packed at a time: the rest needs another pass."""
     depth = 40000
@@ -150,7 +150,7 @@ def test_grouped_linear_multiplies_rows_with_weight_of_their_group(fastest, gene
     assert (nobody.shape, nobody.dtype) == ((0, 33), x.dtype)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("width", [896, 4864, 151936])
 def test_wide_linear_row_is_independent_of_batch_rows(fastest, generator, width):
     few = (torch.rand(min(width, 1187), 896, generator=generator) - 0.5).to(torch.bfloat16)
@@ -162,7 +162,7 @@ def test_wide_linear_row_is_independent_of_batch_rows(fastest, generator, width)
         assert torch.equal(fastest.linear(x[:rows], packed, float32_out=True)[:1], alone), rows
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("width", [333, 1056])  # so wide that a task has several panels
 def test_linear_bits_are_independent_of_threads(compiled, generator, width, weight_dtype):

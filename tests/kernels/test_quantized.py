@@ -36,7 +36,7 @@ def assert_same_bits(result, expected):
     assert torch.equal(result, expected)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 def test_int8_product_has_bits_of_reference_on_every_isa(compiled, generator, x_dtype, shape):

@@ -109,7 +109,7 @@ def calls_of_layer(kernels, config, layer, dtype):
     return calls + (4 if config.norms.after_mlp is not None else 2)
 
 
-@pytest.mark.sweep(32)
+@pytest.mark.sweep(128)
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recorded_forward_has_bits_of_model_code(name, dtype, quantization, tmp_path, compiled, generator):
@@ -146,7 +146,7 @@ def test_recorded_forward_has_bits_of_model_code(name, dtype, quantization, tmp_
             assert all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forward_is_recorded_from_one_token_step(name, tmp_path, compiled, generator):
     """It has one row, and torch does not report the row stride of every view of it."""
@@ -307,7 +307,7 @@ def test_invalid_output_rows_raise_and_change_nothing(tmp_path, compiled, genera
         assert torch.equal(again(ids, batch), before)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 def test_output_rows_after_long_and_shared_contexts_have_equal_bits(tmp_path, compiled, generator, kv_dtype):
     """In the last layer, chunks compute only output rows, which share prefixes and are cut into partitions unlike

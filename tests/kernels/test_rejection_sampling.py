@@ -140,7 +140,7 @@ CASES = {
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_do_not_change_token_distribution(case):
     found = p_values(CASES[case])
@@ -169,19 +169,19 @@ MUTANTS = {
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_chi_square_test_detects_wrong_verification(mutant):
     assert min(p_values(CASES["8"], rewritten(*MUTANTS[mutant])).values()) < LEAST_P
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_chi_square_test_detects_resampled_greedy_draft():
     verify = rewritten("target.scatter(1, drafts[at].unsqueeze(1), 0.0)", "target")
     assert min(p_values(CASES["found"], verify).values()) < LEAST_P
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("wrong", ["stale q", "top_p of the target alone", "top_p of the draft alone"])
 def test_chi_square_test_detects_wrong_draft_distribution(wrong):
     plain, filtered = CASES["8"], Chain.make(8, top_p=0.8)
@@ -193,7 +193,7 @@ def test_chi_square_test_detects_wrong_draft_distribution(wrong):
     assert min(p_values(chain).values()) < LEAST_P
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_top_p_on_target_alone_keeps_target_distribution():
     """Any q is right if it is the one that drafts were drawn from."""
     assert min(p_values(replace(CASES["8"], p=Chain.make(8, top_p=0.8).p)).values()) > LEAST_P
@@ -272,7 +272,7 @@ def test_mean_tokens_per_step_match_acceptance_formula():
     assert num_sampled.double().mean().item() == pytest.approx((1 - 0.8**6) / 0.2, rel=0.02)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 8), vocab=st.integers(2, 40), num_shared=st.integers(1, 20))
 def test_equal_distributions_accept_all_drafts_and_disjoint_ones_none(seed, count, vocab, num_shared):
@@ -329,7 +329,7 @@ def test_greedy_drafts_are_accepted_only_if_equal():
         assert verify_rows([(best, [best[0], best[1] ^ 1], probs, q)], 2)[0].tolist() == [[*best[:2], -1]]
 
 
-@pytest.mark.sweep(10)
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 0.4}], ids=str)
 def test_sampling_kernel_draws_from_filtered_probs(kernels, filters):
     row, draws = torch.randn(1, 24, generator=torch.Generator().manual_seed(2)) * 2, 4000

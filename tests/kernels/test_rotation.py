@@ -29,7 +29,7 @@ def test_rotation_multiplies_blocks_by_hadamard_matrix(in_features, block, gener
     assert torch.equal(rotate(rotate(x)), x.float() * block)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("in_features", list(BLOCKS)[:-1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_rotation_has_bits_of_reference(compiled, generator, dtype, in_features):

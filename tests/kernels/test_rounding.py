@@ -31,7 +31,7 @@ def assert_equal(result, expected):
     assert torch.equal(result.scales.isnan(), expected.scales.isnan())
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_int8_rounding_has_bits_of_reference(compiled, generator, dtype, shape):
@@ -39,7 +39,7 @@ def test_int8_rounding_has_bits_of_reference(compiled, generator, dtype, shape):
     assert_equal(compiled.round_weight(weight, 8), quantize_int8(weight))
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(64)
 @pytest.mark.parametrize("group_size", [32, 128, 4864])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -61,7 +61,7 @@ def on_a_grid(generator, out_features, in_features, dtype=torch.float32):
     return ((values - zeros) * steps).flatten(1)[:, :in_features].to(dtype)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("in_features", [31, 64, 100, 4864])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_int4_rounding_with_minima_has_bits_of_reference(kernels, generator, dtype, in_features):

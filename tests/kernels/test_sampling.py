@@ -53,7 +53,7 @@ def one_by_one(logits, rows):
     return torch.tensor(chosen)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("vocab", [1, 15, 64, 333])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 def test_sample_equals_scalar_definition(kernels, generator, vocab, spread):
@@ -70,7 +70,7 @@ def test_sample_equals_scalar_definition(kernels, generator, vocab, spread):
     assert torch.equal(kernels.sample(logits, rows), one_by_one(logits, rows))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("vocab", [40_001, 151_936])
 def test_compiled_sample_equals_reference(fastest, single_threaded, generator, vocab):
     n = 12

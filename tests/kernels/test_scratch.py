@@ -39,8 +39,8 @@ print([resident() - before - result.nbytes, bound])
 """
 
 
-@pytest.mark.turn(3)
-@pytest.mark.sweep(2)
+@pytest.mark.turn(12)
+@pytest.mark.sweep(8)
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="compiled kernels, and Linux tells the memory")
 @pytest.mark.parametrize(
     "batch",

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="needs g++ and Linux")
 def test_thread_pool_retries_refused_threads(tmp_path):
     """A pool that cannot create its threads reports it, runs on one thread, and creates them in the next call."""

@@ -425,7 +425,7 @@ def ended(process):
         process.kill()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @needs_mooncake
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_or_frozen_donor_ends_load_with_received_blocks(sides, monkeypatch, end):
@@ -485,7 +485,7 @@ def test_unreachable_source_loads_no_blocks(sides, source):
     assert sides.receiver.stats().num_errors == errors + 1
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 @needs_mooncake
 def test_killed_transfer_processes_are_restarted(sides):
     for side in (sides.donor, sides.receiver):
@@ -769,7 +769,7 @@ def expected(receiver, name, source, count=2):
     return request.block_hashes
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("end", ["silent", "gone"])
 def test_failed_source_ends_all_requests_waiting_for_area(monkeypatch, end):
     """One failure is enough for all: only as many requests as there are areas ask the source."""
@@ -912,7 +912,7 @@ def test_heartbeats_end_if_ready_blocks_are_not_written(donor, monkeypatch, capl
     connection.close()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_heartbeats_continue_while_other_blocks_are_written(donor, monkeypatch):
     monkeypatch.setattr(direct_messages, "BEAT_S", 0.02)
     monkeypatch.setattr(direct_donor, "_STALLED_S", 0.2)

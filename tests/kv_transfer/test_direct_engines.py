@@ -97,7 +97,7 @@ def pairs(checkpoint):
         each.close()
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_prefill_decode_pair_gives_tokens_of_single_engine(pairs, alone, schedule, dtype):
@@ -152,7 +152,7 @@ def test_n_outputs_of_pair_equal_single_engine(pairs, checkpoint):
     assert [each.token_ids for each in outputs[-1].outputs] == [each.token_ids for each in want.outputs]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("what", ["prompt never sent there", "nobody there", "aborted there", "stopped here"])
 def test_missing_kv_is_computed_by_decode_engine(pairs, alone, monkeypatch, what, unused_port):
     monkeypatch.setattr("octavo.kv_transfer.direct_donor._GRACE_S", 0.3)

@@ -254,7 +254,7 @@ def test_read_only_directory_serves_loads_and_fails_saves():
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_large_save_and_load_yield_to_threads_and_bound_memory(directory):
     num_blocks, block_bytes = 3000, 1 << 14
     store = DiskStore(directory, block_bytes, 1 << 28)

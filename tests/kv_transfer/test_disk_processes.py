@@ -65,7 +65,7 @@ def kill_often(directory, times):
     assert found
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_directory_stays_valid_after_writer_is_killed(tmp_path):
     kill_often(tmp_path / "kv", 3)
 
@@ -75,7 +75,7 @@ def test_directory_stays_valid_after_50_killed_writers(tmp_path):
     kill_often(tmp_path / "kv", 50)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("stop", ["begun", "half written", "synced", "renamed"])
 def test_directory_stays_valid_after_kill_at_each_save_step(tmp_path, stop):
     """The writer is killed exactly at this point."""
@@ -105,7 +105,7 @@ def test_directory_stays_valid_after_kill_at_each_save_step(tmp_path, stop):
     assert check(directory) == (4 if stop == "renamed" else 2)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_concurrent_processes_keep_directory_within_limit(tmp_path):
     directory = tmp_path / "kv"
     processes = [start(directory, seed) for seed in (1, 2)]

@@ -188,7 +188,7 @@ def test_hanging_call_times_out_and_other_calls_continue(store, pool, monkeypatc
     assert load(store) == BLOCKS
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_area_of_hanging_call_is_reused_after_rest(store, pool, monkeypatch):
     store.save(KEYS, BLOCKS)
     (pool / "get.hangs").touch()
@@ -287,7 +287,7 @@ def test_process_is_killed_if_close_hangs(store, pool, monkeypatch):
     wait_for(lambda: store._client._process.poll() is not None)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_failed_client_setup_raises_store_error(pool, monkeypatch):
     (pool / "setup.codes").write_text("-1")
     with pytest.raises(
@@ -342,7 +342,7 @@ def test_invalid_protocol_or_segment_size_is_refused():
         KVTransferConfig(mooncake=MASTER, mooncake_segment_bytes=-1)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_create_store_returns_store_that_opens_and_saves(pool):
     assert create_store(KVTransferConfig(), BLOCK_BYTES) is None
     store = create_store(KVTransferConfig(mooncake=MASTER), BLOCK_BYTES)

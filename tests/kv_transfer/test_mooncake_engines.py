@@ -98,7 +98,7 @@ def engines():
         each.shutdown()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_second_engine_loads_blocks_from_pool(master, engines, kv_cache_dtype):
     alone = engines(kv_cache_dtype=kv_cache_dtype).ask()
@@ -122,7 +122,7 @@ def test_blocks_of_engine_remain_after_another_engine_exits(master, engines):
     assert third.num_loaded_tokens >= 16 * NUM_BLOCKS
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("whom", ["donor", "master"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_engine_answers_if_donor_or_master_fails(master, engines, whom, end):

@@ -132,7 +132,7 @@ def test_store_without_segment_saves_in_segment_of_another_store(master, open_st
     assert load(donor, keys) == BLOCKS[:3]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("num_engines", "end"), [(2, "killed"), (3, "closed")])
 def test_exiting_engine_loses_only_its_blocks(master, open_store, num_engines, end):
     stores, reader = [open_store(master, LENT_BYTES) for _ in range(num_engines)], open_store(master)
@@ -151,7 +151,7 @@ def test_exiting_engine_loses_only_its_blocks(master, open_store, num_engines, e
         assert load(reader, keys) == BLOCKS
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_blocks_spill_to_other_segments_when_local_one_is_full(master, open_store):
     small, large, reader = open_store(master, 16 << 20), open_store(master, LENT_BYTES), open_store(master)
     keys = [os.urandom(32) for _ in range(120)]  # there is room for 85 of them
@@ -162,7 +162,7 @@ def test_blocks_spill_to_other_segments_when_local_one_is_full(master, open_stor
     assert 60 < sum(reader._has(keys)) < 90
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_save_above_pool_capacity_is_partial(open_store, master):
     donor = open_store(master, 16 << 20)
     keys = [os.urandom(32) for _ in range(120)]
@@ -177,7 +177,7 @@ def test_save_above_pool_capacity_is_partial(open_store, master):
         assert loaded == BLOCKS[: len(loaded)]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_foreign_bytes_under_key_are_not_loaded(master, open_store):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     assert donor.save(KEYS, BLOCKS) == len(KEYS)
@@ -198,8 +198,8 @@ def test_foreign_bytes_under_key_are_not_loaded(master, open_store):
             third_party.kill()
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(2)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("is_asked_again", [True, False])
 def test_lookup_renews_lease_until_load(open_store, is_asked_again):
     """Each lookup renews the blocks' leases. Otherwise they expire before a writer needs the memory."""
@@ -221,7 +221,7 @@ def test_lookup_renews_lease_until_load(open_store, is_asked_again):
         master.kill()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("leases_ms", "most_loads"), [(1, 60), (300, 400)])
 def test_blocks_evicted_during_read_are_misses(open_store, leases_ms, most_loads):
     """A writer needs the memory, and a lease of 1 ms expires during a load: blocks are right, or misses."""
@@ -250,8 +250,8 @@ def test_blocks_evicted_during_read_are_misses(open_store, leases_ms, most_loads
     assert min(counts) < len(KEYS) if leases_ms == 1 else max(counts) > 0
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(2)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_dead_or_frozen_donor_is_a_miss(open_store, master, monkeypatch, end):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
@@ -286,7 +286,7 @@ def test_frozen_master_raises_store_error_until_it_resumes(open_store, master, m
     in_the_end(lambda: loads_right(reader))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_restarted_master_forgets_all_blocks(open_store, master):
     donor, reader = open_store(master, LENT_BYTES), open_store(master)
     donor.num_matched(KEYS)

@@ -16,7 +16,7 @@ MIN_GAP = 1e-4  # between the two best logits of a step; both sides compute them
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @every_case
 def test_greedy_tokens_equal_transformers(case, tmp_path):
     """The oracle reads each prompt followed by octavo's answer, and must choose every token of the answer itself."""
@@ -35,8 +35,8 @@ def test_greedy_tokens_equal_transformers(case, tmp_path):
         assert not any(same), f"the oracle gives the same tokens with another {feature}"
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(28)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(112)
 @every_case
 def test_tokens_equal_transformers_incremental_generation(case, tmp_path):
     """The oracle generates by itself, with its own KV cache, without octavo's answer.

@@ -77,7 +77,7 @@ OWN_SCALING = {
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith("Gemma4")])  # has only the new style
 def test_new_config_style_equals_old_style(name, tmp_path):
     """transformers 5 writes `dtype` and `rope_parameters` in place of older keys."""
@@ -97,7 +97,7 @@ def test_new_config_style_equals_old_style(name, tmp_path):
 _GEMMA4 = re.compile(r"(layers\.\d+)\.(router|experts)(?:\.proj)?(?=\.)")
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_tensor_shapes_equal_transformers(name, tied, tmp_path):

@@ -25,8 +25,8 @@ CHOSEN = (
 MAX_RATIO = 2.0
 
 
-@pytest.mark.turn(3)
-@pytest.mark.sweep(9)
+@pytest.mark.turn(12)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in CHOSEN], ids=lambda case: case.name)
 def test_bfloat16_logit_error_is_at_most_twice_transformers(case, tmp_path, prompt_logits):
     config = case.full_config

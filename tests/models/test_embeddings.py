@@ -35,7 +35,7 @@ def embed(llm: LLM, **options) -> list[np.ndarray]:
     return [np.array(output.outputs.embedding) for output in llm.embed(prompts, use_tqdm=False, **options)]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embeddings_equal_transformers(checkpoint, pooling):
     theirs = transformers.AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -91,7 +91,7 @@ def test_missing_head_is_refused_unless_checkpoint_is_for_embeddings(checkpoint,
     assert embed(make(named))[0].tolist() == embed(make(checkpoint))[0].tolist()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("folder", [None, "1_Pooling", "own"])
 def test_quantized_copy_keeps_pooling_of_source(checkpoint, tmp_path, folder):
     """folder: the one named by modules.json; None for no such file."""

@@ -90,7 +90,7 @@ def assert_blocks(path, meant, prompt_logits):
 # --- formats of other programs
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activations", [None, FP8_ACTIVATIONS], ids=["W8A16", "W8A8"])
 @pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
@@ -198,7 +198,7 @@ def test_mxfp4_compressed_tensors_load_exactly(tmp_path, prompt_logits):
     assert_blocks(tmp_path, rewritten(tmp_path, config, store), prompt_logits)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_mxfp4_blocks_load_exactly(tmp_path, prompt_logits):
     def store(weight, generator):
         groups = weight.shape[1] // 32
@@ -227,7 +227,7 @@ def test_unconverted_layers_load_unchanged(tmp_path):
 # --- octavo's use of them --
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4_all"])
 def test_fp8_logits_and_bytes_equal_expanded_checkpoint(quantization, tmp_path, prompt_logits):
     meant = block_checkpoint(tmp_path)

@@ -151,7 +151,7 @@ def file_at(address):
     return None
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_table_stays_in_its_file(tmp_path, quantization, prompt_logits):
     config = tiny_config("Gemma4ForCausalLM", vocab_size_per_layer_input=40_000)

@@ -71,7 +71,7 @@ def test_gguf_architecture_and_weights_equal_source_checkpoint(case, tmp_path):
     assert tensors.find("model.layers.9.mlp.up_proj.weight") is None
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("kind", [each.name for each in TensorType if each.name not in {"F32", "F16", "BF16"}])
 def test_dequantized_blocks_equal_gguf_package(kind, tmp_path):
     """With random bytes: each kind is read as stored, also kinds that the package cannot write."""

@@ -86,7 +86,7 @@ def packed_bytes(model):
     return sum(linear.num_bytes for linear in linears) + of_norms
 
 
-@pytest.mark.sweep(48)
+@pytest.mark.sweep(192)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -144,7 +144,7 @@ def test_sharded_checkpoint_equals_single_file(tmp_path, prompt_logits):
     assert torch.equal(prompt_logits(load(whole), PROMPT), prompt_logits(load(sharded), PROMPT))
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.skipif(not COMPILED and not kernels_required(), reason="octavo was installed without compiled kernels")
 @pytest.mark.parametrize(("quantization", "error"), [("int8", 0.05), ("int4", 0.35), ("int4_all", 0.43)])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -217,7 +217,7 @@ def test_progress_counts_packed_bytes(tmp_path):
     assert calls[-1] == (packed_bytes(model), packed_bytes(model))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_loading_peak_memory_is_close_to_packed_weights(tmp_path):
     """Private memory grows by little more than the packed weights: originals are released as they are packed."""
     config = tiny_config(
@@ -258,8 +258,8 @@ def checkpoint_of_150_mb(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("large") / "llama", config)
 
 
-@pytest.mark.turn(3)
-@pytest.mark.sweep(4)
+@pytest.mark.turn(12)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_all"])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
 def test_loading_and_serving_memory_stay_within_bounds(checkpoint_of_150_mb, quantization):

@@ -15,7 +15,7 @@ LENGTH = 301  # longer than windows of 37, blocks of 16, and the original length
 STEP = 23
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
 def test_logits_match_transformers(case, prompt_logits, tmp_path):
     """Row p has the logits after p + 1 tokens; several steps are computed, so most rows read keys of earlier steps."""
@@ -41,7 +41,7 @@ LENGTHS = (1, 2, 15, 16, 17, 36, 37, 38, 64, 65, 128, 300)
 NUM_TOKENS = 24
 
 
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(72)
 @pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
 def test_batched_tokens_equal_transformers(case, tmp_path):
     """Of many prompts in a batch. After a choice that is too close, the rest of an answer is not compared."""

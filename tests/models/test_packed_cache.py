@@ -101,7 +101,7 @@ def kept_files(cache):
     return sorted(path for path in cache.directory.glob("*") if path.name != HASHES_FILE)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
 def test_cached_weights_give_logits_of_uncached_load(dtype, quantization, checkpoint, cache, packs, prompt_logits):
     expected = prompt_logits(load(checkpoint, None, dtype, quantization), PROMPT)
@@ -128,7 +128,7 @@ def test_cached_weights_and_tables_of_files_give_logits_of_uncached_load(tmp_pat
     assert packs == []
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "int4_all"])
 def test_cached_weights_are_correct_across_instruction_sets(checkpoint, cache, prompt_logits, quantization):
     """Some share a file and some do not: each computes the same as without the cache, whichever process wrote the
@@ -143,7 +143,7 @@ def test_cached_weights_are_correct_across_instruction_sets(checkpoint, cache, p
             assert torch.equal(prompt_logits(load(checkpoint, cache, *formats, isa), PROMPT), alone[isa]), isa
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("kind", [each.name for each in BlockKind])
 def test_gguf_blocks_are_cached(kind, tmp_path, cache, packs, prompt_logits):
     """Queries, keys and values are of two kinds here, and one matrix has floats."""
@@ -168,7 +168,7 @@ def test_cached_gguf_blocks_are_correct_across_instruction_sets(tmp_path, cache,
         assert torch.equal(prompt_logits(load_gguf(path, cache, isa), PROMPT), alone[isa]), isa
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_group_sizes_are_cached_separately(checkpoint, cache, prompt_logits):
     """Weights kept for one group size are not used for another one, which has other logits."""
     found = {
@@ -188,7 +188,7 @@ def test_prequantized_checkpoint_is_cached(checkpoint, cache, tmp_path, packs):
     assert packs == []
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_formats_and_checkpoints_are_cached_separately(checkpoint, cache, tmp_path, packs):
     other = write_checkpoint(tmp_path / "other" / "model", tiny_config("Qwen2ForCausalLM", attention_bias=True), seed=1)
     for path in (checkpoint, other):
@@ -228,7 +228,7 @@ def replace_weights(checkpoint):
     other.replace(file)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("change", [change_config, change_weights, replace_weights])
 def test_changed_checkpoint_is_packed_again(change, checkpoint, cache, packs, prompt_logits):
     load(checkpoint, cache)
@@ -276,7 +276,7 @@ def one_column_less(file):
     file.write_bytes(file.read_bytes().replace(b'\\"out_features\\": 64', b'\\"out_features\\": 63'))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("damage", [cut, empty, flip, no_json, other_numbers, no_numbers, one_column_less])
 def test_damaged_cache_file_is_logged_and_rewritten(damage, checkpoint, cache, packs, prompt_logits, caplog):
     expected = prompt_logits(load(checkpoint, cache), PROMPT)
@@ -327,7 +327,7 @@ FORGERIES = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES)
 def test_forged_cache_file_is_logged_and_rewritten(change, tmp_path, cache, packs, prompt_logits, caplog):
     path = make_gguf(tmp_path, "Q4_K")

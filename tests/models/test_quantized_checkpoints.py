@@ -220,7 +220,7 @@ def test_nibbles_pack_and_unpack_along_both_dimensions():
 # --- octavo's own copies
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("precision", "group_size"), [("int8", 32), ("int4", 32), ("int4", 64)])
 def test_transformers_loads_quantized_copy_with_same_weights(precision, group_size, tied, tmp_path):
@@ -258,7 +258,7 @@ def test_int4_copy_equals_quantization_at_load(of_the_copy, of_the_source, tmp_p
     assert torch.equal(prompt_logits(rounded, PROMPT), prompt_logits(now, PROMPT))
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_int4_copy_of_every_family_equals_quantization_at_load(name, tmp_path, prompt_logits):
     source = plain_checkpoint(tmp_path / "plain", name)
@@ -312,7 +312,7 @@ def test_nonfinite_scale_is_refused(precision, broken, tmp_path):
         load(tmp_path / "rounded")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_weight_bytes_equal_bytes_of_loaded_quantized_checkpoints(tmp_path, generator):
     gptq_checkpoint(tmp_path / "gptq", generator)
     reordered_checkpoint(tmp_path / "reordered", generator)
@@ -393,7 +393,7 @@ def test_unsupported_quantization_configs_are_refused_by_name(config, words, tmp
         assert word in str(caught.value)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("keys", "value", "words"),
     [

@@ -228,7 +228,7 @@ WHOLES = {  # text parts of other models, and the configurations around them; ro
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", WHOLES)
 def test_text_logits_equal_transformers_multimodal_model(name, tmp_path, prompt_logits):
     """A complete checkpoint as transformers writes it, including the vision part, is used for text alone."""

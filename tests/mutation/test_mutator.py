@@ -117,7 +117,7 @@ def test_mutant_patches_core_function_in_place(monkeypatch):
     assert HostBlockPool(2).take(1) == [0]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_every_mutated_function_is_found_by_qualified_name(room):
     for module in room.read_modules():
@@ -141,7 +141,7 @@ def test_diff_selects_mutants_of_changed_statements():
     assert of_changed_lines(mutants, diff.replace("core", "router")) == []  # another file with that name
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
 def test_listed_equivalent_mutants_exist_and_have_reasons(room):
     known = read_equivalent(room.equivalent.read_text())
@@ -207,7 +207,7 @@ for verdict in Sweep([module], Judges((sys.argv[1],), Path(sys.argv[1]))).judge(
 """
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_sweep_distinguishes_killed_surviving_and_unreached_mutants(tmp_path):
     (tmp_path / "test_weak.py").write_text(WEAK_TEST)
     command = [sys.executable, "-c", SWEEP, str(tmp_path)]

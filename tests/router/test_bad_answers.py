@@ -52,7 +52,7 @@ BAD = {
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", BAD)
 def test_malformed_answer_is_retried_or_gives_502(name):
     with (
@@ -89,7 +89,7 @@ def test_answer_304_is_forwarded_without_body():
         ] * 2
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("waits", "soonest"),
     [
@@ -145,7 +145,7 @@ def test_compressed_json_without_length_is_forwarded_unchanged(engines):
         assert http.post(PATH, json=CHAT).json() == {"text": ""}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("events", "is_whole"),
     [(EVENT + DONE, True), (EVENT + DONE.removesuffix(b"\n"), True), (EVENT, False), (EVENT + EVENT[:9], False)],
@@ -194,7 +194,7 @@ def test_oversized_event_ends_stream_with_error():
         wait_until(lambda: engine.num_left == 1, "its connection is closed")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("size", [100, 4000, 4001, 300_000])
 def test_json_above_limit_is_forwarded_and_its_usage_charged(size):
     body = b'{"text":"%b","usage":{"prompt_tokens":9,"completion_tokens":2}}' % (b"x" * size)
@@ -258,7 +258,7 @@ def cpu_s(num_pieces: int, piece: bytes) -> float:
     return min(times)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_event_buffering_time_is_linear_in_size():
     """16 times the pieces take about 16 times as long. If each piece copied all earlier ones, it would be 256 times."""
     piece = b"x" * 4096

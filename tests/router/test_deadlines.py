@@ -72,7 +72,7 @@ def test_engine_timeout_without_alternative_gives_504(begun):
         assert 'code="engine_timeout"' in http.get("/metrics").text
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("headers", "options"),
     [
@@ -97,7 +97,7 @@ def test_request_timeout_gives_504_without_retry(headers, options, begun):
         assert not routing.service.limiter.streams.num_held
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "inf", "nan", ""])
 def test_invalid_request_timeout_header_gives_400(value):
     with raw_engine(ANSWER) as (url, engine), run_router(url) as routing, routing.http() as http:
@@ -106,7 +106,7 @@ def test_invalid_request_timeout_header_gives_400(value):
         assert engine.num_posts == 0
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("options", "headers", "code"),
     [
@@ -130,7 +130,7 @@ def test_stalled_stream_ends_with_timeout_error_event(options, headers, code, ha
         assert routing.engine(url).num_failures == (code == "engine_timeout")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_stall_after_last_event_keeps_stream_complete():
     whole = EVENT + b"data: [DONE]\n\n"
     for options in ({"engine_idle_timeout_s": SHORT_S}, {"request_timeout_s": SHORT_S}):
@@ -143,7 +143,7 @@ def test_stall_after_last_event_keeps_stream_complete():
             assert routing.engine(url).num_failures == 0
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(
     ("begun", "more"),
     [
@@ -253,7 +253,7 @@ def test_request_timeout_defaults_to_longest_engine_limit_plus_margin():
     assert given.request_timeout_s == 5.0
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("published", "known"), [(7200, 7200.0), (0.5, 0.5), (0, 0.0), (-1, None), ("x", None), (None, None)]
 )
@@ -264,7 +264,7 @@ def test_router_reads_published_request_timeout_of_engine(published, known):
         wait_until(lambda: routing.engine(url).request_timeout_s == known, "it is read")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_engine_reports_timeout_before_router_default():
     """The engine reports its own timeout, because the router's default limit is later."""
     with (

@@ -18,7 +18,7 @@ from octavo.router.discovery import EnginesFile, EnginesOfName
 BODY = {"prompt": "hello", "max_tokens": 5}
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_engines_file_change_keeps_open_streams(tmp_path):
     path = tmp_path / "engines.txt"
     with run_server(FakeExecutor(step_s=0.002)) as first, run_server() as second:

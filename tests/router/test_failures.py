@@ -112,7 +112,7 @@ def made_up(does: str, last: bytes = b"") -> Iterator[tuple[str, MadeUp]]:
             thread.join(DEADLINE_S)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("trouble", ["die", "full", "closing"])
 def test_request_without_answer_is_retried_on_another_engine(trouble):
     with (
@@ -167,7 +167,7 @@ STREAM_ENDS = {
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("path", STREAM_ENDS)
 @pytest.mark.parametrize("trouble", ["die in mid-stream", "die within an event"])
 def test_lost_engine_ends_stream_with_error_of_api(path, trouble):
@@ -201,7 +201,7 @@ LAST_EVENTS = {
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("path", "last"), [(path, last) for path, events in LAST_EVENTS.items() for last in events])
 def test_engine_lost_after_last_event_adds_no_error(path, last):
     with (
@@ -395,7 +395,7 @@ def test_health_checks_continue_after_unexpected_error():
         routing.wait_ready(1)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_tls_engine_requires_trusted_certificate(tmp_path, monkeypatch):
     certificate, key = make_certificate(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

@@ -11,7 +11,7 @@ from octavo.router.launcher import LocalReplicas
 URL = "http://127.0.0.1:1"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_frozen_replica_is_killed_and_restarted(tmp_path, caplog):
     pids = tmp_path / "pids"
     pids.touch()

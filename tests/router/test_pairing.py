@@ -84,7 +84,7 @@ def ask_aside(http, body=LONG, **more):
 ways = pytest.mark.parametrize("port", [None, PORT], ids=["store", "direct"])
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @ways
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -166,7 +166,7 @@ def test_paired_prompt_is_charged_once(paired, port):
     assert (told["prefill"]["prefills"], told["decode"]["paired_requests"]) == (1, 1)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @ways
 @pytest.mark.parametrize("trouble", ["refuse", "full", "fail", "closing", "die", "die in its answer"])
 def test_decode_engine_answers_despite_prefill_failure(paired, port, trouble):

@@ -213,7 +213,7 @@ def figures_of(num_computed):
     ) % (9000 + num_computed)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("num_cached", [0, None])
 def test_router_counts_useless_pairings_and_stops_pairing(stage, num_cached):
     prefill_url, _, decode_url, decode = stage
@@ -235,7 +235,7 @@ def test_router_counts_useless_pairings_and_stops_pairing(stage, num_cached):
         assert told["decode"]["paired_in_vain"] == 3
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("num_cached", [200, None])
 def test_arriving_or_unknown_kv_is_not_counted_as_useless(stage, num_cached):
     prefill_url, _, decode_url, decode = stage
@@ -286,7 +286,7 @@ def test_failed_prefill_is_not_counted_twice(stage):
         assert routing.engine(decode_url).num_paired_in_vain == 0
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("trouble", ["refuse", "die in its answer"])
 def test_refused_or_failed_request_is_not_counted_as_useless_pairing(stage, trouble):
     """Invalid requests of clients must not separate a pair."""

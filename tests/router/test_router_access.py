@@ -79,7 +79,7 @@ def test_key_reload_ends_streams_of_removed_key(tmp_path):
         assert http.post(COMPLETIONS, json=BODY, headers=bearer(kept)).status_code == 200
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("body", "num_places"),
     [
@@ -111,7 +111,7 @@ def test_prompt_list_above_max_concurrency_is_served(tmp_path):
         assert len(answer.json()["choices"]) == 5
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_router_requires_read_metrics_for_operator_paths(tmp_path):
     path = tmp_path / "keys.toml"
     plain, operator = (add_key(path, Tenant(name=f"k{may}", read_metrics=bool(may))) for may in (0, 1))

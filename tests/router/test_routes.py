@@ -54,7 +54,7 @@ def test_stream_is_forwarded_to_its_end(routed, http):
     assert text == answer_text(10, num_tokens=20)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_openai_client_works_through_router(routed):
     with openai.OpenAI(base_url=f"{routed[0].url}/v1", api_key="none", max_retries=0) as client:
         assert {model.id for model in client.models.list()} == {"fake", "alias/of-fake"}
@@ -68,7 +68,7 @@ def test_openai_client_works_through_router(routed):
             client.chat.completions.create(**{**CHAT, "model": "other"})
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_anthropic_client_works_through_router(routed):
     with anthropic.Anthropic(base_url=routed[0].url, api_key="none", max_retries=0) as client:
         summary = {"model": "fake", "max_tokens": 12, "messages": CHAT["messages"]}

@@ -274,7 +274,7 @@ def test_prompt_pieces_span_system_and_messages(size):
     assert num_common == sum(end <= size + 1 for end in ends), "the quote before them, and what both have"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("num_spaces", [0, 40_000_000])
 def test_reading_request_does_not_copy_prompt(num_spaces):
     """The body is large because other threads of this process may allocate a MB in the meantime."""

@@ -58,7 +58,7 @@ async def watched(upstream, seconds, now, launcher=NO_LAUNCHER):
     return changes
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("num_answers", range(3, 9))
 def test_engine_frozen_after_any_answer_is_detected_in_time(num_answers):
     upstream = MadeUpUpstream(num_answers=num_answers)

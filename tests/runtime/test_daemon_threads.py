@@ -39,7 +39,7 @@ def test_close_drops_queued_tasks_and_waits_until_timeout():
     assert seen == []
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_threads_end_when_pool_is_garbage_collected():
     threads = DaemonThreads(2, "test-of-its-end")
     own = list(threads._threads)

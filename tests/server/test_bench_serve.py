@@ -166,7 +166,7 @@ def test_find_model_error_explains_unreachable_server(shared: Running) -> None:
         assert asyncio.run(find_model(keyed.url, "secret")) == "fake"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_bench_serve_command_prints_summary(shared: Running) -> None:
     run = CliRunner().invoke
     told = json.loads(run(app, ["bench", "serve", shared.url + "/v1/", "--rate", "200", "--json"]).stdout)

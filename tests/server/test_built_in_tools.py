@@ -55,7 +55,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": FUNCTION["name"]}}])
 @pytest.mark.parametrize(
     ("question", "arguments"),

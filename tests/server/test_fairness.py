@@ -85,7 +85,7 @@ def test_every_processed_token_is_charged_to_key(
     assert sum(charged) == num_tokens
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

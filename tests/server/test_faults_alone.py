@@ -227,7 +227,7 @@ WHOLE = [name for index, name in enumerate(SERVER) if index % 2 or name == "the 
 STREAMED = [name for name in SERVER if name not in WHOLE or name in CHAT | COMPLETIONS]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize(("name", "stream"), [*((name, False) for name in WHOLE), *((name, True) for name in STREAMED)])
 def test_server_failure_ends_only_affected_request(
     name: str, stream: bool, served: running.Running, others: list[Any], caplog: pytest.LogCaptureFixture
@@ -282,7 +282,7 @@ def told_last(text: str) -> str:
     return error if isinstance(error, str) else error["message"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("fault", [fails, panics])
 @pytest.mark.parametrize(("path", "method"), [*WHOLE_REPLIES, *STREAMED_REPLIES])
 def test_reply_encoding_failure_ends_only_affected_request(
@@ -341,7 +341,7 @@ def test_panic_in_merged_stream_is_raised_to_reader() -> None:
         asyncio.run(read())
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", ENGINE)
 def test_offline_failure_ends_only_affected_request(name: str, offline: LLM, caplog: pytest.LogCaptureFixture) -> None:
     fault, options = ENGINE[name]

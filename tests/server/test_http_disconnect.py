@@ -30,7 +30,7 @@ def check_free(running: Running) -> None:
     wait_until(lambda: not running.engine.output_processor._states, "its text is forgotten")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(("route", "body"), BODIES)
 def test_disconnect_during_stream_frees_blocks(route: str, body: dict[str, Any]) -> None:
     executor = FakeExecutor(STEP_S)
@@ -98,7 +98,7 @@ def test_f22_abort_takes_effect_within_two_steps() -> None:
         assert executor.num_steps - num_steps <= 2
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(("grace_s", "num_tokens"), [(0.0, 2000), (30.0, 50)])
 def test_shutdown_drains_or_ends_open_streams(grace_s: float, num_tokens: int) -> None:
     executor = FakeExecutor(STEP_S)
@@ -224,7 +224,7 @@ def test_f26_shutdown_ends_requests_during_long_step(route: str) -> None:
         assert not running.thread.is_alive()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_draining_server_answers_503_to_new_requests() -> None:
     executor = FakeExecutor(STEP_S)
     body = {"prompt": "hello", "max_tokens": 50, "stream": True}

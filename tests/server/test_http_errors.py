@@ -87,7 +87,7 @@ def test_errors_map_to_http_status_and_code(error: Exception, status: int, code:
     assert http_error.headers == ({"Retry-After": "1"} if status in {429, 503} else {})
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

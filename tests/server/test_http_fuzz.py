@@ -39,7 +39,7 @@ def make_body(rng: random.Random, fields: list[str], sound: dict[str, Any]) -> d
     return body
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_bodies_never_answer_5xx(shared: Running, seed: int) -> None:
     routes = [

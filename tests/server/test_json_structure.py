@@ -32,7 +32,7 @@ def structure(value: Any) -> tuple[int, int, int]:
     return opened + 1, named + len(value) * isinstance(value, dict), parted + max(len(value) - 1, 0)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("block", [2, 3, 7, 1 << 18])
 def test_structure_is_counted_outside_strings(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr(json_structure, "_BLOCK_BYTES", block)

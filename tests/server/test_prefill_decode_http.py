@@ -139,7 +139,7 @@ def loaded_tokens(server: Running) -> int:
     return server.engine.client.stats.kv_load_tokens
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("number", range(len(ROUTES)))
 def test_every_route_equals_single_engine_answer(pair: Pair, number: int) -> None:
     path, body = ROUTES[number]

@@ -100,7 +100,7 @@ def offline_completions(offline: LLM, prompt: str, **params: Any) -> list[Any]:
     return output.outputs
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
 def test_chat_equals_offline_output(client: openai.OpenAI, offline: LLM, options: dict[str, Any]) -> None:
     options = {"n": 2, "max_tokens": 60, **options}
@@ -132,7 +132,7 @@ def test_offline_text_equals_tokenizer_decode(checkpoint: Path, offline: LLM) ->
         assert each.text == tokenizer.decode(each.token_ids, skip_special_tokens=True)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_completions_equal_offline_output(client: openai.OpenAI, offline: LLM) -> None:
     prompts = ["a door", "ein Fuchs", "狐"]
     options = {"n": 2, "max_tokens": 40, **SAMPLED}
@@ -149,7 +149,7 @@ def test_completions_equal_offline_output(client: openai.OpenAI, offline: LLM) -
     assert texts == expected
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_stop_string_ends_real_model_output(client: openai.OpenAI) -> None:
     options = {"max_tokens": 200, "extra_body": {"ignore_eos": True}, **SAMPLED}
     text = client.completions.create(model="tiny", prompt="a door", **options).choices[0].text
@@ -409,7 +409,7 @@ def test_s13_slow_grammar_compilation_blocks_no_other_request(
     assert answers[0]["choices"][0]["text"] == "slow"
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "structure",
     [
@@ -514,7 +514,7 @@ def test_ollama_embeddings_equal_openai_embeddings(client: openai.OpenAI, served
         assert asking.show("tiny").details.parameter_size.endswith("K")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_embedding_input_may_fill_context_or_be_truncated(checkpoint: Path, pooling: str) -> None:
     """It may also fill the whole KV cache. A request that generates has room for one token less."""
@@ -570,7 +570,7 @@ def asked(text: str) -> dict[str, Any]:
     return {**say(text), "max_tokens": 9}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("path", "streamed", "body"),
     [
@@ -714,7 +714,7 @@ def check_call(name: str, arguments: str) -> None:
         assert (name, values) == ("now", {})
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("choice", "finish_reason"),
     [("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")],

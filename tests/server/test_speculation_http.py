@@ -168,8 +168,8 @@ def joined(before: Any, after: Any, name: str) -> Any:
     return before + after if is_appended and type(before) is type(after) else after
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(100)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(400)
 @pytest.mark.parametrize("seed", range(NUM_REQUESTS // PER_CASE))
 def test_answers_are_equal_with_and_without_speculation(servers: dict[str, Running], seed: int) -> None:
     rng = random.Random(seed)

@@ -229,7 +229,7 @@ def test_s22_url_paths_cannot_traverse_directories(
     assert [json.loads(record.message)["path"] for record in caplog.records] == [unquote(path)]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_f27_overload_answers_every_request_with_200_or_429() -> None:
     executor = FakeExecutor(step_s=0.001)
     options = {"max_num_seqs": 4}
@@ -256,7 +256,7 @@ def streamed_text(running: Running, body: dict[str, Any]) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_f29_stream_never_splits_character(shared: Running, first: int) -> None:
     size = len(TEXT.encode())
@@ -268,7 +268,7 @@ def test_f29_stream_never_splits_character(shared: Running, first: int) -> None:
             assert "\ufffd" not in whole[:-1]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("first", [0, 3, 6])
 def test_f30_text_after_stop_string_is_never_sent(shared: Running, first: int) -> None:
     full = answer_text(5)
@@ -284,7 +284,7 @@ def test_f30_text_after_stop_string_is_never_sent(shared: Running, first: int) -
                     assert streamed_text(shared, body) == whole
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_f31_finished_requests_are_garbage_collected() -> None:
     def count() -> int:
         gc.collect()

@@ -119,12 +119,12 @@ def keep_what_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(World, "_disturb", restless)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_host_cache_worlds_without_injected_fault_pass():
     assert run_worlds() > 80
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fault",
     [

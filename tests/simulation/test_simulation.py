@@ -29,7 +29,7 @@ from simulation.world import (
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "corpus.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_worlds_have_no_wrong_token_or_leak(seed):
     run = run_seed(seed, 2500, 1, RunFile(None))
@@ -46,8 +46,8 @@ def test_random_worlds_have_no_wrong_token_or_leak(seed):
     assert len(totals.faults) >= 10
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(8)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("seed", range(8))
 def test_sliding_window_worlds_have_no_wrong_token_or_leak(seed):
     is_stored = seed % 2 > 0
@@ -60,7 +60,7 @@ def test_sliding_window_worlds_have_no_wrong_token_or_leak(seed):
     assert not is_stored or min(totals.parts_saved, totals.parts_loaded, totals.dropped_saves) > 0
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("seed", range(8))
 def test_two_window_worlds_have_no_wrong_token_or_leak(seed):
     run = run_seed(f"two windows {seed}", 2500, 1, RunFile(None), draw_two_windows)
@@ -71,8 +71,8 @@ def test_two_window_worlds_have_no_wrong_token_or_leak(seed):
     assert min(totals.window_swaps_in, totals.window_loads, totals.window_saves) > 0
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(8)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("seed", range(8))
 def test_async_scheduling_worlds_have_no_wrong_token_or_leak(seed):
     run = run_seed(f"async {seed}", 3500, 1, RunFile(None), draw_async)
@@ -117,7 +117,7 @@ def test_previously_failing_worlds_pass(case):
     run_world(case["seed"], WorldConfig(**case["config"]))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_interrupted_run_resumes_with_equal_totals(tmp_path):
     path = tmp_path / "runs.json"
     run_seed(3, 200, 1, RunFile(path))
@@ -138,8 +138,8 @@ def test_same_seed_produces_same_trace():
     assert first == second
 
 
-@pytest.mark.turn(3)
-@pytest.mark.sweep(7)
+@pytest.mark.turn(12)
+@pytest.mark.sweep(28)
 @pytest.mark.parametrize("config", range(len(exhaustive.CONFIGS)))
 def test_small_worlds_pass_exhaustive_check(config):
     assert exhaustive.run_all(num_arrival_steps=2, num_abort_steps=2, max_length=2, configs=[config]) == 1110
@@ -196,7 +196,7 @@ def fails(name, draw):
     return False
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("draw", "module", "function", "before", "after"),
     [

@@ -108,12 +108,12 @@ def count_what_did_not_arrive(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_store_worlds_without_injected_fault_pass():
     assert run_worlds() > 20
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -156,12 +156,12 @@ def hide_orders(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVTransferScheduler, "_order", silent)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_prefill_decode_worlds_without_injected_fault_pass():
     assert run_pairs() > 8
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -209,12 +209,12 @@ def go_on_without_windows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BoundedGroup, "has_read_blocks", lambda *_: True)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_window_worlds_load_blocks_without_window_parts():
     assert run_windows(10) > 5
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "fault",
     [believe_everything, load_parts_into_windows, save_other_window_parts, go_on_without_windows],

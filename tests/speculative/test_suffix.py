@@ -174,7 +174,7 @@ def three_from(first: int) -> array[int]:
     return array("i", [first, first + 1, first + 2])
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_suffix_memory_stays_within_num_bytes():
     """Each answer has its own salt, and running requests use up the room."""
     num_answers, max_bytes = 1000, 1 << 19

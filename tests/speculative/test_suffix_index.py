@@ -83,7 +83,7 @@ TOKENS = st.lists(st.integers(0, 3), max_size=40)
 TEXTS = st.lists(st.tuples(TOKENS, st.integers(0, 2)), max_size=12)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     texts=TEXTS,

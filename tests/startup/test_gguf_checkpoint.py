@@ -229,7 +229,7 @@ def test_gguf_with_infinite_scale_is_refused_at_load(folder, tmp_path):
         tokens_of(path)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.skipif(not COMPILED, reason="packed weights are those of the compiled kernels")
 @pytest.mark.parametrize(("kind", "quantization"), [("F32", "int8"), ("Q8_0", None)])
 def test_packed_integer_weights_are_cached_for_next_start(kind, quantization, folder, tmp_path, monkeypatch):
@@ -285,7 +285,7 @@ def mutated(content: bytearray, header: int, rng: random.Random) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(
     ("seed", "count"), [(0, 300), *(pytest.param(seed, 10_000, marks=pytest.mark.slow) for seed in range(1, 11))]
 )

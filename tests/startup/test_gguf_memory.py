@@ -60,8 +60,8 @@ def small(tmp_path_factory):
     return write_large_gguf(path, layers=1, kind="Q4_K", vocabulary_kind="Q8_0", vocab_size=512)
 
 
-@pytest.mark.turn(3)
-@pytest.mark.sweep(2)
+@pytest.mark.turn(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("kind", "layers"), [("Q4_K", 16), ("Q8_0", 9)])
 @pytest.mark.skipif(not COMPILED or sys.platform != "linux", reason="reads /proc; plain torch works in float64")
 def test_gguf_load_keeps_one_copy_of_weights_in_memory(kind, layers, small, tmp_path):

@@ -87,7 +87,7 @@ def test_gbnf_grammar_accepts_exactly_its_texts(tokenizer: Any, grammar: str, go
     assert accepts(tokenizer, grammar, bad) == [False] * len(bad)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_random_gbnf_grammars_match_equivalent_regular_expressions(tokenizer: Any) -> None:
     rng = random.Random(7)
     texts = ["".join(each) for length in range(5) for each in itertools.product("ab\n", repeat=length)]
@@ -153,7 +153,7 @@ def test_lark_grammar_is_not_detected_as_gbnf(grammar: str) -> None:
     assert not is_gbnf(grammar)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_deeply_nested_gbnf_grammar_is_converted() -> None:
     deep = "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000
     assert to_lark(deep) == to_lark('root ::= "a"')
@@ -214,7 +214,7 @@ def num_consumed(tokenizer: Any, lark: str, texts: list[str]) -> list[int]:
     return [matcher.deep_copy().try_consume_tokens(tokenizer.tokenize_bytes(text.encode())) for text in texts]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_lexemes_do_not_change_texts_that_recursive_grammars_accept(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +256,7 @@ def test_recursive_grammar_has_expected_number_of_lexemes(grammar: str, lexemes:
     assert len(re.findall("^T", to_lark(grammar), re.MULTILINE)) == lexemes, to_lark(grammar)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_complex_recursive_grammar_converts_quickly_without_lexemes() -> None:
     for part in ("[ab]*", '"ab" [a]*'):
         grammar = "root ::= " + " ".join([part] * 1500) + ' root "c" | "d"'

@@ -23,7 +23,7 @@ def names(count: int) -> dict[str, Any]:
     return {f"p{index}": {} for index in range(count)}
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_object_above_optional_property_limit_is_refused() -> None:
     text = (Path(assets.__file__).parent / "demo" / "tokenizer.json").read_text(encoding="utf-8")
     tokenizer = tokenizers.Tokenizer.from_str(text)

@@ -134,7 +134,7 @@ def until(page: Page, condition: str) -> None:
     raise TimeoutError(f"in vain: {condition}")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("name", "width", "options"),
     [
@@ -205,7 +205,7 @@ def check_a_click_explains_a_request(page: Page) -> None:
     assert not page.locator("#explanation").is_visible()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_map_of_experts_shows_share_of_each_expert(browser: Browser) -> None:
     with run_server() as running, running.http() as http:
         counts = b"".join(each.to_bytes(8, sys.byteorder) for each in (1, 0, 0, 3, 2, 2, 2, 2))
@@ -223,7 +223,7 @@ def test_map_of_experts_shows_share_of_each_expert(browser: Browser) -> None:
                 assert shown == f"layer {row} of those with experts, {text} of the mean of its layer"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_click_and_keyboard_open_intended_row_while_rows_move(browser: Browser, served: Served) -> None:
     with opened(browser, served) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
@@ -267,7 +267,7 @@ def test_click_and_keyboard_open_intended_row_while_rows_move(browser: Browser, 
         assert page.locator("#explanation-title").inner_text() == "r2"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_chat_panel_sends_prompts_and_shows_answers(browser: Browser, served: Served) -> None:
     with opened(browser, served) as page:
         until(page, "document.getElementById('state').textContent === 'ready'")
@@ -307,7 +307,7 @@ def test_s21_script_in_prompt_or_answer_is_inert(browser: Browser, served: Serve
         assert ran == "octavo", "the policy keeps what got in from running"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_chosen_theme_survives_reload(browser: Browser, served: Served) -> None:
     with opened(browser, served, color_scheme="light") as page:
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
@@ -318,8 +318,8 @@ def test_chosen_theme_survives_reload(browser: Browser, served: Served) -> None:
         page.evaluate("localStorage.removeItem('octavo-theme')")
 
 
-@pytest.mark.turn(4)
-@pytest.mark.sweep(2)
+@pytest.mark.turn(16)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("width", [1440, 390])
 def test_dashboard_reports_lost_server_and_recovers(
     browser: Browser, served: Served, tmp_path: Path, width: int

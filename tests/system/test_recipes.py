@@ -121,7 +121,7 @@ def expected(tmp_path_factory):
     return text, directory
 
 
-@pytest.mark.turn(4)
+@pytest.mark.turn(16)
 def test_restarted_engine_of_warm_disk_recipe_loads_kv_from_disk(expected):
     text, directory = expected
     with pasted("A warm disk", directory) as running:

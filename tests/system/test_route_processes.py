@@ -130,7 +130,7 @@ def test_replicas_sample_different_tokens_without_seed(replicas):
     assert len(texts) == 2
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("num", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_killed_or_frozen_replica_under_load_ends_every_stream(replicas, trouble, num):
@@ -162,7 +162,7 @@ def test_replica_processes_exit_after_parent_is_killed():
         wait(lambda: all(map(is_gone, family)), "no orphan is left", TERMINAL_S + 10)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_separate_router_can_be_stopped_and_restarted(replicas):
     _, http = replicas
     named = [word for engine in http.get("/router/engines").json()["engines"] for word in ("--engine", engine["url"])]

@@ -64,8 +64,8 @@ def test_server_exports_metrics_of_engine_process(served):
     assert after["octavo:engine_ready"] == 1
 
 
-@pytest.mark.turn(3)
-@pytest.mark.sweep(2)
+@pytest.mark.turn(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP], ids=str)
 def test_figure_4_killed_or_frozen_engine_restarts_with_reset_metrics(served, kind):
     assert served.answer() == "12 + 30 = 42"
@@ -209,7 +209,7 @@ def test_json_logs_and_audit_log_contain_request_id(served, audit_file):
     assert (line["logger"], line["key"], line["status"]) == ("octavo.audit", "alice", 200)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=lambda kind: kind.name)
 def test_f26_terminated_server_ends_streams_and_engine(served, kind):
     stream, engine, num_told = Stream(served, num_stories=16), served.engine, len(served.log)

@@ -35,7 +35,7 @@ def served(servers):
     return servers()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_tls_server_answers_and_streams(served):
     assert served.http.base_url.scheme == "https"
     assert served.answer() == "12 + 30 = 42"
@@ -48,7 +48,7 @@ def test_tls_server_answers_and_streams(served):
         httpx.get(f"{served.http.base_url}/health", trust_env=False)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_sighup_loads_new_certificate_and_rejects_mismatched_one(served, certificate, tmp_path):
     """This needs no key file. Without a handler, SIGHUP would end the process."""
     files = [Path(path) for path in certificate]
@@ -77,7 +77,7 @@ def test_sighup_loads_new_certificate_and_rejects_mismatched_one(served, certifi
     assert served.answer() == "12 + 30 = 42"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_incomplete_headers_close_tls_connection_after_timeout(served, certificate):
     context = ssl.create_default_context(cafile=certificate[0])
     address = (served.http.base_url.host, served.http.base_url.port)
@@ -102,7 +102,7 @@ def test_s3_api_key_is_not_in_command_lines_engine_or_log(served):
     assert KEY not in "".join(served.log)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_f25_engine_exits_after_server_is_killed(served):
     stream, engine = Stream(served, num_stories=16), served.engine
     served.process.kill()

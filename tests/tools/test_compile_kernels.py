@@ -29,7 +29,7 @@ def compile_kernels(*options):
     )  # fmt: skip
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_sample_of_kernels_compiles_for_random_target():
     """A random target and a few cases; the test of all kernels for all targets is `slow`."""
     target = random.Random(os.environ["OCTAVO_SWEEP_SEED"]).choice(list(TARGETS))

@@ -163,7 +163,7 @@ def test_failed_operation_does_not_stop_next_operations(monkeypatch):
     assert "nothing more was measured" in entries.found["device"]["error"]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_exactness_stage_detects_chunk_dependent_attention(tmp_path, monkeypatch):
     """If tiles of keys depend on the number of rows, a prompt in one chunk has other bits than the prompt in parts."""
     with interpreted_kernels():
@@ -215,7 +215,7 @@ def test_entries_of_a_process_that_crashed_are_kept(tmp_path, stage_processes):
     assert found == {"linear 0": {"us": 0.0}, "linear 1": {"error": "begun"}}
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_stage_continues_after_each_operation_that_crashes(tmp_path, stage_processes):
     """A later call of the command measures only the operations that failed."""
     end = gpu_check.time.monotonic() + 100.0
@@ -237,7 +237,7 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_time_out_keeps_entries_and_ends_the_processes_of_the_stage(tmp_path, stage_processes):
     child = tmp_path / "child"
     stage_processes[0] = f"""if True:

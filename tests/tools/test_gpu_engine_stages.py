@@ -43,7 +43,7 @@ def found(check, stage):
     return entries.found
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_soak_stage_passes_for_engine_under_load(check):
     entry = found(check, gpu_service.soak)["soak"]
     assert entry["is_right"], entry
@@ -56,7 +56,7 @@ def engine_with_compilations(make, *args, **options):
     return engine
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("trouble", ["leak", "growth", "compilation", "silence"])
 def test_soak_stage_detects_leaks_growth_compilations_and_lost_requests(check, monkeypatch, trouble):
     if trouble == "leak":
@@ -116,7 +116,7 @@ class Server:
             self.is_killed.set()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("answers", "streams", "expected"),
     [
@@ -141,7 +141,7 @@ def test_restart_stage_is_skipped_without_uvicorn(check, monkeypatch):
     assert "no uvicorn" in found(check, gpu_service.restart)["killed"]["left_out"]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_swap_stage_gives_equal_tokens(check):
     entry = found(check, gpu_memory.swap)["swapped"]
     assert (entry["is_equal"], entry["is_right"]) == (True, True)
@@ -149,7 +149,7 @@ def test_swap_stage_gives_equal_tokens(check):
     assert entry["loaded_gb_per_s"] > 0
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_swap_stage_detects_corrupt_swapped_block(check, monkeypatch):
     copy = PagedKVCache.copy
 
@@ -163,7 +163,7 @@ def test_swap_stage_detects_corrupt_swapped_block(check, monkeypatch):
     assert not found(check, gpu_memory.swap)["swapped"]["is_equal"]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_memory_stage_confirms_memory_plan(check):
     assert found(check, gpu_memory.memory)["planned"]["is_right"]
     assert gpu_memory.is_near(102, 100)
@@ -179,7 +179,7 @@ def test_memory_of_steps_is_compared_with_its_own_plan(taken, planned, is_right)
     assert gpu_memory.is_step_right(taken, planned) is is_right
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_carried_packages_stay_below_size_limit(check):
     entry = found(check, gpu_memory.carried)["bytes"]
     assert entry["is_right"], entry
@@ -189,7 +189,7 @@ def test_carried_packages_stay_below_size_limit(check):
     assert not gpu_memory.weighed(sizes | {"cuda": gpu_memory.MOST_CARRIED})["is_right"]
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_transformers_stage_finds_equal_tokens(check):
     pytest.importorskip("transformers")
     assert found(check, gpu_transformers.transformers) == {
@@ -231,7 +231,7 @@ ENGINE_STAGES = {
 }
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("stage", ENGINE_STAGES)
 def test_stage_fails_if_every_step_fails(check, monkeypatch, stage):
     """Requests of failed steps end with the reason "error" and no tokens: they must not count as equal or as fast."""

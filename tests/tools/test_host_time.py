@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 TOOL = Path(__file__).parents[2] / "tools" / "host_time.py"
 
 
-@pytest.mark.turn(5)
+@pytest.mark.turn(20)
 def test_launches_of_a_prompt_grow_with_the_layers_and_a_decode_step_is_one_graph():
     launches = {}
     for layers in ("1", "2"):

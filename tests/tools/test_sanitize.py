@@ -22,7 +22,7 @@ def program(path, text):
     return path
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("kind", "text", "passes"),
     [

@@ -161,7 +161,7 @@ def test_reallocated_blocks_hold_no_draft_kv(monkeypatch):
     assert watched.accepted == watched.drafted
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_swapped_request_restores_draft_kv(monkeypatch, right):
     watched = Watched(monkeypatch, ITSELF, swap_space_bytes=64 << 20, enable_prefix_caching=False)
     watched.add("a")
@@ -177,7 +177,7 @@ def test_swapped_request_restores_draft_kv(monkeypatch, right):
     assert has_swapped(watched.engine)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_draft_kv_of_blocks_loaded_from_store_is_computed(monkeypatch, right):
     """The store has only the target's keys and values; the loaded blocks held stale ones of the draft model."""
     pool = GlobalKVPool(500)
@@ -255,7 +255,7 @@ def test_step_result_reports_draft_passes_and_time(monkeypatch):
     assert results[0].drafting_s > 0
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(("speculative", "least"), [(QUANTIZED, 0.8), (SMALLER, 0.6)], ids=["quantized", "draft_model"])
 def test_most_drafts_of_built_in_models_are_accepted(monkeypatch, speculative, least):
     watched = Watched(monkeypatch, speculative)
@@ -268,7 +268,7 @@ def test_most_drafts_of_built_in_models_are_accepted(monkeypatch, speculative, l
     assert watched.accepted > least * watched.drafted
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_drafts_in_scratch_blocks_do_not_change_tokens(monkeypatch):
     """Blocks of two tokens: most drafts are in scratch blocks, after the blocks of their requests."""
     alone = [PROMPT[i : i + 3] for i in range(4)]
@@ -285,7 +285,7 @@ def test_drafts_in_scratch_blocks_do_not_change_tokens(monkeypatch):
         assert watched.accepted > 0.5 * watched.drafted
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("speculative", [SMALLER, QUANTIZED], ids=["draft_model", "quantized"])
 def test_failing_draft_model_does_not_change_tokens(monkeypatch, caplog, right, speculative):
     watched = Watched(monkeypatch, speculative)
@@ -306,7 +306,7 @@ def test_failing_draft_model_does_not_change_tokens(monkeypatch, caplog, right, 
     assert "no tokens are drafted in this step" in caplog.text
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("speculative", [SMALLER, QUANTIZED], ids=["draft_model", "quantized"])
 def test_nan_draft_kv_does_not_change_target_tokens(monkeypatch, right, speculative):
     """All keys and values of the draft model become NaN, and those of the target that are written while it drafts."""
@@ -342,7 +342,7 @@ def test_draft_model_with_shorter_context_stops_drafting_at_its_limit(monkeypatc
     assert max(watched.lengths) == len(PROMPT) + 12
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_engine_start_runs_first_draft_pass_despite_lookup_hit(monkeypatch, right):
     """The first pass is recorded, and captured on a GPU, so that the first request does not wait for it."""
     asked = []
@@ -356,7 +356,7 @@ def test_engine_start_runs_first_draft_pass_despite_lookup_hit(monkeypatch, righ
     assert watched.finish() == {"a": right}
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_suffix_lookup_hit_needs_no_draft_model_pass(monkeypatch, right):
     """The lookup is scripted: a real one depends on the tokens of one instruction set."""
     watched = Watched(monkeypatch, {"method": "suffix", "model": str(built_in_model_path())})
@@ -381,7 +381,7 @@ def test_suffix_lookup_hit_needs_no_draft_model_pass(monkeypatch, right):
 REJECTION = {"verification": "rejection"}
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("asked", [{"temperature": 1.3, "seed": 3, "top_p": 0.9}, {}], ids=["sampled", "greedy"])
 def test_rejection_sampling_accepts_every_draft_of_target_itself(monkeypatch, right, asked):
     watched = Watched(monkeypatch, ITSELF | REJECTION)
@@ -393,7 +393,7 @@ def test_rejection_sampling_accepts_every_draft_of_target_itself(monkeypatch, ri
     assert watched.accepted == watched.drafted >= 30
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_rejection_sampling_verifies_draft_stop_token(monkeypatch, right):
     """Otherwise verification would depend on which token the draft is."""
     stop = right[3]

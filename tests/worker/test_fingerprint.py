@@ -81,7 +81,7 @@ def break_loading(monkeypatch, breaks):
     monkeypatch.setattr(worker, "load_model", load_broken)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "options",
     [
@@ -168,7 +168,7 @@ def test_nan_logits_have_stable_fingerprint(checkpoint, monkeypatch):
     assert start(checkpoint) == first
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "changed", [{"quantization": "int8"}, {"max_model_len": 64}, {"dtype": "bfloat16"}, {"isa": "portable"}]
 )
@@ -188,7 +188,7 @@ def num_engines(cache_home):
     return len(list((cache_home / "fingerprints").iterdir()))
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_copy_of_packed_checkpoint_shares_fingerprint(checkpoint, tmp_path, monkeypatch, cache_home):
     """The packed cache knows the hashes of its files, so paths, times and inodes do not matter."""
     monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
@@ -254,7 +254,7 @@ def test_reference_kernels_have_no_checksums(checkpoint, cache_home):
     assert not (cache_home / "fingerprints").exists()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_engines_share_kv_only_with_equal_fingerprint_tables(checkpoint, monkeypatch):
     """Block keys depend on the tables: another engine with a different table does not find the blocks."""
     pool, prompt = GlobalKVPool(), list(range(5, 70))

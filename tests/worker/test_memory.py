@@ -89,7 +89,7 @@ def measure(program, *arguments):
     return json.loads(result.stdout)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_planned_bytes_match_measured_peak(checkpoint):
     architecture = read_architecture(checkpoint)
     weights = weight_bytes(architecture, "float32")
@@ -100,7 +100,7 @@ def test_planned_bytes_match_measured_peak(checkpoint):
     assert 0.75 * computed < measured < computed + 20e6, (measured / 1e6, computed / 1e6)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_plan_without_tables_matches_measured_peak(tmp_path):
     """The table of per-layer embeddings has 98 MB."""
     config = tiny_config(
@@ -116,7 +116,7 @@ def test_plan_without_tables_matches_measured_peak(tmp_path):
     assert measure(MEASURE, path) < computed + 20e6
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_planned_bytes_with_store_match_measured_peak(tmp_path):
     config = tiny_config(
         "LlamaForCausalLM", hidden_size=64, intermediate_size=64, num_hidden_layers=8, head_dim=64,
@@ -155,7 +155,7 @@ def test_memory_plan_includes_staging_bytes_of_stores(monkeypatch, tmp_path):
     assert abs(fewer - staging / 2) <= without.block_bytes, "the cache takes half of what is free"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("host_stores", [0, 1 << 40])
 def test_gpu_plan_includes_staging_bytes_but_no_host_memory(monkeypatch, tmp_path, host_stores):
     monkeypatch.setattr(worker_module, "machine_name", lambda _device: "a GPU")
@@ -173,7 +173,7 @@ def test_gpu_plan_includes_staging_bytes_but_no_host_memory(monkeypatch, tmp_pat
     assert abs(fewer - 0.9 * staging_bytes(block, 3)) <= block
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @needs_mooncake
 def test_memory_plan_includes_mooncake_client(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
@@ -247,7 +247,7 @@ def test_largest_batch_lowers_step_to_fit_kv_cache(checkpoint, monkeypatch):
         decide_kv_size(architecture, CacheConfig(num_gpu_blocks=10**9), scheduler, **formats, **sizes)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_memory_plan_includes_draft_rows_and_proposer(checkpoint, monkeypatch):
     architecture = read_architecture(checkpoint)
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 700 << 20)
@@ -272,7 +272,7 @@ def test_memory_plan_includes_draft_rows_and_proposer(checkpoint, monkeypatch):
         assert abs((without - find(speculative)) * of_cache - needed) <= of_cache
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("method", ["draft_model", "quantized"])
 def test_memory_plan_includes_draft_model(monkeypatch, caplog, method):
     """Its keys and values for each block, also on the host, its scratch blocks, and the memory of its passes."""
@@ -334,7 +334,7 @@ def test_default_step_of_gpu_is_planned_or_lowered(checkpoint, monkeypatch, free
     assert 0 <= left < block
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_oversized_max_num_batched_tokens_is_lowered_with_warning(checkpoint, caplog, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda _device: 100 << 20)
     engine = LLMEngine(

@@ -80,7 +80,7 @@ def test_lasting_memory_is_registered_with_its_exact_size(make_runtime):
     memory.fill_(3)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_last_tensor_unregisters_memory_before_it_is_unmapped(make_runtime):
     runtime = make_runtime()
     memory = pinned_memory(40_000)

@@ -60,7 +60,7 @@ def compiled_extension():
     pytest.importorskip("octavo._kernels")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @needs_proc
 @needs_kernels
 def test_prefault_touches_all_pages_and_keeps_content(memory):
@@ -114,7 +114,7 @@ def test_touch_pages_returns_if_stop_is_set():
     touch_pages(data.data_ptr(), 1 << 60, stop.data_ptr())  # no address beyond it could be touched
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 @needs_kernels
 def test_only_explicit_kv_cache_size_is_prefaulted(monkeypatch):
     taken = []
@@ -132,7 +132,7 @@ def test_only_explicit_kv_cache_size_is_prefaulted(monkeypatch):
     assert 7 << 20 < sum(taken[2:]) <= (8 << 20) + (1 << 19)  # includes scratch blocks
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_prefault_thread_ends_with_engine(monkeypatch):
     begun, goes_on = held_up(monkeypatch)
     llm = [LLM(device="cpu", kv_cache_memory_bytes=8 << 20)]

@@ -188,7 +188,7 @@ def test_logprobs_are_computed_from_raw_logits(sampler):
     assert entry.rank == 1 + int((reference > reference[11]).sum())
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize(
     ("params", "keep"),
     [

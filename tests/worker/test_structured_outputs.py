@@ -39,7 +39,7 @@ def texts(llm, structures, **options):
     return [output.outputs[0].text for output in outputs]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_match_hard_json_schemas(llm, temperature):
     schemas = [HARD[name] for name in NAMES]
@@ -51,7 +51,7 @@ def test_answers_match_hard_json_schemas(llm, temperature):
             pytest.fail(f"{name}: {answer!r}: {error}")
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_answers_match_generated_json_schemas(llm):
     schemas = [generate(seed) for seed in range(40)]
     answers = texts(llm, [StructuredOutputsParams(json=schema) for schema in schemas])
@@ -78,7 +78,7 @@ def test_answers_match_regex_choice_grammar_and_json_text(llm):
     assert answers[4].strip() in {"true", "false"}
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_json_object_answer_is_prefix_of_json_object(llm):
     output = llm.generate(
         "Once upon a time", sampled(StructuredOutputsParams(json_object=True), temperature=0.0), use_tqdm=False
@@ -105,7 +105,7 @@ def test_n_outputs_have_independent_matchers(llm):
         jsonschema.validate(json.loads(answer), HARD["formats"])
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_structured_answers_are_equal_alone_batched_and_preempted():
     """Eight requests, half of them with a form, and so few blocks that they preempt each other."""
     names = ["a matrix", "many properties", "formats", "deep"]
@@ -250,7 +250,7 @@ def test_large_grammar_allows_same_tokens_as_small_matcher(llm, monkeypatch):
         large.advance([ids[0]])
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_grammars_of_waiting_requests_are_not_compiled_again(llm, monkeypatch):
     compiler = llm.llm_engine.core.executor.worker.grammars
     waiting = [StructuredOutputsParams(regex=f"w{{{number}}}") for number in range(1, 6)]
@@ -279,7 +279,7 @@ def test_grammars_of_waiting_requests_are_not_compiled_again(llm, monkeypatch):
     assert len(compiler._known) == len(compiler._kept) == grammars._MAX_KEPT
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_prepared_grammar_costs_step_no_compile_time(llm, monkeypatch):
     """With 2,000 names, a schema's text takes 4 ms and the mask of its beginning 20 ms, which each copy would
     compute.
@@ -322,7 +322,7 @@ def test_unreadable_vocabulary_fails_grammar_requests():
         compiler.prepare(StructuredOutputsParams(regex="a")).result()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_compiled_grammars_are_cached_up_to_limits(llm, monkeypatch):
     monkeypatch.setattr(grammars, "_MAX_KEPT_CHARS", 2000)
     compiler = llm.llm_engine.core.executor.worker.grammars

@@ -289,7 +289,7 @@ class Fuzz:
         self.free += order.block_ids[0]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(
     "num_faults", [3000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["some faults", "100k faults"]
 )
@@ -304,7 +304,7 @@ def test_faulty_store_puts_no_wrong_byte_into_block(num_faults):
     assert fuzz.num_ended > num_faults / 10
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.usefixtures("small_pieces")
 def test_faulty_store_puts_no_wrong_byte_into_block_of_late_device(monkeypatch):
     monkeypatch.setattr(stored_blocks, "create_copy_stream", lambda _: LateStream())

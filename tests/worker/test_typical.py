@@ -38,7 +38,7 @@ def kept_by_theirs(row: torch.Tensor, params: SamplingParams) -> list[int]:
     return (scores[0] > -math.inf).nonzero().flatten().tolist()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("first_look", [1024, 3])
 def test_typical_sampling_keeps_same_tokens_as_transformers(monkeypatch, kernels, first_look):
     monkeypatch.setattr(typical, "_FIRST_LOOK", first_look)

@@ -36,7 +36,7 @@ def model(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", tiny_config("Gemma2ForCausalLM"), std=0.2)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("case", CASES)
 def test_first_steps_have_all_numbers_of_rows_and_change_no_answer(case, model, monkeypatch):
     limits, speculative, num_rows = CASES[case]

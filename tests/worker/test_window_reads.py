@@ -158,7 +158,7 @@ def architecture_of(kind, path):
     return replace(architecture, layers=tuple(layers))
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("kind", ["mixed", "last", "all", "two"])
 @pytest.mark.parametrize("name", ["reference", *ISAS])

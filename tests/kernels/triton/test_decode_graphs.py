@@ -124,7 +124,7 @@ def model(tmp_path_factory, kernels, device):
         return Model(tmp_path_factory.mktemp("model"), kernels, device)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_decode_graph_has_bits_of_single_kernel_launches(model):
     """A capture with sequences of length zero serves long ones, padded or not."""
     graphs = model.capture()
@@ -132,7 +132,7 @@ def test_decode_graph_has_bits_of_single_kernel_launches(model):
     assert_same(model, graphs)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_decode_graph_serves_sequences_with_different_row_counts(model):
     """Drafts are verified, or a draft model catches up and needs only the last rows; also a sequence alone."""
     graphs = model.capture({1: (1,), 3: (1, 3)})
@@ -159,8 +159,8 @@ def test_decode_graph_serves_sequences_with_different_row_counts(model):
             assert torch.equal(graphs(token_ids[1:5][rows], part), hidden[1:5][rows])
 
 
-@pytest.mark.turn(2)
-@pytest.mark.sweep(6)
+@pytest.mark.turn(8)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -210,7 +210,7 @@ def found(model, module, name, wrong):
     return None
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_frozen_batch_value_in_graph_is_detected(model):
     """The longest sequence, known to the host from elsewhere or read on it, is the one of the capture."""
     from octavo.kernels.triton import attention
@@ -296,7 +296,7 @@ def test_decode_inputs_are_copied_and_padded(kernels, generator, monkeypatch):
     assert_copied(decode_graphs, generator)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -434,7 +434,7 @@ def test_failed_capture_omits_smaller_graphs_with_warning(model, caplog):
     assert "decode steps of up to 2 rows are not captured as graphs: operation not permitted" in caplog.text
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_decode_graph_memory_is_within_plan(model):
     """Inputs and results are exact; each intermediate result counts at least 512 bytes."""
     architecture, pool = model.model.architecture, InterpretedGraphPool()

@@ -395,13 +395,13 @@ RUN_BY_THEMSELVES = [
 ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("compare", [each for each in MISTAKES if each not in RUN_BY_THEMSELVES])
 def test_correct_kernels_pass_comparison(kernels, generator, compare):
     compare(kernels, generator)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("compare", "mistake"), [(name, each) for name, some in MISTAKES.items() for each in some])
 def test_broken_kernel_fails_comparison(kernels, generator, make_mistake, compare, mistake):
     make_mistake(*mistake)

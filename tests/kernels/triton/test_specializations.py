@@ -124,7 +124,7 @@ def rows_of(name, num_rows, kernels, generator):
         kernels.linear(x, kernels.pack_linear(weight, torch.empty(VOCAB)))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "name", ["add", "norms", "attention", "experts", "latents", "tokens", "float32", "int8", "int4", "blocks"]
 )
@@ -221,7 +221,7 @@ def made(folder, case, **more):
     return engine
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("case", CASES)
 def test_serving_compiles_nothing_after_warm_up(case, tmp_path):
     with launches() as launched:
@@ -232,7 +232,7 @@ def test_serving_compiles_nothing_after_warm_up(case, tmp_path):
     assert engine.core.metrics.stats.num_compilations == 0
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_compilations_while_serving_are_counted_and_logged(tmp_path, monkeypatch, caplog):
     """Without the first steps, a request of another shape waits for kernels."""
     monkeypatch.setattr("octavo.kernels.triton.backend.WARM_UP_ROWS", ())
@@ -248,7 +248,7 @@ def test_compilations_while_serving_are_counted_and_logged(tmp_path, monkeypatch
     assert all(any(key in message for message in logged) for key in late)
 
 
-@pytest.mark.sweep(28)
+@pytest.mark.sweep(112)
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "int8"), ("bfloat16", "fp8")])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_serving_every_family_compiles_nothing(name, dtype, quantization, tmp_path):

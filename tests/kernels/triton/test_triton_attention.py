@@ -45,7 +45,7 @@ def assert_right(
     assert_attention_is_as_exact(result, q, batch, numbers, window, softcap, sinks)
 
 
-@pytest.mark.sweep(300)
+@pytest.mark.sweep(1200)
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("window", WINDOWS)
@@ -56,7 +56,7 @@ def test_triton_attention_is_as_exact_as_torch(attention, generator, dtype, head
     assert_right(attention.paged_attention, generator, heads, dtype, **options)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, (64, 2, 3)), (torch.float32, (20, 1, 2))], ids=str)
@@ -80,7 +80,7 @@ def test_wrong_sink_is_detected(attention, generator, tmp_path, old, new, length
         assert_right(wrong.paged_attention, generator, (16, 2, 1), torch.float32, **options)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("window", [1, 37, 100])
 def test_attention_does_not_read_kv_before_window(attention, generator, window):
     """This includes the numbers and the blocks, which may be released."""
@@ -142,7 +142,7 @@ def assert_alike(attention, prompt, *, whole_by=None):
         assert torch.equal(rows, whole[first:last]), (first, last, company)
 
 
-@pytest.mark.sweep(13)
+@pytest.mark.sweep(52)
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
 @pytest.mark.parametrize(
     ("window", "softcap", "has_sinks"), [(None, None, False), (70, None, True), (None, 2.0, False), (None, None, True)]
@@ -196,7 +196,7 @@ def of_shared_partitions(attention, generator, num_sharers, window):
         return attention.paged_attention(q, k_cache, v_cache, batch, 0.25, window, None)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("window", [None, 200])
 def test_programs_that_share_partitions_do_not_change_attention_bits(attention, generator, window):
     expected = of_shared_partitions(attention, generator, 0, window)
@@ -204,7 +204,7 @@ def test_programs_that_share_partitions_do_not_change_attention_bits(attention, 
         assert torch.equal(of_shared_partitions(attention, generator, num_sharers, window), expected), num_sharers
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -279,7 +279,7 @@ def test_large_scores_do_not_overflow_triton_attention(attention, generator):
 
 
 @pytest.mark.filterwarnings(NUMPY_WARNS)
-@pytest.mark.sweep(36)
+@pytest.mark.sweep(144)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (None, 2.0)])
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
@@ -289,7 +289,7 @@ def test_value_that_is_not_finite_reaches_only_rows_that_see_it(kernels, generat
     assert_value_reaches_rows_that_see_it(kernels, generator, value, 5, dtype, kv or dtype, window, softcap)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.filterwarnings(NUMPY_WARNS)
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
 def test_partition_in_which_row_sees_only_nan_is_not_ignored(attention, generator, kv):
@@ -303,7 +303,7 @@ def with_attention(attention, kernels):
     return SimpleNamespace(name="triton", rope_and_write_kv=write, paged_attention=attention.paged_attention)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.filterwarnings(NUMPY_WARNS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_nan_is_not_lost_if_maximum_ignores_it(kernels, generator, tmp_path, softcap):
@@ -315,7 +315,7 @@ def test_nan_is_not_lost_if_maximum_ignores_it(kernels, generator, tmp_path, sof
         assert_value_reaches_rows_that_see_it(mixed, generator, torch.inf, at, dtype, dtype, 4, softcap)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("kv", "old", "new"),
     [
@@ -344,7 +344,7 @@ def test_correct_triton_attention_passes_masked_comparison(attention, generator,
     assert_right_where_all_masks_count(attention, generator, kv)
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(
     ("old", "new"),
     [("\nTILES = 4\n", "\nTILES = 2\n"), ("\nTILE = 64\n", "\nTILE = 32\n")],

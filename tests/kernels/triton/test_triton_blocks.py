@@ -39,7 +39,7 @@ def defined(x, weights, bias=None):
     return (products if bias is None else products + bias.cpu()).to(x.device)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("kind", BlockKind, ids=lambda kind: kind.name)
 def test_triton_gguf_product_has_bits_of_reference(kernels, generator, kind):
     """Few and many rows use tiles of other shapes; some rows have a group of zeros, NaN or infinity."""

@@ -48,7 +48,7 @@ def assert_chosen_as_by_torch(kernels, generator, scoring, router, *, has_bias=T
     assert torch.equal(alone[1][0], weights[4])
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
 @pytest.mark.parametrize("is_group_best", [True, False])
@@ -101,7 +101,7 @@ def assert_added_as_by_torch(kernels, generator, experts, chosen, *, dtype=torch
     assert torch.equal(add(kernels, outputs, ids[4:5], places[4:5], weights[4:5], experts, **options), found[4:5])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("experts", "chosen"), [(1, 1), (2, 2), (11, 5), (8, 8), (60, 4), (128, 8), (160, 6), (384, 20)]
 )
@@ -109,7 +109,7 @@ def test_sum_of_experts_has_bits_of_plain_torch(kernels, generator, experts, cho
     assert_added_as_by_torch(kernels, generator, experts, chosen)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shared", [None, "plain", "gated"])
 def test_sum_with_shared_expert_has_bits_of_plain_torch(kernels, generator, shared, dtype):

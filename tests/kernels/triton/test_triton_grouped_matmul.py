@@ -37,7 +37,7 @@ def groups_of(kernels, weights):
     return kernels.pack_groups([kernels.pack_linear(each) for each in weights])
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("width", "columns"), [(16, 130), (PARTITION + 5, 3), (2 * PARTITION, 40)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

@@ -20,7 +20,7 @@ def make(generator, num_rows, width, columns, dtype, num_heads=3):
     return x, torch.randn(num_heads, columns, width, generator=generator).to(dtype)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("width", "columns"), [(16, 130), (PARTITION + 5, 3)])
 @pytest.mark.parametrize("num_rows", [0, 1, BLOCK_M + 1])

@@ -59,7 +59,7 @@ def assert_same_as_torch(kernels, args, stored=None):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("is_interleaved", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -68,7 +68,7 @@ def test_latents_have_bits_of_torch(kernels, generator, heads, dtype, is_interle
     assert_same_as_torch(kernels, make(generator, heads, dtype, is_interleaved=is_interleaved), stored)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_latent_alone_has_bits_of_latent_among_other_rows(kernels, generator, stored):
     args = make_rows(generator, LATENTS[1], torch.bfloat16)
@@ -80,7 +80,7 @@ def test_latent_alone_has_bits_of_latent_among_other_rows(kernels, generator, st
     assert torch.equal(again.view(torch.uint8), cache.view(torch.uint8))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_padding_row_writes_no_latent(kernels, generator, stored):
     args = make_rows(generator, LATENTS[0], torch.float32)
@@ -115,7 +115,7 @@ def assert_attends(attention, generator, heads, dtype, stored=None, sequences=((
     assert_attention_is_as_exact(found, q, batch, (numbers, numbers[..., :rank]), None)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("heads", [(3, 24, 8), (5, 40, 24), (2, 32, 2)], ids=str)
@@ -123,8 +123,8 @@ def test_attention_to_latents_is_as_exact_as_torch(attention, generator, heads, 
     assert_attends(attention, generator, heads, dtype, stored)
 
 
-@pytest.mark.turn(3)
-@pytest.mark.sweep(3)
+@pytest.mark.turn(12)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("stored", STORED, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [(3, 512, 64), (3, 128, 32)], ids=str)
@@ -132,7 +132,7 @@ def test_attention_to_wide_latents_is_as_exact_as_torch(kernels, generator, head
     assert_attends(kernels, generator, heads, dtype, stored, [(70, 3), (300, 1)])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_attention_to_latents_has_equal_bits_alone_and_in_chunks(attention, generator, dtype):
     heads, rank, width = 2, 40, 64
@@ -174,7 +174,7 @@ def test_latent_that_is_not_finite_reaches_only_rows_that_see_it(attention, kern
     assert_only_rows_that_see_it_are_nan(attention, kernels, generator, stored)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

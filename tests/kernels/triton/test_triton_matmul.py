@@ -34,7 +34,7 @@ def random(generator, *shape, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(96)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("weight_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -71,7 +71,7 @@ def round_to_fp8(weight, group_size):
     return Fp8Weight(values, torch.rand(weight.shape[0], num_groups, device=weight.device) * 0.01, group_size)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("dtype", "is_fp8"), [*((dtype, False) for dtype in FLOATS), (torch.bfloat16, True)], ids=str)
 def test_triton_linear_row_is_independent_of_batch_rows(kernels, generator, dtype, is_fp8):
     """With one program a tile, or with programs of partitions, depending on the number of rows."""
@@ -148,7 +148,7 @@ def test_off_by_one_mask_in_matmul_is_detected(generator, tmp_path):
     assert not torch.allclose(one_too_many.matmul(x, weight, torch.empty(4, 3)), expected)
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("group_size", [64, 128, 10**6])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [(64, 40), (96, 7), (PARTITION + 3, 66)], ids=str)
@@ -179,7 +179,7 @@ def test_wrong_fp8_scales_are_detected(generator, tmp_path, old, new):
     assert not torch.allclose(wrong, expected)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("stored", INTEGERS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [(64, 40), (96, 7), (PARTITION + 3, 66)], ids=str)

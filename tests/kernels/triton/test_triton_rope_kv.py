@@ -71,7 +71,7 @@ def test_rope_without_kv_heads_rotates_only_queries(kernels, generator):
     assert not torch.equal(results[0], rows)
 
 
-@pytest.mark.sweep(72)
+@pytest.mark.sweep(288)
 @pytest.mark.parametrize("kv", ROUNDED, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -82,7 +82,7 @@ def test_rope_and_write_kv_has_bits_of_torch(kernels, generator, dtype, heads, i
     assert_same_as_torch(kernels.rope_and_write_kv, generator, options)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("kv", "old", "new"),
     [

@@ -48,14 +48,14 @@ def on_the_cpu(sample, logits, rows):
         return sample(logits.cpu(), SamplingRows(*(getattr(rows, each.name).cpu() for each in fields(rows))))
 
 
-@pytest.mark.sweep(4)  # the interpreter takes a second each
+@pytest.mark.sweep(16)  # the interpreter takes a second each
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_p": 0.99}, {"min_p": 0.01}], ids=str)
 def test_triton_row_without_valid_logits_samples_minus_one(kernels, temperature, filters):
     of_rows_that_name_no_token(kernels, temperature, filters)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("vocab", [1, 15, 64, 333])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 def test_triton_sample_equals_scalar_definition(kernels, generator, vocab, spread):
@@ -221,7 +221,7 @@ def layers_of(name):
     return [1, 8] if name in ("five in a lane", "p among ties") else [8]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("name", "layers"), [(name, layers) for name in FILTERED for layers in layers_of(name)])
 def test_filters_keep_tokens_of_reference(kernels, name, layers):
     with small_blocks(layers=layers):

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # The interpreter uses numpy, which warns of intended values: infinities and NaN.
-pytestmark = [pytest.mark.sweep(4), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
+pytestmark = [pytest.mark.sweep(16), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 

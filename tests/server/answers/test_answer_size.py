@@ -72,7 +72,7 @@ WORK: list[tuple[str, dict[str, Any], list[tuple[Any, str]]]] = [
 ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("route", "body", "functions"), WORK)
 def test_large_work_runs_outside_event_loop_thread(
     shared: Running, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, Any], functions: list[Any]
@@ -153,7 +153,7 @@ EXCEEDING = [
 ]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("route", "body", "parameter"), EXCEEDING)
 def test_max_request_logprobs_bounds_total_of_request(route: str, body: dict[str, Any], parameter: str) -> None:
     executor = FakeExecutor()

@@ -115,7 +115,7 @@ def test_oversized_parameters_are_refused_before_grammar_is_built(family: Any) -
     assert written == [0]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("family", [Qwen3CoderFormat, GLMFormat])
 @pytest.mark.parametrize("kind", ["plain", "added"])
 @pytest.mark.parametrize(

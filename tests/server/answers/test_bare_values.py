@@ -93,7 +93,7 @@ def test_tool_choice_naming_unknown_tool_is_refused() -> None:
         made("a", choice=Choice("required", "x" * 99))
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_duplicate_or_too_many_tools_are_refused() -> None:
     with pytest.raises(RequestError, match="two tools have the same name"):
         made("a", "b", "a")

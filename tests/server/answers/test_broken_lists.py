@@ -51,7 +51,7 @@ def content(parts: list[Part]) -> str:
     return "".join(part.text for part in parts if part.kind == "content")
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("form", LISTS)
 @pytest.mark.parametrize("broken", [0, 1, 2])
 @pytest.mark.parametrize("slip", [("bash", "nosuch"), ('"ls"', "..."), ('"ls"', "x y")])

@@ -81,7 +81,7 @@ def objects_in(text: str) -> list[tuple[int, int]]:
 # --- blanks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("blank", [" ", "\r\n\t "])
 @pytest.mark.parametrize("family", IN_JSON, ids=by_name)
 def test_blanks_within_json_do_not_change_calls(family: type[ToolFormat], blank: str) -> None:
@@ -114,7 +114,7 @@ def test_blanks_before_call_are_dropped_up_to_held_limit(family: type[ToolFormat
         assert content_of(parts) == "a" + " " * max(0, num_blanks - HELD_SPACE)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("family", [each for each in FORMATS if not each.reads_reasoning], ids=by_name)
 @pytest.mark.parametrize("blank", ["", " ", "\n", "\n\n", " \t\r\n" * 9])
 def test_blanks_after_call_are_dropped(family: type[ToolFormat], blank: str) -> None:
@@ -167,7 +167,7 @@ def test_second_call_is_held_back_like_first(family: type[ToolFormat]) -> None:
 # --- tags -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("family", TAGGED, ids=by_name)
 def test_value_never_ends_with_rest_of_closing_tag(family: type[TaggedFormat]) -> None:
     """A tag that lost its beginning or its end is no text of the value; a rest of one or two characters may be."""

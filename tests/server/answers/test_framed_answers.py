@@ -100,7 +100,7 @@ def read(name: str, text: str, cuts: list[int], *, is_cut: bool = False) -> list
     return joined([part for piece in pieces for part in parser.feed(piece)] + parser.finish(is_cut=is_cut))
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize(("name", "text", "expected"), ANSWERS)
 def test_framed_answers_are_parsed_at_every_cut(name: str, text: str, expected: list[Part]) -> None:
     assert read(name, text, []) == expected
@@ -117,7 +117,7 @@ HARMONY = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("blanks", ["\n", " \r\n\t\n"])
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
@@ -130,7 +130,7 @@ def test_blanks_after_last_mark_are_not_content(name: str, text: str, expected: 
     assert read(name, f"{text}{blanks}x", [len(text) + 1])[-1].text.lstrip() == "x"
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize(("name", "text", "expected"), ANSWERS)
 def test_cut_framed_answer_emits_no_markers(name: str, text: str, expected: list[Part]) -> None:
     whole = "".join(part.text for part in expected)

@@ -53,7 +53,7 @@ def test_marker_mention_stays_reasoning(name: str, mark: str) -> None:
     assert read_alike(name, thought) == [Part("reasoning", thought)]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("name", "mark"), MENTIONS)
 def test_tool_call_after_marker_mention_ends_reasoning(name: str, mark: str) -> None:
     call = FAMILIES[name]().write([("get_time", {"city": "Rome"}), ("now", {})])
@@ -63,7 +63,7 @@ def test_tool_call_after_marker_mention_ends_reasoning(name: str, mark: str) -> 
     assert [(part.kind, part.text) for part in parts] == [("reasoning", thought), *calls]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", MARKS)
 def test_cut_tool_call_is_not_reasoning(name: str) -> None:
     text = "Hm.\n" + FAMILIES[name]().write([("get_time", {"city": "Rome"})])

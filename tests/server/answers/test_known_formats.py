@@ -70,7 +70,7 @@ def valued(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @each_format
 def test_written_calls_are_parsed_whole_and_by_character(family: type[ToolFormat]) -> None:
     form = family()
@@ -86,7 +86,7 @@ def test_written_calls_are_parsed_whole_and_by_character(family: type[ToolFormat
         assert valued(told(read(form, [text], only_one=True))[1]) == CALLS[:1]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(24)
 @each_format
 def test_written_calls_are_parsed_at_every_cut(family: type[ToolFormat]) -> None:
     form = family()
@@ -96,7 +96,7 @@ def test_written_calls_are_parsed_at_every_cut(family: type[ToolFormat]) -> None
         assert read(form, [text[:cut], text[cut:]]) == whole, f"cut at {cut}"
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @each_format
 def test_cut_tool_call_is_not_content(family: type[ToolFormat]) -> None:
     form = family()
@@ -131,7 +131,7 @@ def test_invalid_calls_are_content(family: type[ToolFormat]) -> None:
         assert read(form, list(text)) == read(form, [text])
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(48)
 @each_format
 def test_garbage_is_parsed_equally_whole_and_by_character(family: type[ToolFormat]) -> None:
     form, rng = family(), random.Random(7)
@@ -162,7 +162,7 @@ def grammars_of(request: pytest.FixtureRequest) -> Callable[[type[ToolFormat]], 
 PLAIN = {"city": 'Rö"me <b>', "days": 3, "deep": {"a": [1, "x"]}, "is_long": False, "unit": "F"}
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(32)
 @each_format
 def test_grammars_accept_written_calls_and_enforce_schema(
     grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]
@@ -191,7 +191,7 @@ def test_grammars_accept_written_calls_and_enforce_schema(
     assert not grammars.accepts(either, '{"a": "b"}')
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @each_format
 def test_open_parameter_schema_accepts_any_arguments(
     grammars_of: Callable[[type[ToolFormat]], Grammars], family: type[ToolFormat]
@@ -204,7 +204,7 @@ def test_open_parameter_schema_accepts_any_arguments(
         assert grammars.accepts(structure, form.write([("now", arguments)])), arguments
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("form", REASONING_FORMS, ids=lambda form: form.name)
 def test_forced_call_follows_every_reasoning_form(form: ReasoningForm) -> None:
     family = HarmonyFormat if form.name == "openai_gptoss" else HermesFormat

@@ -62,7 +62,7 @@ def grammar_of(family: Any, parameters: dict[str, Any], grammars: Grammars) -> S
     )
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", MERGES)
 def test_tool_call_grammars_enforce_merged_schemas(family: Any, name: str) -> None:
@@ -139,7 +139,7 @@ EMAIL = PUBLIC_SCHEMAS["zod 4: an email"].schema["properties"]["email"]
 BOTH = {"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "z$"}], "maxLength": 4}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("kind", ["plain", "added"])
 @pytest.mark.parametrize("family", TAGS)
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_grammar_enforces_all_patterns_of_string(
     assert not any(grammars.accepts(structure, form.write([("go", {"s": each})])) for each in wrong)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("family", TAGS)
 @pytest.mark.parametrize("pattern", [r"^(?!a.*b.*c)x", r"(a)\1", r"a(?<=b)c", "(unclosed", r"\p{Nothing}"])
 def test_refused_pattern_error_names_field_and_path(family: Any, pattern: str) -> None:

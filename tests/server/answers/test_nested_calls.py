@@ -49,7 +49,7 @@ def in_call(tags: str) -> str:
     return f'{MARK}<tool_call>\n{MARK}<invoke name="save">{written}{MARK}</invoke>\n{MARK}</tool_call>'
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("tags", "value"),
     [

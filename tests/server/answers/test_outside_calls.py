@@ -325,7 +325,7 @@ REASONED: list[tuple[str, str, bool, str, str, list[tuple[str, dict[str, Any]]]]
 #   turn are text, because an answer may explain these tokens.
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("name", "text", "is_open", "reasoning", "content", "calls"), REASONED)
 def test_llama_cpp_answers_with_reasoning_parse_equally_at_every_cut(
     name: str, text: str, is_open: bool, reasoning: str, content: str, calls: list[tuple[str, dict[str, Any]]]

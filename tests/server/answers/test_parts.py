@@ -93,7 +93,7 @@ HERMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("text", "expected"), HERMES)
 def test_hermes_parser_splits_content_and_calls(text: str, expected: list[Part]) -> None:
     check_every_cut(lambda: HermesParser(NAMES), text, expected)
@@ -145,7 +145,7 @@ LLAMA = [
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("text", "expected"), LLAMA)
 def test_llama_parser_splits_content_and_calls(text: str, expected: list[Part]) -> None:
     check_every_cut(lambda: LlamaParser(NAMES), text, expected)
@@ -206,7 +206,7 @@ def test_reasoning_parser_splits_reasoning_and_content(text: str, is_open: bool,
     check_every_cut(lambda: ReasoningParser(PlainParser(), is_open=is_open), text, expected)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("form", REASONING_FORMS, ids=lambda form: form.name)
 def test_every_reasoning_form_splits_reasoning_content_and_call(form: ReasoningForm) -> None:
     def make(*, is_open: bool) -> AnswerParser:
@@ -265,7 +265,7 @@ CALLS: dict[str, tuple[type[ToolParser], str, str]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("family", CALLS)
 def test_truncated_call_never_appears_in_content(family: str) -> None:
     """Every cut is tried: in the opener, in the name, before the arguments, within them, and after them."""
@@ -333,7 +333,7 @@ def test_truncated_reasoning_drops_incomplete_marker(text: str, is_open: bool, e
     assert read(make, list(text), is_cut=True) == expected
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(36)
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("make", [HermesParser, LlamaParser, MistralParser])
 def test_random_garbage_parses_equally_whole_and_by_character(make: type[HermesParser], part: int) -> None:

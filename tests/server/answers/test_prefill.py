@@ -83,7 +83,7 @@ def headers_for(engine: Running) -> dict[str, str]:
     return kv_transfer_headers(KVTransferParams("t-1", is_prefill=role_of(engine) == "prefill"))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @every_route
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_route_prefills_or_decodes_by_engine_role(

@@ -14,7 +14,7 @@ sys.path.pop(0)
 RECORDED = dict(line.split(": ") for line in (Path(__file__).parent / "events.txt").read_text().splitlines())
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("kind", recorded_events.KINDS)
 @pytest.mark.parametrize("name", recorded_events.FORMS)
 def test_events_equal_recorded_events(name: str, kind: str) -> None:
@@ -22,7 +22,7 @@ def test_events_equal_recorded_events(name: str, kind: str) -> None:
     assert recorded_events.checksum(name, kind) == RECORDED[f"{name} {kind}"]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", recorded_events.FORMS)
 def test_part_start_is_index_of_its_text_in_answer(name: str) -> None:
     for pieces, _, told in recorded_events.readings(name, "marks"):

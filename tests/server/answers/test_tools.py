@@ -152,7 +152,7 @@ def test_parallel_tool_calls_false_returns_one_call(client: openai.OpenAI) -> No
     assert [call.function.name for call in whole.message.tool_calls or []] == ["get_weather"]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_calls_truncated_by_max_tokens_stream_equally(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [WEATHER, NOW]}
     for limit in range(1, len(CALLS.encode()) + 1, 3):

@@ -216,7 +216,7 @@ def followed(new: Callable[[], ValueEnd], text: str) -> tuple[str, str, int]:
     return text[:place], "?" if end < 0 else text[place:end], num_needed
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize(
     ("family", "value", "mark", "rest", "num_needed"),
     [

@@ -103,7 +103,7 @@ def ollama(http: httpx.Client, *, tools: bool, stream: bool) -> Told:
 APIS: list[Callable[..., Told]] = [chat, responses, messages, ollama]
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(80)
 @pytest.mark.parametrize("name", NAMES)
 def test_all_apis_return_equal_reasoning_content_and_calls(name: str) -> None:
     form = next(each for each in FORMATS if each.name == name)()
@@ -129,7 +129,7 @@ def test_all_apis_return_equal_reasoning_content_and_calls(name: str) -> None:
         assert (plain[0][0], plain[0][2]) == (THOUGHT, [])
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize(
     ("end", "city"), [('say "}" now"}', 'say "}" now'), ('", "days": oops}', None)], ids=["repaired", "text"]
 )

@@ -43,7 +43,7 @@ def writer(request: pytest.FixtureRequest, kind: str) -> Writer:
     return Writer.of(InputProcessor(Tokenizer(backend, CONFIG), info, 0, FakeChatTemplate()))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 def test_content_logprobs_cover_exactly_tokens_of_content(writer: Writer, kind: str) -> None:
     draw = random.Random(1)
     assert len(writer.hidden) == 4

@@ -58,7 +58,7 @@ def without_ids(message: anthropic.types.Message) -> dict[str, Any]:
     return {name: fields[name] for name in ("role", "model", "content", "stop_reason", "stop_sequence", "usage")}
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "options",
     [
@@ -100,7 +100,7 @@ def test_message_has_thinking_text_and_tool_use_blocks(client: anthropic.Anthrop
     assert client.messages.create(**ASKED).stop_reason == "end_turn"
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_truncated_tool_use_streams_equally(client: anthropic.Anthropic) -> None:
     for limit in range(1, len(ANSWER.encode()), 5):
         asked = {**ASKED, "max_tokens": limit, "tools": [WEATHER, NOW]}
@@ -256,7 +256,7 @@ def test_invalid_message_fields_are_refused_by_name(running: Running, body: dict
         assert parameter in error["error"]["message"]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_beta_tool_runner_works_without_thread() -> None:
     called = []
 

@@ -109,7 +109,7 @@ def test_chat_returns_thinking_content_and_tool_calls(client: ollama.Client) -> 
     assert client.chat("fake", MESSAGES, options={"num_predict": 3}).done_reason == "length"
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_calls_truncated_by_num_predict_stream_equally(client: ollama.Client) -> None:
     for limit in range(1, len(ANSWER.encode()), 13):
         asked: dict[str, Any] = {"tools": [WEATHER, NOW], "options": {"num_predict": limit}}
@@ -118,7 +118,7 @@ def test_calls_truncated_by_num_predict_stream_equally(client: ollama.Client) ->
         assert whole["ends"][0] == "length"
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -541,7 +541,7 @@ def test_model_loading_options_and_disabled_features_are_accepted(plain: ollama.
     assert plain.chat("fake", MESSAGES, options={**options, **more}, keep_alive="5m", format="").message == expected
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("limit", [0, 0.0, -1, -2])
 def test_zero_or_negative_num_predict_is_unlimited(plain: ollama.Client, running: Running, limit: float) -> None:
     assert plain.chat("fake", MESSAGES, options={"num_predict": limit}).done_reason == "stop"

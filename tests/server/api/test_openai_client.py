@@ -46,7 +46,7 @@ def read_chat(stream: Any) -> dict[int, dict[str, Any]]:
     return choices
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("options", "finish_reason"),
     [
@@ -155,7 +155,7 @@ def read_completions(stream: Any) -> dict[int, dict[str, Any]]:
     return choices
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("prompt", ["short", ["one", "three", "five!"], [70, 71, 72], [[65] * 3, [66] * 40]])
 @pytest.mark.parametrize(
     "options",
@@ -273,7 +273,7 @@ def test_wrong_api_key_raises_authentication_error() -> None:
             assert client.completions.create(model="fake", prompt="x", max_tokens=1).usage.completion_tokens == 1
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_async_client_streams_equal_unstreamed_answers(shared: Running) -> None:
     async def ask(client: openai.AsyncOpenAI, number: int) -> tuple[str, str]:
         messages = [{"role": "user", "content": "?" * number}]

@@ -142,7 +142,7 @@ def test_openapi_describes_every_route(running: Running, document: dict[str, Any
     assert {path for path, methods in document["paths"].items() if "post" in methods} == BODIES.keys()
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_openapi_references_resolve(document: dict[str, Any]) -> None:
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -151,7 +151,7 @@ def test_openapi_references_resolve(document: dict[str, Any]) -> None:
     assert names <= document["components"]["schemas"].keys()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("path", BODIES)
 def test_post_requests_and_answers_match_openapi_schemas(running: Running, document: dict[str, Any], path: str) -> None:
     operation = document["paths"][path]["post"]

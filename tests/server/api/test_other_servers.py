@@ -94,7 +94,7 @@ def test_all_extra_fields_are_documented() -> None:
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 def test_unsupported_field_is_accepted_if_off_and_refused_if_on(
     keeper: Running, client: openai.OpenAI, route: str
@@ -185,7 +185,7 @@ def test_api_default_values_are_accepted(keeper: Running, whose: str) -> None:
 # --- fields of llama.cpp, vLLM and SGLang that have an equivalent here
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("sent", "own"),
     [
@@ -466,7 +466,7 @@ def test_vllm_fields_are_present_as_null(client: openai.OpenAI) -> None:
 # --- the end of a stream
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     "options",
     [

@@ -117,7 +117,7 @@ def running() -> Iterator[Running]:
         yield server
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("way", WAYS)
 def test_public_schemas_are_served_or_refused_with_field_path(running: Running, way: str) -> None:
     path, body_of, field = WAYS[way]

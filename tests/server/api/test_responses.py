@@ -88,7 +88,7 @@ def rebuild(events: list[Any]) -> list[dict[str, Any]]:
     return items
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "options",
     [

@@ -135,7 +135,7 @@ class _Template(FakeChatTemplate):
         return super().render(messages, **options)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("route", "body", "told"),
     [

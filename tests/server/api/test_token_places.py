@@ -66,7 +66,7 @@ def offsets_by_bytes(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> lis
     return offsets
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_text_at_token_offset_starts_with_token(kind: str, skip: bool) -> None:

@@ -104,7 +104,7 @@ def test_skip_special_tokens_omits_special_tokens(http: httpx.Client) -> None:
         assert http.post("/detokenize", json={**body, "skip_special_tokens": shown}).json()["prompt"] == "a<eos>b"
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("route", "name", "off"), REFUSED)
 def test_unsupported_tokenize_fields_are_refused_by_name(
     http: httpx.Client, route: str, name: str, off: tuple[Any, ...]

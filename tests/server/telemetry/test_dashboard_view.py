@@ -119,7 +119,7 @@ class Watched:
             assert numbers.items() <= {name: number for number, name in self.page.names.items()}.items()
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("seed", range(3))
 def test_live_view_matches_scheduler_events(seed: int) -> None:
     watched = Watched(seed)

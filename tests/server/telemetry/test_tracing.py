@@ -69,7 +69,7 @@ def values(span: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 def test_each_request_has_span_with_queue_prefill_and_decode(collector: Collector) -> None:
     before = time.time_ns()
     executor = FakeExecutor(step_s=0.01)
@@ -139,7 +139,7 @@ def test_failed_stream_marks_span_as_error(collector: Collector) -> None:
     assert (whole.status.code, "error.type" in values(whole)) == (0, False)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(8)
 def test_unreachable_collector_does_not_affect_requests() -> None:
     with run_server(otlp_traces_endpoint="http://127.0.0.1:9/v1/traces") as running, running.http() as http:
         for _ in range(3):

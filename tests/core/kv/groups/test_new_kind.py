@@ -27,7 +27,7 @@ def run_all(draw):
     return [run_world(f"chunked:{seed}", config) for seed, config in enumerate(configs)]
 
 
-@pytest.mark.turn(3)
+@pytest.mark.turn(12)
 @pytest.mark.parametrize("draw", [draw_windowed, draw_stored])
 def test_simulation_with_new_group_kind_generates_correct_tokens(draw):
     totals = run_all(draw)
