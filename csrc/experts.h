@@ -15,6 +15,7 @@ enum class Scoring : int { kSoftmax, kSigmoid, kSoftmaxOfChosen };  // the numbe
 struct ChooseExpertsArgs {
   const float* logits;  // [rows, experts]
   const float* bias;    // [experts], added to the scores for the choice alone, or null
+  const float* factors;  // [experts], multiply the weights after scale, or null
   int32_t* ids;         // [rows, chosen], ascending
   float* weights;       // [rows, chosen]
   int64_t rows;
@@ -28,23 +29,28 @@ struct ChooseExpertsArgs {
   float scale;            // of the weights
 
   static constexpr auto kRows = &ChooseExpertsArgs::rows;
-  static ChooseExpertsArgs of(const Tensor& logits, const Tensor& bias, const Tensor& ids, const Tensor& weights, int scoring,
-                              int64_t groups, int64_t chosen_groups, bool by_best, double least_sum, double scale) {
+  static ChooseExpertsArgs of(const Tensor& logits, const Tensor& bias, const Tensor& factors, const Tensor& ids,
+                              const Tensor& weights, int scoring, int64_t groups, int64_t chosen_groups, bool by_best,
+                              double least_sum, double scale) {
     logits.expect_contiguous(DType::kFloat32, "logits");
     bias.expect_contiguous(DType::kFloat32, "bias");
+    factors.expect_contiguous(DType::kFloat32, "factors");
     ids.expect_contiguous(DType::kInt32, "ids");
     weights.expect_contiguous(DType::kFloat32, "weights");
     if (logits.shape.size() != 2 || ids.shape.size() != 2 || ids.shape != weights.shape || ids.shape[0] != logits.shape[0]) {
       throw std::invalid_argument("logits are not [rows, experts], or ids and weights not [rows, chosen]");
     }
     const int64_t experts = logits.shape[1], chosen = ids.shape[1];
-    if (bias.count() != 0 && bias.count() != experts) throw std::invalid_argument("the bias is not [experts]");
+    for (const Tensor* each : {&bias, &factors}) {
+      if (each->count() != 0 && each->count() != experts) throw std::invalid_argument("the bias or the factors are not [experts]");
+    }
     const bool fits = groups >= 1 && experts % groups == 0 && chosen_groups >= 1 && chosen_groups <= groups;
     if (!fits || chosen < 1 || chosen > experts / groups * chosen_groups) {
       throw std::invalid_argument("there are fewer experts in the chosen groups than are chosen");
     }
-    return {at<float>(logits.address), bias.count() == 0 ? nullptr : at<float>(bias.address), at<int32_t>(ids.address),
-            at<float>(weights.address), logits.shape[0], experts, chosen, Scoring(scoring), groups, chosen_groups, by_best,
+    return {at<float>(logits.address), bias.count() == 0 ? nullptr : at<float>(bias.address),
+            factors.count() == 0 ? nullptr : at<float>(factors.address), at<int32_t>(ids.address), at<float>(weights.address),
+            logits.shape[0], experts, chosen, Scoring(scoring), groups, chosen_groups, by_best,
             static_cast<float>(least_sum), static_cast<float>(scale)};
   }
 };
@@ -227,6 +233,9 @@ inline void choose_for_row(const ChooseExpertsArgs& args, int64_t row, const Cho
     divide_by(weights, chosen, sum_in_order(weights, chosen) + args.least_sum);
   }
   for (int64_t i = 0; i < chosen; ++i) weights[i] *= args.scale;
+  if (args.factors != nullptr) {
+    for (int64_t i = 0; i < chosen; ++i) weights[i] *= args.factors[ids[i]];
+  }
 }
 
 // Grouped choice: DeepSeek-AI, "DeepSeek-V2" (2024), 2.2.2, and "DeepSeek-V3 Technical Report" (2024), 2.1.2.

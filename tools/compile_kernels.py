@@ -149,7 +149,9 @@ def operation(name: str, *shapes: tuple[int, ...], dtype: str = "bfloat16", **op
     return call
 
 
-def choose_experts(num_experts: int, num_chosen: int, *, num_groups: int = 1, scoring: int) -> Callable[[], None]:
+def choose_experts(
+    num_experts: int, num_chosen: int, *, num_groups: int = 1, scoring: int, has_factors: bool = False
+) -> Callable[[], None]:
     """Return a call of choose_experts."""
 
     def call() -> None:
@@ -158,9 +160,10 @@ def choose_experts(num_experts: int, num_chosen: int, *, num_groups: int = 1, sc
         from octavo.kernels.triton.choose_experts import choose_experts  # noqa: PLC0415
 
         ids = torch.empty(20, num_chosen, dtype=torch.int32)
-        bias = torch.empty(num_experts if num_groups > 1 else 0)
+        bias, factors = (torch.empty(num_experts if has else 0) for has in (num_groups > 1, has_factors))
+        logits, weights = torch.empty(20, num_experts), torch.empty(20, num_chosen)
         groups = num_groups, max(1, num_groups // 2), False
-        choose_experts(torch.empty(20, num_experts), bias, ids, torch.empty(20, num_chosen), scoring, *groups, 0.0, 1.0)
+        choose_experts(logits, bias, factors, ids, weights, scoring, *groups, 0.0, 1.0)
 
     return call
 
@@ -303,6 +306,9 @@ CASES: dict[str, Callable[[], None]] = {
     "attention bfloat16 256": attention("bfloat16", 256),
     "attention bfloat16 256 int8": attention("bfloat16", 256, kv="int8"),
     "attention bfloat16 256 fp8": attention("bfloat16", 256, kv=FP8),
+    "attention bfloat16 512": attention("bfloat16", 512),
+    "attention bfloat16 512 int8": attention("bfloat16", 512, kv="int8"),
+    "attention bfloat16 512 fp8": attention("bfloat16", 512, kv=FP8),
     "attention float16 128": attention("float16", 128),
     "attention float32 64": attention("float32", 64),
     "attention float32 128": attention("float32", 128),
@@ -336,6 +342,7 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"linear {kind} 1 row": linear(1, "bfloat16", kind) for kind in ("Q8_0", "Q5_K", "Q6_K", "MXFP4")},
     "choose_experts 128 softmax": choose_experts(128, 8, scoring=0),
+    "choose_experts 128 softmax with factors": choose_experts(128, 8, scoring=0, has_factors=True),
     "choose_experts 256 in groups": choose_experts(256, 8, num_groups=8, scoring=1),
     "choose_experts 384 sigmoid": choose_experts(384, 8, scoring=1),
     "choose_experts 32 softmax of chosen": choose_experts(32, 4, scoring=2),

@@ -112,6 +112,8 @@ ON_GPU = Sizes(
         AttentionCase(8, 128, kv_dtype=torch.float8_e4m3fn),
         AttentionCase(8, 256, softcap=2.0),
         AttentionCase(8, 64, window=128, has_sinks=True),
+        AttentionCase(8, 512),
+        AttentionCase(8, 512, kv_dtype=torch.int8),
         AttentionCase(16, 576, value_dim=512),
         AttentionCase(16, 576, kv_dtype=torch.float8_e4m3fn, value_dim=512),
     ),

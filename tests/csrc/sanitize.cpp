@@ -453,13 +453,14 @@ void mix(Run& run, DType weight_type, DType type, int64_t k) {
   const int64_t groups = 1 + random.below(2), experts = groups * (1 + random.below(5)), size = 1 + random.below(130);
   const int64_t chosen = 1 + random.below(experts / groups), rows = 1 + random.below(300), count = rows * chosen;
   const Memory logits = random.floats(rows * experts), bias = random.floats(experts);
+  const Memory expert_factors = random.floats(experts);
   const Memory ids(count * 4), factors(count * 4), sources(count * 8), places(count * 4), starts((experts + 1) * 4);
   const auto scoring = Scoring(random.below(3));
   run.same("choose_experts", count * 8, [&](ThreadPool& pool, const Memory& out) {
     auto* out_ids = out.as<int32_t>();
     auto* out_factors = reinterpret_cast<float*>(out_ids + count);
-    run.table.choose_experts(pool, {logits.as<float>(), groups == 1 ? nullptr : bias.as<float>(), out_ids, out_factors, rows, experts,
-                                    chosen, scoring, groups, 1, scoring == Scoring::kSoftmax, 1e-20f, 1.5f});
+    run.table.choose_experts(pool, {logits.as<float>(), groups == 1 ? nullptr : bias.as<float>(),
+                                    chosen % 2 ? nullptr : expert_factors.as<float>(), out_ids, out_factors, rows, experts, chosen, scoring, groups, 1, scoring == Scoring::kSoftmax, 1e-20f, 1.5f});
     std::memcpy(ids.as(), out_ids, static_cast<size_t>(count * 4));
     std::memcpy(factors.as(), out_factors, static_cast<size_t>(count * 4));
   });

@@ -19,9 +19,9 @@ NOTHING = torch.empty(0)
 PLAIN = {"num_groups": 1, "num_chosen_groups": 1, "is_group_best": False, "least_sum": -1.0, "scale": 1.0}
 
 
-def choose(kernels, logits, num_chosen, scoring, bias=NOTHING, **options):
+def choose(kernels, logits, num_chosen, scoring, bias=NOTHING, factors=NOTHING, **options):
     ids, weights = torch.empty(len(logits), num_chosen, dtype=torch.int32), torch.empty(len(logits), num_chosen)
-    choose_experts(kernels, logits, bias, ids, weights, scoring, *(PLAIN | options).values())
+    choose_experts(kernels, logits, bias, factors, ids, weights, scoring, *(PLAIN | options).values())
     return ids, weights
 
 
@@ -46,6 +46,14 @@ def test_bias_changes_choice_and_not_weight(kernels):
     assert ids.tolist() == [[0, 3]]
     chosen = torch.tensor([0.5, 0.95257413])  # sigmoid of 0 and of 3
     torch.testing.assert_close(weights[0], 2.5 * chosen / chosen.sum())
+
+
+def test_factor_of_expert_multiplies_only_its_weight(kernels):
+    """Gemma 4: after the weights are divided by their sum."""
+    logits, factors = torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([50.0, 2.0, 3.0, 40.0])
+    ids, weights = choose(kernels, logits, 2, SOFTMAX, factors=factors, least_sum=0.0, scale=0.5)
+    assert ids.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights[0], 0.5 * logits[0, 1:3].softmax(0) * torch.tensor([2.0, 3.0]))
 
 
 def test_grouped_choice_of_deepseek_v3(kernels):

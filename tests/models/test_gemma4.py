@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from octavo.errors import ModelError
 from octavo.kernels.reference import ReferenceKernels
+from octavo.models import gguf_tensors
 from octavo.models.gguf_file import StoredArray, TensorType
 from octavo.models.gguf_tensors import ExpandedRows
 from octavo.models.loader import load_model
-from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.random_weights import RandomWeights, tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.weight_bytes import weight_bytes
 from octavo.models.weight_source import FolderWeights
@@ -158,21 +159,48 @@ def test_table_stays_in_its_file(tmp_path, quantization, prompt_logits):
     path = write_checkpoint(tmp_path, config, std=0.1)
     model = load(path, quantization=quantization)
     stored = load_file(path / "model.safetensors")[TABLE]
-    rows = model.layer_inputs.table.rows(torch.tensor([39_999, 3, 3]))
+    rows = model.layer_inputs.table.rows(torch.tensor([39_999, 3, 3]), stored.dtype)
     assert torch.equal(rows, stored[[39_999, 3, 3]])
     assert file_at(model.layer_inputs.table.matrix.data_ptr()) == str(path / "model.safetensors")
     assert prompt_logits(model, IDS).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q6_K", "IQ4_NL"])
-def test_rows_of_gguf_tables_are_expanded_alone(kind, tmp_path, generator):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_gguf_tables_are_expanded_alone(dtype, kind, tmp_path, generator, monkeypatch):
+    monkeypatch.setattr(gguf_tensors, "_EXPANDED_IN_STEP", 3 * 512)
     stored_type = TensorType[kind]
     row_bytes = 512 // stored_type.block_values * stored_type.block_bytes
     packed = torch.randint(0, 60, (9, row_bytes), generator=generator, dtype=torch.uint8)
     rows = ExpandedRows(StoredArray(tmp_path, stored_type, (9, 512), 0, packed.numel()), packed)
     expected = gguf.dequantize(packed.numpy(), gguf.GGMLQuantizationType[kind]).astype(np.float32)
     chosen = torch.tensor([8, 0, 0, 5])
-    assert torch.equal(rows.rows(chosen).float(), torch.from_numpy(expected)[chosen])
+    assert torch.equal(rows.rows(chosen, dtype), torch.from_numpy(expected)[chosen].to(dtype))
+    assert rows.rows(chosen[:0], dtype).shape == (0, 512)
+
+
+def test_step_expands_few_rows_of_gguf_table_at_a_time(tmp_path):
+    """A step that expanded all its rows in float32 would take 32 MiB instead of 16 MiB of rows and a few MiB."""
+    kind = TensorType.Q8_0
+    packed = torch.zeros(4, 4096 // kind.block_values * kind.block_bytes, dtype=torch.uint8)
+    rows = ExpandedRows(StoredArray(tmp_path, kind, (4, 4096), 0, packed.numel()), packed)
+    indices = torch.zeros(2048, dtype=torch.int64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        found = rows.rows(indices, torch.bfloat16)
+    assert found.nbytes == 16 << 20
+    held = highest = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            highest = max(highest, held)
+    assert found.nbytes <= highest < 26 << 20
+
+
+def test_dummy_table_makes_few_rows():
+    weights = RandomWeights({"table.weight": (1 << 30, 64)}, torch.bfloat16, seed=3)
+    table = weights.table("table.weight")
+    assert table.first_rows.shape == (4096, 64)
+    assert torch.equal(table.rows(torch.tensor([5, 4096 + 5]), torch.float32), table.first_rows[[5, 5]].float())
 
 
 @pytest.mark.parametrize("number", [0.02, 0.5, -1.5])

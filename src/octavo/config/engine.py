@@ -105,12 +105,10 @@ class ModelConfig:
     )
     quantization: str | None = option(
         None,
-        "Round the weights at load. int8 halves their memory (compared with bfloat16) and is 1.6 to 3 times as "
-        "fast on a CPU with VNNI. int4 (embeddings and lm_head in int8) takes less memory and changes answers "
-        "more. int4_all also rounds these to int4: for small models, whose vocabulary is a large part of the "
-        "weights. On plain torch (a GPU today) they only save memory. fp8, on a GPU, halves the memory of the "
-        "layers and does not round activations. A checkpoint that is already quantized needs no option. Default: "
-        "as in the checkpoint.",
+        "Round the weights at load. int8 takes half the memory of bfloat16 and is 1.6 to 3 times as fast on a CPU "
+        "with VNNI. int4 takes less memory and changes answers more; embeddings and lm_head are int8. int4_all "
+        "rounds them to int4, too, for small models with a large vocabulary. fp8, on a GPU, halves the memory of "
+        "the layers and does not round activations. Plain torch only saves memory. Default: as in the checkpoint.",
         choices=QUANTIZATIONS,
         short="-q",
     )
@@ -313,8 +311,8 @@ class SchedulerConfig:
     async_scheduling: bool | None = option(
         None,
         "Schedule the next step while the current one is computed, if its outcome is predictable. No token "
-        "changes. It pays if scheduling is slow compared with the computation. Default: on a GPU, unless drafts are "
-        "asked for.",
+        "changes. It pays if scheduling is slow compared with the computation. Default: on a GPU without "
+        "drafts.",
     )
     preemption: PreemptionMode = option(
         PreemptionMode.AUTO,
@@ -439,9 +437,8 @@ class DeviceConfig:
     )
     kernels: str = option(
         "auto",
-        "auto: cpu if it was compiled, else plain torch (reference). triton: the kernels for GPUs, only on "
-        "request until they have been tried on a GPU. fast-inexact is triton with torch's matrix products: a token may "
-        "depend on its batch.",
+        "auto: cpu if it was compiled, else plain torch (reference). triton: kernels for GPUs, which no GPU has run "
+        "yet. fast-inexact: triton with torch's matrix products; a token may depend on its batch.",
         choices=("auto", "cpu", "triton", "fast-inexact", "reference"),
     )
     isa: str = option(

@@ -95,9 +95,8 @@ class RouterConfig(AccessConfig):
     )
     engine_first_byte_timeout_s: float | None = option(
         None,
-        "Maximum time until an engine's answer begins; an answer that is not streamed begins when it is complete."
-        " After that another engine is asked. Default: --request-timeout if given, else the engine's own limit of a "
-        "request and 30 s.",
+        "Maximum time until an engine's answer begins; an unstreamed answer begins when it is complete. After that "
+        "another engine is asked. Default: --request-timeout, else the engine's own limit and 30 s.",
         name="engine_first_byte_timeout",
         unit="SECONDS",
         low=0.001,

@@ -56,14 +56,13 @@ class Experts:
         logits = kernels.linear(hidden if routed is None else routed, self.router, float32_out=True)
         nothing = logits[:0]
         choice_bias = nothing if self.choice_bias is None else self.choice_bias
+        factors = nothing if self.expert_scale is None else self.expert_scale
         ids = kernels.empty(num_tokens, num_chosen, like=integers)
         weights = kernels.empty(num_tokens, num_chosen, like=logits)
         choose_experts(
-            kernels, logits, choice_bias, ids, weights, router.scoring, router.num_groups, router.num_chosen_groups,
-            router.is_group_best, router.least_sum, router.scale,
+            kernels, logits, choice_bias, factors, ids, weights, router.scoring, router.num_groups,
+            router.num_chosen_groups, router.is_group_best, router.least_sum, router.scale,
         )  # fmt: skip
-        if self.expert_scale is not None:
-            weights.mul_(self.expert_scale[ids.long()])
         sources = kernels.empty(num_tokens * num_chosen, like=batch.positions)
         places = kernels.empty(num_tokens, num_chosen, like=integers)
         starts = kernels.empty(router.num_experts + 1, like=integers) if self.starts is None else self.starts

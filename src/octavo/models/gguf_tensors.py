@@ -35,6 +35,7 @@ _RESIDENT_BYTES = 32 << 20  # of tensors that stay in memory, in addition to the
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 _BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
 _EXPANDED_AT_ONCE = 1 << 22
+_EXPANDED_IN_STEP = 1 << 19
 
 
 class GGUFTensors:
@@ -167,12 +168,16 @@ class ExpandedRows:
     stored: StoredArray
     packed: Tensor
 
-    def rows(self, indices: Tensor) -> Tensor:
-        """See `TableRows`."""
-        chosen = self.packed[indices.cpu()]
-        if self.stored.type in _FLOATS:
-            return chosen.view(_FLOATS[self.stored.type])
-        return _expand(self.stored, chosen.view(-1, self.stored.type.block_bytes)).view(len(chosen), -1)
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `TableRows`. Expands few rows at a time."""
+        kind, width, indices = self.stored.type, self.stored.shape[1], indices.cpu()
+        if kind in _FLOATS:
+            return self.packed[indices].view(_FLOATS[kind]).to(dtype)
+        numbers = torch.empty(len(indices), width, dtype=dtype)
+        step = max(1, _EXPANDED_IN_STEP // width)
+        for into, chosen in zip(numbers.split(step), indices.split(step), strict=True):
+            into.copy_(_expand(self.stored, self.packed[chosen].view(-1, kind.block_bytes)).view(into.shape))
+        return numbers
 
 
 def _forget(path: Path, rows: Tensor) -> None:

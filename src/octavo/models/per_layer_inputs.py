@@ -36,7 +36,8 @@ class LayerInputs:
         config, shape = self.config, (len(token_ids), self.config.total_width)
         projected = self.kernels.linear(embeddings, self.projection).view(-1, config.width)
         inputs = self.kernels.rms_norm(projected, self.norm, self.eps).view(shape)
-        rows = self.table.rows(token_ids).to(inputs.device, inputs.dtype)
+        del projected
+        rows = self.table.rows(token_ids, inputs.dtype).to(inputs.device)
         add(self.kernels, rows, inputs, math.sqrt(config.width) * _HALF_POWER)
         return inputs.view(-1, config.num_layers, config.width)
 

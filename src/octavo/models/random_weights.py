@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,6 @@ from safetensors.torch import save_file
 
 from octavo.models.architecture import is_norm
 from octavo.models.registry import read_architecture
-from octavo.models.weight_source import FloatRows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
 
 DEFAULT_STD = 0.02
+_TABLE_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedRows:
+    """The `TableRows` of a table that repeats its first rows."""
+
+    first_rows: Tensor
+
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `TableRows`."""
+        return self.first_rows[indices.cpu() % len(self.first_rows)].to(dtype)
 
 
 class RandomWeights:
@@ -57,19 +69,23 @@ class RandomWeights:
         """See `StoredTensors`."""
         return self.tensor(name)
 
-    def table(self, name: str) -> FloatRows:
-        """See `StoredTensors`."""
-        return FloatRows(self.tensor(name))
+    def table(self, name: str) -> RepeatedRows:
+        """See `StoredTensors`. Makes only the first rows of a large table."""
+        num_rows, width = self.shapes[name]
+        return RepeatedRows(self._random(name, (min(num_rows, _TABLE_ROWS), width)))
 
     def release(self) -> None:
         """Do nothing."""
 
     def tensor(self, name: str) -> Tensor:
         """See `StoredTensors`."""
+        return self._random(name, self.shapes[name])
+
+    def _random(self, name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         mean = self.norm_mean if is_norm(name) else 1.0 if name.endswith(("_scalar", "scale")) else 0.0
-        return torch.empty(self.shapes[name]).normal_(mean, self.std, generator=generator).to(self.dtype)
+        return torch.empty(shape).normal_(mean, self.std, generator=generator).to(self.dtype)
 
 
 _NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}

@@ -109,7 +109,7 @@ def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
     """Keep high frequencies, divide low ones and blend between them (Peng et al. 2023, section 3.2)."""
 
     def pair_with(rotations: float) -> float:
-        """Return the fractional index of the pair that makes so many rotations in the original context."""
+        """Return the fractional index of the pair with this many rotations in the context."""
         original = rope.original_max_position_embeddings
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
     from octavo.kernels.block_weight import BlockWeight
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class TableRows(Protocol):
     """A matrix's rows, read from its file."""
 
-    def rows(self, indices: Tensor) -> Tensor:
-        """Return floats, on the CPU, for int64 indices."""
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows on the CPU, for int64 indices."""
         ...
 
 
@@ -34,9 +35,9 @@ class FloatRows:
 
     matrix: Tensor
 
-    def rows(self, indices: Tensor) -> Tensor:
+    def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """See `TableRows`."""
-        return self.matrix[indices.cpu()]
+        return self.matrix[indices.cpu()].to(dtype)
 
 
 class StoredTensors(Protocol):

@@ -176,6 +176,19 @@ def test_decode_graph_serves_sequences_with_different_row_counts(model):
             "DeepseekV2ForCausalLM",
             {"kv_dtype": torch.float8_e4m3fn, "first_k_dense_replace": 1, "num_key_value_heads": 2},
         ),
+        (
+            "Gemma4ForCausalLM",
+            {
+                "sliding_window": 20,
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "num_kv_shared_layers": 0,
+                "hidden_size_per_layer_input": 0,
+                "moe_intermediate_size": 24,
+                "global_head_dim": 32,
+                "num_global_key_value_heads": 1,
+            },
+        ),
     ],
     ids=[
         "windows",
@@ -187,6 +200,7 @@ def test_decode_graph_serves_sequences_with_different_row_counts(model):
         "experts",
         "latents and experts",
         "fp8 latents",
+        "expert branches and two head sizes",
     ],
 )
 def test_decode_graph_bits_are_equal_for_other_models_and_dtypes(tmp_path, kernels, device, family, options):

@@ -315,7 +315,8 @@ MISTAKES = {
     chosen_experts: [
         ("choose_experts", "is_there, power, 0.0)", "is_there, power, power)"),
         ("choose_experts", "& (of_group < NUM_EXPERTS // NUM_GROUPS)", ""),
-        ("choose_experts", "weights * scale", "weights"),
+        ("choose_experts", "weights *= scale", "weights *= 1.0"),
+        ("choose_experts", "tl.load(factors_ptr + expert", "tl.load(factors_ptr + of_group * 0"),
         ("choose_experts", "row * NUM_CHOSEN + tl.reshape", "tl.reshape"),
         ("choose_experts", "+ least_sum)", "- least_sum + 1.0)"),
     ],
@@ -323,6 +324,7 @@ MISTAKES = {
         ("choose_experts", "expert, mask=is_chosen", "of_group, mask=is_chosen"),
         ("choose_experts", "is_chosen, scores, 0.0)", "is_chosen, choice, 0.0)"),
         ("choose_experts", "if HAS_BIAS:", "if not HAS_BIAS:"),
+        ("choose_experts", "if HAS_FACTORS:", "if not HAS_FACTORS:"),
         ("choose_experts", "1.0 + power)", "1.0 - power)"),
         ("choose_experts", "is_best, _NO_ORDER, order)", "is_best, order, order)"),
         ("choose_experts", "best +=", "best ="),

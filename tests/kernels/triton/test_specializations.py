@@ -85,7 +85,7 @@ def rows_of(name, num_rows, kernels, generator):
         kernels.paged_attention(q, *caches, batch, 0.2, None)
     elif name == "experts":
         ids, weights, numbers = torch.zeros(num_rows, 3, dtype=torch.int32), torch.empty(num_rows, 3), torch.empty(8)
-        choose_experts(kernels, torch.empty(num_rows, 8), numbers, ids, weights, 1, 4, 2, False, 0.0, 1.0)
+        choose_experts(kernels, torch.empty(num_rows, 8), numbers, numbers, ids, weights, 1, 4, 2, False, 0.0, 1.0)
         sources, starts = torch.empty(3 * num_rows, dtype=torch.int64), torch.zeros(9, dtype=torch.int32)
         sort_by_expert(kernels, ids, sources, torch.empty_like(ids), starts)
         packed = kernels.pack_groups([kernels.pack_linear(torch.empty(VOCAB, WIDTH))] * 8)

@@ -8,6 +8,7 @@ from test_experts import (
     choose,
     sort,
     test_bias_changes_choice_and_not_weight,
+    test_factor_of_expert_multiplies_only_its_weight,
     test_grouped_choice_of_deepseek_v3,
     test_outputs_are_added_in_tree_over_experts,
     test_rows_are_sorted_by_expert_in_order_of_step,
@@ -21,6 +22,7 @@ from octavo.kernels.reference import ReferenceKernels
 
 __all__ = [
     "test_bias_changes_choice_and_not_weight",
+    "test_factor_of_expert_multiplies_only_its_weight",
     "test_grouped_choice_of_deepseek_v3",
     "test_outputs_are_added_in_tree_over_experts",
     "test_rows_are_sorted_by_expert_in_order_of_step",
@@ -39,12 +41,13 @@ def assert_chosen_as_by_torch(kernels, generator, scoring, router, *, has_bias=T
     experts, chosen, groups, kept = router
     logits = torch.randn(9, experts, generator=generator)
     bias = torch.randn(experts, generator=generator) / 10 if has_bias else NOTHING
+    factors = torch.randn(experts, generator=generator) if has_bias else NOTHING
     options = {"num_groups": groups, "num_chosen_groups": kept, "least_sum": 0.0, "scale": 1.5} | options
-    expected = choose(ReferenceKernels(), logits, chosen, scoring, bias, **options)
-    ids, weights = choose(kernels, logits, chosen, scoring, bias, **options)
+    expected = choose(ReferenceKernels(), logits, chosen, scoring, bias, factors, **options)
+    ids, weights = choose(kernels, logits, chosen, scoring, bias, factors, **options)
     assert torch.equal(ids, expected[0])
     torch.testing.assert_close(weights, expected[1])
-    alone = choose(kernels, logits[4:5], chosen, scoring, bias, **options)
+    alone = choose(kernels, logits[4:5], chosen, scoring, bias, factors, **options)
     assert torch.equal(alone[1][0], weights[4])
 
 

@@ -16,6 +16,7 @@ SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 0, 1, 2  # csrc/experts.h
 def choose_experts(
     logits: Tensor,
     bias: Tensor,
+    factors: Tensor,
     ids: Tensor,
     weights: Tensor,
     scoring: int,
@@ -27,8 +28,9 @@ def choose_experts(
 ) -> None:
     """Write each row's chosen experts, ascending, into `ids`, and their weights into `weights`.
 
-    logits float32 [num_tokens, num_experts]. bias float32 [num_experts], or empty: added to scores for the choice, not
-    for weights. ids int32 and weights float32 [num_tokens, num_chosen].
+    logits float32 [num_tokens, num_experts]. ids int32 and weights float32 [num_tokens, num_chosen].
+    bias float32 [num_experts], or empty: added to scores for the choice only.
+    factors float32 [num_experts], or empty: multiply weights after scale.
 
     scoring: scores are the softmax of logits, the sigmoid of logits, or logits. In the last case, weights are the
     softmax over the chosen experts. Otherwise, if least_sum >= 0, weights are divided by their sum + least_sum. scale
@@ -55,4 +57,5 @@ def choose_experts(
     elif least_sum >= 0:
         found = found / (found.sum(dim=1, keepdim=True) + least_sum)
     ids.copy_(chosen)
-    weights.copy_(found * scale)
+    found = found * scale
+    weights.copy_(found * factors[chosen] if factors.numel() else found)

@@ -28,6 +28,7 @@ _LANES_PER_WARP = 512
 def choose_experts(
     logits: Tensor,
     bias: Tensor,
+    factors: Tensor,
     ids: Tensor,
     weights: Tensor,
     scoring: int,
@@ -41,9 +42,10 @@ def choose_experts(
     num_rows, num_experts = logits.shape
     groups, size = power_of_2_from(num_groups), power_of_2_from(num_experts // num_groups)
     _choose_experts[(num_rows,)](
-        logits, bias if bias.numel() else logits, ids, weights, least_sum, scale,
+        logits, bias if bias.numel() else logits, factors if factors.numel() else logits, ids, weights,
+        least_sum, scale,
         NUM_EXPERTS=num_experts, NUM_GROUPS=num_groups, NUM_CHOSEN=ids.shape[1], NUM_CHOSEN_GROUPS=num_chosen_groups,
-        SCORING=scoring, IS_GROUP_BEST=is_group_best, HAS_BIAS=bool(bias.numel()),
+        SCORING=scoring, IS_GROUP_BEST=is_group_best, HAS_BIAS=bool(bias.numel()), HAS_FACTORS=bool(factors.numel()),
         IS_DIVIDED=least_sum >= 0, GROUPS=groups, SIZE=size,
         LEVELS=(groups * size).bit_length() - 1, num_warps=max(1, groups * size // _LANES_PER_WARP),
         enable_fp_fusion=False,
@@ -81,10 +83,10 @@ def _largest(order, count):
 
 @kernel
 def _choose_experts(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, least_sum, scale,
+    logits_ptr, bias_ptr, factors_ptr, ids_ptr, weights_ptr, least_sum, scale,
     NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
-    SCORING: tl.constexpr, IS_GROUP_BEST: tl.constexpr, HAS_BIAS: tl.constexpr, IS_DIVIDED: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr,
+    SCORING: tl.constexpr, IS_GROUP_BEST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_FACTORS: tl.constexpr,
+    IS_DIVIDED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     group, of_group = tl.arange(0, GROUPS)[:, None], tl.arange(0, SIZE)[None, :]
@@ -120,4 +122,7 @@ def _choose_experts(
     place = tl.cumsum(tl.reshape(is_chosen.to(tl.int32), [GROUPS * SIZE]), 0) - 1
     place = row * NUM_CHOSEN + tl.reshape(place, [GROUPS, SIZE])
     tl.store(ids_ptr + place, expert, mask=is_chosen)
-    tl.store(weights_ptr + place, weights * scale, mask=is_chosen)
+    weights *= scale
+    if HAS_FACTORS:
+        weights *= tl.load(factors_ptr + expert, mask=is_chosen, other=0.0)
+    tl.store(weights_ptr + place, weights, mask=is_chosen)

@@ -97,11 +97,10 @@ class ToolCallsListFormat(ObjectFormat):
     opener, opens, between, closes = "<tool_calls>", "<tool_calls>[", ", ", "]</tool_calls>"
 
 
-class MiniMaxM1Format(ObjectFormat):
+class MiniMaxM1Format(ToolCallsListFormat):
     """MiniMax M1."""
 
     name = "minimax"
-    markers = ("<tool_calls>", "</tool_calls>")
     opener, opens, between, closes = "<tool_calls>", "<tool_calls>\n", "\n", "\n</tool_calls>"
 
 
@@ -133,12 +132,11 @@ class GigaChat3Format(ObjectFormat):
     opener, opens, one_each = "<|function_call|>", "<|function_call|>", True
 
 
-class OldGigaChat3Format(ObjectFormat):
+class OldGigaChat3Format(GigaChat3Format):
     """GigaChat 3."""
 
-    name = "gigachat3"
     markers = ("<|role_sep|>",)
-    opener, opens, one_each = "function call<|role_sep|>", "function call<|role_sep|>\n", True
+    opener, opens = "function call<|role_sep|>", "function call<|role_sep|>\n"
 
 
 class ApertusFormat(SectionFormat):

@@ -90,12 +90,17 @@ class ChatChoice(Struct):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(Struct):
-    """A whole answer."""
+class Generated(Struct):
+    """First fields."""
 
     id: str
     created: int
     model: str
+
+
+class ChatCompletion(Generated):
+    """A whole answer."""
+
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
@@ -127,12 +132,9 @@ class ChatChunkChoice(Struct):
     token_ids: list[int] | None = None
 
 
-class ChatCompletionChunk(Struct):
+class ChatCompletionChunk(Generated):
     """A stream's event."""
 
-    id: str
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: None = None
@@ -191,12 +193,9 @@ class CompletionChoice(Struct):
     prompt_token_ids: list[int] | None = None
 
 
-class Completion(Struct):
+class Completion(Generated):
     """A whole answer, or one event of a stream."""
 
-    id: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: None = None
