@@ -13,7 +13,7 @@ from octavo.kernels.operations.add import add
 from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
-from octavo.models.expert_layer import Experts
+from octavo.models.expert_layer import ExpertBranches, Experts
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -26,8 +26,8 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 24, 96
 STEPS = [[1], [1, 1, 1], [5], [20, 1, 7], [1] * 9, [40, 56], [3, 1, 30]]
 FORMATS = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("bfloat16", "int4_all")]
 
-# torch reads the rows of tables, and multiplies the weights of Gemma 4's experts.
-RECORDED = {"Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0, "enable_moe_block": False}}
+# torch reads the rows of tables
+RECORDED = {"Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0}}
 
 
 def step_of(lengths, generator, starts):
@@ -98,10 +98,15 @@ def calls_of_layer(kernels, config, layer, dtype):
     if not is_latent:
         calls += -1 if config.attention.is_shared else config.attention.v_norm
     calls += config.stream_scale
-    mlp, gate_up = layer.mlp, layer.mlp.gate_up
-    if isinstance(mlp, Experts):
+    mlp = layer.mlp
+    if isinstance(mlp, ExpertBranches):
+        gate_up = mlp.shared.gate_up
+        calls += 7 + 6  # five norms and a sum
+    elif isinstance(mlp, Experts):
         gate_up = mlp.shared_gate_up
         calls += 7 + (mlp.shared_gate is not None)
+    else:
+        gate_up = mlp.gate_up
     if gate_up is not None:
         number = gate_up.storage.dtype_number
         is_fused = kernels.kernel_set.fuses_gate(int(dtype == "bfloat16"), number, gate_up.out_features)

@@ -321,7 +321,7 @@ MISTAKES = {
         ("choose_experts", "+ least_sum)", "- least_sum + 1.0)"),
     ],
     chosen_in_groups: [
-        ("choose_experts", "expert, mask=is_chosen", "of_group, mask=is_chosen"),
+        ("choose_experts", "place, expert, mask=is_chosen", "place, of_group, mask=is_chosen"),
         ("choose_experts", "is_chosen, scores, 0.0)", "is_chosen, choice, 0.0)"),
         ("choose_experts", "if HAS_BIAS:", "if not HAS_BIAS:"),
         ("choose_experts", "if HAS_FACTORS:", "if not HAS_FACTORS:"),
