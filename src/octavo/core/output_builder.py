@@ -104,5 +104,5 @@ class OutputBuilder:
         """Report all requests of a failed step as ended. The worker may have received any part of the step."""
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
-        # Repeating a failed step without tokens would keep the core busy.
+        # If a step without tokens fails, repeating it would keep the core busy.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)

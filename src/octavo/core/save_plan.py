@@ -1,8 +1,8 @@
 """Chooses the KV blocks to save in an external store.
 
 A block of a bounded group is called a part of the first group's block with the same positions. Lookups in a store stop
-at the first missing block. Therefore, if a part was evicted, the first group's content is still saved. It is enough if
-the token after a prefix hit does not read the part.
+at the first missing block. Therefore, if a part was evicted, the first group's content is still saved. A prefix hit can
+use it if the next token does not read the part.
 """
 
 from __future__ import annotations

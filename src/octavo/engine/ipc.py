@@ -164,7 +164,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """A `Snapshot`. events: Pairs of a type's name and an encoded event."""
+    """Sends a snapshot and events, as pairs of a type's name and an encoded event."""
 
     events: list[tuple[str, msgspec.Raw]]
     is_first: bool

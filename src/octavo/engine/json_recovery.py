@@ -189,8 +189,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One interpretation of a text up to a position.
 
-    is_clear: True if no other repair explains the text. is_paired: True if no string with unescaped quotes has an odd
-    number of quotes.
+    is_clear: True if no other repair explains the text. is_paired: True if each string with unescaped
+    quotes has an even number of quotes.
     """
 
     position: int = 0

@@ -26,8 +26,8 @@ class StopMatch:
 class StopStrings:
     """All stop strings as one automaton (Aho and Corasick, 1975).
 
-    A node is the number of a prefix of a stop string. Prefixes are numbered string by string, in sorted order. A
-    prefix that strings share has only the number from the first of these strings.
+    A node is the number of a prefix of a stop string. Strings are sorted, and their prefixes are numbered string by
+    string. A prefix that several strings share has one number.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:

@@ -264,8 +264,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # If `after` is 0, nothing is known, because gVisor always reports 0. On Linux, the kernel itself ends a
-        # connection if the client acknowledges nothing.
+        # gVisor always reports 0, also if the client reads. On Linux, the kernel itself ends a connection if the client
+        # acknowledges nothing.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return

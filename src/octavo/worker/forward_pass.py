@@ -59,7 +59,7 @@ class ForwardPass:
         return self.model.forward(token_ids, batch, self.kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor, most_rows: int) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], valid until the next call. most_rows: maximum of all calls."""
+        """Return float32 [rows, vocab_size], valid until the next call. most_rows: maximum of rows in any call."""
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():
             self._logits = torch.empty(0)

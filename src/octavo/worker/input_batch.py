@@ -184,7 +184,7 @@ class InputBatch:
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
         """Decrement `num_awaited` of `rows`.
 
-        Skip rows of removed requests in `left`, because new requests may use the rows.
+        A removed request in `left` is skipped, because a new request may use its row.
         """
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1

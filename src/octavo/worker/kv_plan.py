@@ -95,8 +95,8 @@ class KVPlan:
         """Return how many blocks of the first group are useful if bounded groups have `num_bytes`.
 
         Without full-attention layers, blocks of the first group have no bytes, but still cost time and memory. The
-        result suffices for two cases: all sequences that fit in the bounded groups while a step runs, and one sequence
-        with all cached blocks.
+        result is enough for a step of all sequences that fit in the bounded groups, and for one sequence that uses all
+        cached blocks.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:

@@ -61,7 +61,7 @@ class Timing:
 class Product(Timing):
     """A product, measured as it is served: gate_up includes SiLU.
 
-    of_limit: the larger of two shares: of the arithmetic rate and of the bandwidth.
+    of_limit: share of the machine's arithmetic rate or bandwidth, whichever is larger.
     """
 
     ops_per_s: float
@@ -221,7 +221,7 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """The equal matrices of a layer's experts. num_chosen: experts of a token."""
+    """The matrices of a layer's experts, all of one shape. num_chosen: experts of a token."""
 
     out_features: int
     in_features: int

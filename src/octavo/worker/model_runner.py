@@ -281,8 +281,8 @@ class ModelRunner:
     ) -> None:
         """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
-        If all earlier drafts equal the chosen tokens, the logits of the next token are those of a step without drafts.
-        The noise is then also the same, except with rejection sampling.
+        If all earlier drafts equal the chosen tokens, the logits of the next token equal those of a step without
+        drafts. Except with rejection sampling, random noise is equal, too.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)

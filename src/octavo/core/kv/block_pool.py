@@ -27,8 +27,8 @@ BlockLink = tuple[int, int]  # (block id, generation)
 class Block:
     """A KV block in device memory.
 
-    name: Identifier of the content while device or host memory has the content. The value is the `link` of the first
-    block with this content.
+    name: Identifier of the content, valid while device or host memory has it. It is the `link` of the first block with
+    this content.
     """
 
     block_id: int

@@ -25,8 +25,8 @@ _REMEMBERED = 64  # all work is halved if an engine's work exceeds this multiple
 class CacheAware(RoutingPolicy):
     """Predicts each engine's cache from the prompts that were sent to the engine, and from reported cache hits.
 
-    A prompt goes to the engine with the longest cached prefix. In two cases, it goes to the engine with the least load
-    and work instead. Work is the number of uncached tokens that the engine got recently.
+    An engine's work is the number of uncached tokens that it got recently. A prompt goes to the engine with the longest
+    cached prefix. In two cases, it goes to the engine with the least load and work instead:
 
     - The prefix is a small part of the prompt.
     - Earlier prompts with this prefix continued in different ways, and the prefix is short or the engine has too much

@@ -67,7 +67,7 @@ class AnswerParser(Protocol):
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Join adjacent parts of one kind, and drop empty parts.
 
-    Two parts of content are joined only if no other text is in between.
+    Parts of content must also be adjacent in the answer.
     """
     if len(parts) == 1 and parts[0].text:
         return [*parts]

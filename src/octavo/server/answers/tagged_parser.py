@@ -25,8 +25,8 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 class TaggedParser(ValueParser):
     """Emits strings piece by piece, and other values when they are complete.
 
-    If the closing tag of a call is missing, the closing tag of the section ends the call. Such a call is content if its
-    function has parameters but no argument was read.
+    If the closing tag of a call is missing, the closing tag of the section ends the call. If no argument was read but
+    the function has parameters, the text is content.
     """
 
     _given: set[str]  # names of the call's arguments so far; empty after a complete call
@@ -106,7 +106,7 @@ class TaggedParser(ValueParser):
     def _argument(self, call: Call, separator: str) -> Wait[str]:
         """Emit `separator` and an argument.
 
-        Return "" if the call has no emitted argument yet, otherwise another string.
+        Return "" until the call has an emitted argument, then a nonempty string.
         """
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)

@@ -124,7 +124,7 @@ class MistralParser(ToolParser):
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
         """Move to the arguments after a call's head.
 
-        If the head is invalid, raise `MalformedError`. If the head is cut off, also move to the end of the answer.
+        If the head is invalid, raise `MalformedError`. If the answer ends within the head, first move to its end.
         """
         if head is not None:
             self._position = brace

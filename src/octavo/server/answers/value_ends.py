@@ -323,10 +323,10 @@ class TagEnd:
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
         """Return the kind of the text after a closing tag.
 
-        - "head": A known argument begins, or the answer ends before a marker is complete.
-        - "argument": An unknown argument begins, or the closing tag is repeated.
-        - "end": The call or its section ends.
-        - "": None of these.
+        - "head": The head of a known argument, or an incomplete marker at the end of the answer.
+        - "argument": The head of an unknown argument, or the same closing tag again.
+        - "end": The end of the call or of its section.
+        - "": Other text.
         """
         place = _after_blanks(text, place)
         rest = text[place : place + _MAX_MARK_CHARS]

@@ -196,7 +196,7 @@ class LiveView:
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return chart rows of new and changed seconds before `now`.
+        """Return the chart's rows of seconds before `now` that are new or changed.
 
         second: The first new second. revision: The last revision that the page knows. An event counts in the second of
         its `time`, even if the event arrives later. So past seconds can change.
