@@ -1,6 +1,6 @@
 """Chooses the KV blocks to save in an external store.
 
-A block of a bounded group is called a part of the first group's block with the same positions. Lookups in a store stop
+Each block of the first group has parts: the blocks of bounded groups with the same positions. Lookups in a store stop
 at the first missing block. Therefore, if a part was evicted, the first group's content is still saved. A prefix hit can
 use it if the next token does not read the part.
 """
@@ -31,7 +31,7 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return the maximum number of blocks that pending saves may pin with all parts.
+    """Return the maximum number of blocks, each with all its parts, that saves in progress may pin.
 
     In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need.
     """

@@ -80,7 +80,7 @@ class KVTransferScheduler:
         self._saving: set[BlockHash] = set()  # blocks in pending saves with all parts
         self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves of the first group only
         self.reports_dropped_saves = True  # False in replays of old journals
-        # How many blocks pending saves may pin in every KV group. Saves of KV for another engine do not count.
+        # Maximum blocks of each KV group pinned by saves in progress. Saves for another engine do not count.
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
@@ -120,8 +120,8 @@ class KVTransferScheduler:
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
         """Return how many tokens to load after the `computed` tokens, or None if the store has not yet answered.
 
-        The number is a multiple of the block size. It is 0 if loading would take longer than computing. It is also 0 if
-        `may_wait` is False and the store has not yet answered.
+        The number is a multiple of the block size. It is 0 if loading would take longer than computing. If `may_wait`
+        is False, it is 0 instead of None.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._abandoned
@@ -255,8 +255,8 @@ class KVTransferScheduler:
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
         """Prepare a prefix hit whose KV is for another engine. Return the hit, shortened if necessary.
 
-        The hit is cut before the first block that the store lacks and that cannot be saved with all parts. Earlier
-        blocks that the store lacks are saved immediately.
+        The blocks of the hit that the store lacks are saved immediately. If one of them cannot be saved with the parts
+        of all groups, the hit ends before this block.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):

@@ -47,7 +47,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time. Call this before messages are read.
 
-        If the last call was long ago, this thread was stopped. The time without calls does not count as silence.
+        If the last call was long ago, this thread did not run. That time does not count as silence.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

@@ -132,7 +132,7 @@ class LocalCore:
         return QueueFullError(f"too many grammars wait to be compiled: this one had no turn within {self._turn_s:g} s")
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams. A request that is still being prepared is accepted, and all its streams are aborted."""
+        """End streams. If a request is still being prepared, all its streams are aborted."""
         ended = set(stream_ids)
         for each in [each for each in self._held if any(stream.request_id in ended for stream in each.streams)]:
             self._held.remove(each)

@@ -28,7 +28,8 @@ class Api:
 
     below: Path prefix. Errors for unknown paths with this prefix have this API's format.
     event: Returns the last event of a stream that fails.
-    last_event: Matches the last event of a complete stream. If None, the last event has a true field of `_LastToken`.
+    last_event: Matches the last event of a complete stream. If None, a field of `_LastToken` is true in the
+    last event.
     statuses: Maps an HTTP status to the status that this API sends instead.
     any_type: True if any Content-Type is accepted.
     lines: True if each event is a line of JSON.

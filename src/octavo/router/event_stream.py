@@ -17,7 +17,7 @@ _LONGEST_END = 3
 
 
 class EventStream:
-    """Splits an engine's stream into complete events in linear time, and counts the events in `share`.
+    """Splits an engine's stream into complete events in linear time. `share` counts the events.
 
     is_of_lines: True if each line is an event. Otherwise a blank line ends an event. max_bytes: Limit of an event.
     """

@@ -68,8 +68,9 @@ class _Open:
 class Service(HttpService):
     """One engine, with keys and limits.
 
-    settings: Shown by GET /server_info, so they must not contain secrets. Raises `ConfigError` if the file of keys
-    cannot be used, or if packages for a requested feature are missing.
+    settings: Shown by GET /server_info, so they must not contain secrets.
+
+    Raises `ConfigError` if the file of keys cannot be used, or if packages for a requested feature are missing.
     """
 
     config: ServerConfig

@@ -60,8 +60,8 @@ class _Now:
 class PagedKVCache:
     """Keys and values of all layers; see `KVLayout`. Each block of each KV group is a row of memory.
 
-    dtype: the activations' dtype, or int8 or float8_e4m3fn with float32 scales after the rows of each block, layer and
-    head. num_host_blocks: blocks of host memory. A host block has space for one block of every group.
+    dtype: the activations' dtype, int8 or float8_e4m3fn. In the last two, the rows of a head in a block are followed by
+    their float32 scales. num_host_blocks: blocks of host memory. A host block has space for one block of every group.
     num_scratch_blocks: blocks of each group that the scheduler does not use.
     """
 

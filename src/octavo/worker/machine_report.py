@@ -106,7 +106,7 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits: the best rates of `limits_each`. best_limits: limits of the best instruction set.
+    limits: each rate's maximum in `limits_each`. best_limits: rates of the best instruction set.
     """
 
     processor: str

@@ -145,8 +145,8 @@ def decide_kv_size(
     """Return the number of blocks of each KV group, after loading weights. Arguments are as in `largest_batch`.
 
     swap_space_bytes and store_bytes are reserved first. num_gpu_blocks or kv_cache_memory_bytes decides, if set.
-    Otherwise the cache gets half of the free memory (90 % on a GPU) minus activations and scratch_bytes, at most 4 GiB
-    on a CPU, and at most max_num_seqs full sequences. Raises `ConfigError` if no block fits or memory is too small.
+    Otherwise the cache gets half of the free memory (90 % on a GPU) minus activations and scratch_bytes. The limits are
+    max_num_seqs full sequences and, on a CPU, 4 GiB. Raises `ConfigError` if no block fits or memory is too small.
     """
     plan = KVPlan.of(
         architecture,

@@ -282,7 +282,7 @@ class ModelRunner:
         """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
         If all earlier drafts equal the chosen tokens, the logits of the next token equal those of a step without
-        drafts. Except with rejection sampling, random noise is equal, too.
+        drafts. The random noise is equal, too, except with rejection sampling.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)

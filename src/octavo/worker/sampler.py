@@ -194,7 +194,7 @@ class Choices:
 class Sampler:
     """Chooses one token per row. Only typical sampling waits for the device.
 
-    share_tokens(token_ids): Returns the ids to use instead of the chosen ids and drafts, int64 [n] on the device.
+    share_tokens(token_ids): Called with chosen ids and drafts, int64 [n] on the device. Returns the ids to use instead.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ class Worker:
     def plan(self) -> WorkerInfo:
         """Divide the free memory between steps and KV groups. Allocates nothing.
 
-        Lowers max_num_batched_tokens if such steps do not fit. Raises `ConfigError` if memory is too small.
+        Lowers max_num_batched_tokens if a step would take too much memory. Raises `ConfigError` if memory is too small.
         """
         architecture = self.model.architecture
         of_block = block_bytes(architecture, self.cache_config.block_size, self.kv_dtype)

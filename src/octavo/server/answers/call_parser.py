@@ -285,7 +285,7 @@ class ToolParser:
         if char == '"':
             self._position += 1
             yield from self._recover(call, reported)
-        # At the end of the answer, `char` is "", which is in every string.
+        # At the end of the answer, `char` is "", so both conditions are False.
         elif char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
             while not self._is_over:
                 yield

@@ -169,7 +169,7 @@ class TagEnd:
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return True if a marker belongs to a call within the value.
 
-        The text after such a marker ends all open calls within the value, and also the outer call.
+        If it does, later markers close all calls within the value, and then the outer call.
         """
         if not self._num_open:
             return False

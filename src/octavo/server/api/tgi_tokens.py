@@ -37,7 +37,7 @@ class TokenTexts:
         self._num_chars = 0
 
     def share(self, tokens: list[Token], whole: str | None) -> str:
-        """Set the texts of visible tokens. If no token is visible, return the rest of the answer's text.
+        """Divide new text among visible tokens. If no token is visible, return the text that no token got.
 
         whole: the answer's text if `tokens` are the answer's last tokens, otherwise None. A stop string may cut off the
         end of a token's text. Incomplete characters at the answer's end are added to the last visible token.

@@ -1,7 +1,7 @@
 """Bounded KV groups, for example for sliding-window layers.
 
-A request holds only the blocks that later tokens can still read. A block of a bounded group is called a part of the
-first group's block with the same positions.
+A request holds only the blocks that later tokens can still read. Each block of the first group has parts: the blocks
+of bounded groups with the same positions.
 
 Lookups find a private block only after its release. If blocks are reserved for a request, its new blocks are private.
 If too few blocks are free for the reservation, the blocks of the request's prefix hit become private, too.
