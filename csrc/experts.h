@@ -13,11 +13,11 @@ constexpr int64_t kMostChosen = 64;  // experts of a token
 enum class Scoring : int { kSoftmax, kSigmoid, kSoftmaxOfChosen };  // the numbers of octavo.kernels.operations.choose_experts
 
 struct ChooseExpertsArgs {
-  const float* logits;  // [rows, experts]
-  const float* bias;    // [experts], added to the scores for the choice alone, or null
+  const float* logits;   // [rows, experts]
+  const float* bias;     // [experts], added to the scores for the choice alone, or null
   const float* factors;  // [experts], multiply the weights after scale, or null
-  int32_t* ids;         // [rows, chosen], ascending
-  float* weights;       // [rows, chosen]
+  int32_t* ids;          // [rows, chosen], ascending
+  float* weights;        // [rows, chosen]
   int64_t rows;
   int64_t experts;
   int64_t chosen;

@@ -176,7 +176,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, An
 def not_drawn(made: list[Any]) -> list[pytest.Item]:
     """Return the cases of one test function that do not run.
 
-    A forced instruction set halves the share that runs, because others run in the same landing with the best one.
+    A forced instruction set halves the share that runs, because other cases run in the same landing with the best one.
     """
     fewer = 1 if isa_from_environment() is None else 2
     cases = [item for item in made if isinstance(item, pytest.Item)]

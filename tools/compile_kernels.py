@@ -314,6 +314,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention float32 128": attention("float32", 128),
     "attention float32 128 int8": attention("float32", 128, kv="int8"),
     "attention float32 256": attention("float32", 256),
+    "attention float32 512": attention("float32", 512),
     "attention latents bfloat16 512": latent_attention("bfloat16", 512, 64),
     "attention latents bfloat16 512 fp8": latent_attention("bfloat16", 512, 64, kv=FP8),
     "attention latents bfloat16 512 int8": latent_attention("bfloat16", 512, 64, kv="int8"),

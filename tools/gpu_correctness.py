@@ -191,8 +191,8 @@ def _experts(check: Check, entries: Entries) -> None:
 
     def chosen(some: Kernels, device: torch.device) -> tuple[Tensor, Tensor]:
         ids = torch.empty(50, 6, dtype=torch.int32, device=device)
-        weights, numbers = ids.float(), check.random(2, 160, dtype=torch.float32, seed=2).to(device)
-        choose_experts(some, logits.to(device), *numbers, ids, weights, SIGMOID, 8, 3, False, 0.0, 2.5)
+        weights, (bias, factors) = ids.float(), check.random(2, 160, dtype=torch.float32, seed=2).to(device)
+        choose_experts(some, logits.to(device), bias, factors, ids, weights, SIGMOID, 8, 3, False, 0.0, 2.5)
         return ids, weights
 
     ids, weights = chosen(PLAIN, cpu)

@@ -47,7 +47,7 @@ def exactness(check: Check, entries: Entries) -> None:
         ids = torch.empty(len(logits), 8, dtype=torch.int32, device=check.device)
         weights = torch.empty(len(logits), 8, device=check.device)
         options = (SOFTMAX, 1, 1, False, 0.0, 1.0)
-        choose_experts(check.kernels, logits, logits[:0], logits[:0], ids, weights, *options)
+        choose_experts(check.kernels, logits, logits[:0], logits[0].contiguous(), ids, weights, *options)
         return weights
 
     entries.add("choose_experts", lambda: _is_exact(check, x.float(), weights_of_experts))

@@ -460,7 +460,8 @@ void mix(Run& run, DType weight_type, DType type, int64_t k) {
     auto* out_ids = out.as<int32_t>();
     auto* out_factors = reinterpret_cast<float*>(out_ids + count);
     run.table.choose_experts(pool, {logits.as<float>(), groups == 1 ? nullptr : bias.as<float>(),
-                                    chosen % 2 ? nullptr : expert_factors.as<float>(), out_ids, out_factors, rows, experts, chosen, scoring, groups, 1, scoring == Scoring::kSoftmax, 1e-20f, 1.5f});
+                                    chosen % 2 ? nullptr : expert_factors.as<float>(), out_ids, out_factors, rows, experts,
+                                    chosen, scoring, groups, 1, scoring == Scoring::kSoftmax, 1e-20f, 1.5f});
     std::memcpy(ids.as(), out_ids, static_cast<size_t>(count * 4));
     std::memcpy(factors.as(), out_factors, static_cast<size_t>(count * 4));
   });

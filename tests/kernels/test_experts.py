@@ -103,14 +103,21 @@ def test_logits_that_are_not_numbers_choose_different_experts():
 )
 def test_compiled_choice_is_that_of_plain_torch(scoring, experts, chosen, groups, kept, generator):
     logits, bias = torch.randn(70, experts, generator=generator), torch.randn(experts, generator=generator) / 10
+    factors = torch.randn(experts, generator=generator) if groups > 1 else NOTHING
     options = {"num_groups": groups, "num_chosen_groups": kept, "least_sum": 0.0, "scale": 1.5}
-    expected = choose(ReferenceKernels(), logits, chosen, scoring, bias, **options)
-    found = [choose(compiled_kernels(isa), logits, chosen, scoring, bias, **options) for isa in ISAS]
+    expected = choose(ReferenceKernels(), logits, chosen, scoring, bias, factors, **options)
+    found = [choose(compiled_kernels(isa), logits, chosen, scoring, bias, factors, **options) for isa in ISAS]
     for ids, weights in found:
         assert torch.equal(ids, expected[0])
         torch.testing.assert_close(weights, expected[1])
-    alone = choose(compiled_kernels(ISAS[0]), logits[41:42], chosen, scoring, bias, **options)
+    alone = choose(compiled_kernels(ISAS[0]), logits[41:42], chosen, scoring, bias, factors, **options)
     assert torch.equal(alone[1][0], found[0][1][41])
+
+
+@pytest.mark.parametrize(("bias", "factors"), [(torch.ones(3), NOTHING), (NOTHING, torch.ones(5))])
+def test_bias_or_factors_of_another_size_are_refused(bias, factors):
+    with pytest.raises(ValueError, match="the bias or the factors are not"):
+        choose(compiled_kernels(ISAS[0]), torch.zeros(2, 4), 2, SOFTMAX, bias, factors)
 
 
 def test_rows_are_sorted_by_expert_in_order_of_step(kernels):

@@ -151,6 +151,18 @@ def test_recorded_forward_has_bits_of_model_code(name, dtype, quantization, tmp_
             assert all(map(torch.equal, ours, theirs))
 
 
+def test_experts_of_gemma4_are_recorded(tmp_path, compiled, generator):
+    """The model's own code gives the same bits, so only this test sees that torch multiplies weights of experts."""
+    config = tiny_config("Gemma4ForCausalLM", hidden_size_per_layer_input=0)
+    model = load(write_checkpoint(tmp_path, config), compiled, "bfloat16", None)
+    cache = Cache(model)
+    with torch.inference_mode():
+        _, again = compiled.record_forward(
+            lambda *step: model.forward(*step, cache), *step_of([3], generator, [0]), MAX_TOKENS
+        )
+    assert again is not None
+
+
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_forward_is_recorded_from_one_token_step(name, tmp_path, compiled, generator):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.errors import ModelError
 from octavo.kernels.reference import ReferenceKernels
-from octavo.models import gguf_tensors
+from octavo.models import weight_source
 from octavo.models.gguf_file import StoredArray, TensorType
 from octavo.models.gguf_tensors import ExpandedRows
 from octavo.models.loader import load_model
@@ -168,7 +168,7 @@ def test_table_stays_in_its_file(tmp_path, quantization, prompt_logits):
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q6_K", "IQ4_NL"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_gguf_tables_are_expanded_alone(dtype, kind, tmp_path, generator, monkeypatch):
-    monkeypatch.setattr(gguf_tensors, "_EXPANDED_IN_STEP", 3 * 512)
+    monkeypatch.setattr(weight_source, "_VALUES_AT_ONCE", 3 * 512)
     stored_type = TensorType[kind]
     row_bytes = 512 // stored_type.block_values * stored_type.block_bytes
     packed = torch.randint(0, 60, (9, row_bytes), generator=generator, dtype=torch.uint8)
@@ -180,7 +180,7 @@ def test_rows_of_gguf_tables_are_expanded_alone(dtype, kind, tmp_path, generator
 
 
 def test_step_expands_few_rows_of_gguf_table_at_a_time(tmp_path):
-    """A step that expanded all its rows in float32 would take 32 MiB instead of 16 MiB of rows and a few MiB."""
+    """All rows in float32 would take 32 MiB. The result has 16 MiB, and the rest takes less than 10 MiB."""
     kind = TensorType.Q8_0
     packed = torch.zeros(4, 4096 // kind.block_values * kind.block_bytes, dtype=torch.uint8)
     rows = ExpandedRows(StoredArray(tmp_path, kind, (4, 4096), 0, packed.numel()), packed)

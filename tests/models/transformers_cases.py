@@ -75,8 +75,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 
-# Gemma 4 does not divide scores, so their rounding has more effect: float32 logits of transformers differ from its
-# float64 logits by up to 6e-5.
+# Gemma 4 does not divide scores, so their rounding has more effect. In the cases with this tolerance, float32 logits of
+# transformers differ from its float64 logits by up to 6e-5.
 ROUNDED_SCORES = 1e-4
 GEMMA4_DENSE = {
     "hidden_size_per_layer_input": 0,

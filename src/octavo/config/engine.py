@@ -107,8 +107,9 @@ class ModelConfig:
         None,
         "Round the weights at load. int8 takes half the memory of bfloat16 and is 1.6 to 3 times as fast on a CPU "
         "with VNNI. int4 takes less memory and changes answers more; embeddings and lm_head are int8. int4_all "
-        "rounds them to int4, too, for small models with a large vocabulary. fp8, on a GPU, halves the memory of "
-        "the layers and does not round activations. Plain torch only saves memory. Default: as in the checkpoint.",
+        "rounds these to int4, too; use it for small models with a large vocabulary. fp8, on a GPU, halves the memory "
+        "of the layers and does not round activations. Plain torch is not faster. Default: as in "
+        "the checkpoint.",
         choices=QUANTIZATIONS,
         short="-q",
     )
@@ -311,8 +312,8 @@ class SchedulerConfig:
     async_scheduling: bool | None = option(
         None,
         "Schedule the next step while the current one is computed, if its outcome is predictable. No token "
-        "changes. It pays if scheduling is slow compared with the computation. Default: on a GPU without "
-        "drafts.",
+        "changes. It pays if scheduling is slow compared with the computation. Default: yes on a GPU "
+        "without drafts.",
     )
     preemption: PreemptionMode = option(
         PreemptionMode.AUTO,

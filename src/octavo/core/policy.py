@@ -233,8 +233,8 @@ class PrefillFirstBatching:
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
     """Admit waiting requests, and give tokens to the running prompts in `outranked`, by importance.
 
-    outranked: Running prompts that are less important than a waiting request. If one of them gets no tokens, the others
-    still get tokens, but no further request is admitted.
+    outranked: Running prompts that are less important than a waiting request. If one gets no tokens, no further
+    request is admitted, but the others still get tokens.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

@@ -153,7 +153,7 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # Prefer an unknown key to a string with unescaped quotes.
+        # Unknown keys are more likely than strings with unescaped quotes.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
         found = found if budget.num_steps else None  # the second search may have run out of steps
@@ -189,8 +189,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One interpretation of a text up to a position.
 
-    is_clear: True if no other repair explains the text. is_paired: True if each string with unescaped
-    quotes has an even number of quotes.
+    is_clear: True if no other repair explains the text. is_paired: True if no string has an odd number
+    of quotes within it.
     """
 
     position: int = 0

@@ -53,9 +53,9 @@ def read_timeout(request: Request, limit_s: float) -> float:
 
 
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read a body, and take its bytes from `pool`. Closing `taken` returns the bytes.
+    """Read a body, and reserve its size in `pool` until `taken` is closed.
 
-    The first `FREE_BYTES` are not taken from `pool`.
+    The first `FREE_BYTES` are not reserved.
     """
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")

@@ -134,8 +134,8 @@ class _Waiter:
 class WaitingLine:
     """Requests that wait for units of a pool. Requests of one tenant wait in order of arrival.
 
-    Later requests may overtake a tenant's first waiter. Two rules apply after later requests have taken the number of
-    units that the waiter requested:
+    Later requests may overtake a tenant's first waiter until they have taken as many units as it requested. Then two
+    rules apply:
 
     - No request of the same tenant overtakes the waiter.
     - If the tenant holds no units, other tenants cannot take the units that the waiter needs.

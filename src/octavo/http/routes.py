@@ -26,7 +26,7 @@ class Route:
     work: "answer" if a model generates text, "vectors" if a model embeds texts, "count" if texts are only read. The
     tenant's limits apply to requests with `work`, and the router balances these requests.
     methods: Allowed HTTP methods. The OpenAPI document shows only the first method.
-    operators: Action that needs the permission `read_metrics`.
+    operators: An action for which a key needs `read_metrics`, or "".
     """
 
     path: str

@@ -337,8 +337,8 @@ def _describe_drafts(drafts: DraftStats) -> str:
 
 def _describe_experts(experts: ExpertStats) -> str:
     return (
-        f"a step read {experts.read_bytes / experts.num_steps / 2**20:,.1f} MiB of experts' weights on average, "
-        f"{experts.tokens_per_read:.2f} tokens per expert; a layer's busiest expert had "
+        f"on average a step read {experts.read_bytes / experts.num_steps / 2**20:,.1f} MiB of experts' weights; an "
+        f"expert that was read computed {experts.tokens_per_read:.2f} tokens; a layer's busiest expert had "
         f"{experts.imbalance / experts.num_steps:.2f} times the mean"
     )
 

@@ -105,7 +105,7 @@ class Architecture:
 
     @property
     def tables(self) -> list[Table]:
-        """Tables of embeddings, which stay in the file."""
+        """Tables, of which a step reads only rows."""
         return [each for each in in_order(self.tensors()) if isinstance(each, Table)]
 
     @property

@@ -17,6 +17,7 @@ from octavo.kernels.block_weight import BlockKind, BlockWeight
 from octavo.models.gguf_config import BLOCK_KINDS, TABLE
 from octavo.models.gguf_file import TensorType
 from octavo.models.weight_files import some
+from octavo.models.weight_source import read_rows
 from octavo.runtime.process_memory import forget_pages, return_free_memory
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ _RESIDENT_BYTES = 32 << 20  # of tensors that stay in memory, in addition to the
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 _BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
 _EXPANDED_AT_ONCE = 1 << 22
-_EXPANDED_IN_STEP = 1 << 19
 
 
 class GGUFTensors:
@@ -169,15 +169,14 @@ class ExpandedRows:
     packed: Tensor
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `TableRows`. Expands few rows at a time."""
-        kind, width, indices = self.stored.type, self.stored.shape[1], indices.cpu()
+        """See `TableRows`."""
+        return read_rows(indices, self.stored.shape[1], dtype, self._read)
+
+    def _read(self, indices: Tensor) -> Tensor:
+        kind, chosen = self.stored.type, self.packed[indices]
         if kind in _FLOATS:
-            return self.packed[indices].view(_FLOATS[kind]).to(dtype)
-        numbers = torch.empty(len(indices), width, dtype=dtype)
-        step = max(1, _EXPANDED_IN_STEP // width)
-        for into, chosen in zip(numbers.split(step), indices.split(step), strict=True):
-            into.copy_(_expand(self.stored, self.packed[chosen].view(-1, kind.block_bytes)).view(into.shape))
-        return numbers
+            return chosen.view(_FLOATS[kind])
+        return _expand(self.stored, chosen.view(-1, kind.block_bytes)).view(len(chosen), self.stored.shape[1])
 
 
 def _forget(path: Path, rows: Tensor) -> None:

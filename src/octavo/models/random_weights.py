@@ -39,7 +39,7 @@ class RepeatedRows:
 class RandomWeights:
     """`StoredTensors` of normally distributed values, with mean 0 or, for norms, `norm_mean`.
 
-    A tensor depends only on the seed and its name.
+    A tensor depends only on the seed and its name. Large tables repeat their first rows.
     """
 
     __slots__ = ("dtype", "norm_mean", "seed", "shapes", "std")
@@ -70,7 +70,7 @@ class RandomWeights:
         return self.tensor(name)
 
     def table(self, name: str) -> RepeatedRows:
-        """See `StoredTensors`. Makes only the first rows of a large table."""
+        """See `StoredTensors`."""
         num_rows, width = self.shapes[name]
         return RepeatedRows(self._random(name, (min(num_rows, _TABLE_ROWS), width)))
 

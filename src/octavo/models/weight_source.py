@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from octavo.models.weight_files import find_weight_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import torch
@@ -20,13 +20,26 @@ if TYPE_CHECKING:
 
     StoredWeight = Tensor | BlockWeight | QuantizedWeight
 
+_VALUES_AT_ONCE = 1 << 19
+
 
 class TableRows(Protocol):
-    """A matrix's rows, read from its file."""
+    """A matrix's rows, read when a step needs them."""
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows on the CPU, for int64 indices."""
+        """Return rows in `dtype`, on the CPU, for int64 indices."""
         ...
+
+
+def read_rows(indices: Tensor, width: int, dtype: torch.dtype, read: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `read(indices)` in `dtype`. Reads few rows at a time."""
+    indices = indices.cpu()
+    numbers = indices.new_empty((len(indices), width), dtype=dtype)
+    step = max(1, _VALUES_AT_ONCE // width)
+    for first in range(0, len(indices), step):
+        part = slice(first, first + step)
+        numbers[part] = read(indices[part])
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +50,7 @@ class FloatRows:
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """See `TableRows`."""
-        return self.matrix[indices.cpu()].to(dtype)
+        return read_rows(indices, self.matrix.shape[1], dtype, self.matrix.__getitem__)
 
 
 class StoredTensors(Protocol):

@@ -35,7 +35,7 @@ class _Index:
 
 
 class NgramProposer(LookupProposer[_Index]):
-    """Uses the longest match, from prompt_lookup_max down to prompt_lookup_min tokens.
+    """Matches as many last tokens as possible, from prompt_lookup_max down to prompt_lookup_min.
 
     While the indices are full, new requests get no drafts.
     """

@@ -36,7 +36,7 @@ def make_decode_plan(
 ) -> DecodePlan | None:
     """Return the plan of a model's graphs, or None if no graphs are captured.
 
-    num_rows: average rows per request, ascending.
+    num_rows: each graph's average rows per request, ascending.
     """
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture

@@ -175,7 +175,7 @@ class InputBatch:
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
         """Make the next step feed the tokens that this step sampled.
 
-        sampled_rows, sampled: int64 [n] on the device, with distinct rows. rows: the rows that the next step feeds.
+        sampled_rows, sampled: distinct rows and their tokens, int64 [n] on the device. rows: the next step's.
         """
         self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows

@@ -86,7 +86,7 @@ class Check:
     """Results of checking one product.
 
     rows_are_independent: a row has equal bits alone and in a batch. threads_are_equal: one thread and all threads
-    compute equal bits. error: relative norm of the difference from the float64 product. Includes the rounding of
+    compute equal bits. error: relative norm of the difference from the float64 product, including the rounding of
     activations (int8, int4) and scales (int4).
     """
 

@@ -20,9 +20,9 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
     """Return uint8 [num_bytes] of pinned memory. Raises `ConfigError` if too little is free.
 
-    is_brief: True for copies of a step. Then the memory comes from torch's allocator, which keeps freed memory until
-    copies are done, and rounds sizes up to powers of two. Otherwise the memory has whole pages, and must not be freed
-    during a copy. If the driver refuses whole pages, torch's allocator is used, with a warning.
+    is_brief: True if only one step uses the memory. Then it comes from torch's allocator, which keeps freed memory
+    until copies are done, and rounds sizes up to powers of two. Otherwise the memory has whole pages, and must not be
+    freed during a copy. If the driver refuses whole pages, torch's allocator is used, with a warning.
     """
     if is_brief or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -37,11 +37,11 @@ SCORINGS = [SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN]
 ROUTERS = [(5, 3, 1, 1), (128, 8, 1, 1), (40, 6, 8, 3), (60, 2, 3, 2), (64, 1, 4, 1), (6, 2, 6, 4)]
 
 
-def assert_chosen_as_by_torch(kernels, generator, scoring, router, *, has_bias=True, **options):
+def assert_chosen_as_by_torch(kernels, generator, scoring, router, *, has_bias=True, has_factors=True, **options):
     experts, chosen, groups, kept = router
     logits = torch.randn(9, experts, generator=generator)
     bias = torch.randn(experts, generator=generator) / 10 if has_bias else NOTHING
-    factors = torch.randn(experts, generator=generator) if has_bias else NOTHING
+    factors = torch.randn(experts, generator=generator) if has_factors else NOTHING
     options = {"num_groups": groups, "num_chosen_groups": kept, "least_sum": 0.0, "scale": 1.5} | options
     expected = choose(ReferenceKernels(), logits, chosen, scoring, bias, factors, **options)
     ids, weights = choose(kernels, logits, chosen, scoring, bias, factors, **options)
@@ -56,7 +56,7 @@ def assert_chosen_as_by_torch(kernels, generator, scoring, router, *, has_bias=T
 @pytest.mark.parametrize("router", ROUTERS, ids=str)
 @pytest.mark.parametrize("is_group_best", [True, False])
 def test_choice_is_that_of_plain_torch(kernels, generator, scoring, router, is_group_best):
-    assert_chosen_as_by_torch(kernels, generator, scoring, router, is_group_best=is_group_best)
+    assert_chosen_as_by_torch(kernels, generator, scoring, router, is_group_best=is_group_best, has_factors=False)
     assert_chosen_as_by_torch(kernels, generator, scoring, router, has_bias=False, least_sum=-1.0)
 
 

@@ -119,7 +119,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def end_lending(self) -> None:
         """Make lent blocks with cached content CACHED again, and free all other lent blocks.
 
-        The step with the copies must have been scheduled before.
+        Call this after the step that copies them was scheduled.
         """
         for block_id, content in reversed(self.lent.items()):  # a sequence's last block is evicted first
             if content is None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Expected:
     """The prefix of a prompt expected in an engine's cache.
 
-    num_bytes: Length of the prefix. It is 0 if all pieces were last sent by the oldest open request or later, because
-    the engine may still compute the pieces.
+    num_bytes: Length of the prefix. It is 0 if no piece was last sent before the oldest open request, because the
+    engine may still compute them.
     since: Earliest of the times at which the prefix's pieces were last sent.
     """
 

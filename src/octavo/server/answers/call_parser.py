@@ -280,7 +280,7 @@ class ToolParser:
         self._commit()
 
     def _check_end(self, call: Call, reported: str) -> Wait[None]:
-        """Repair arguments that end too early. The cause is a string with an unescaped quote and bracket."""
+        """Repair arguments that end too early because a string has an unescaped quote and a bracket."""
         char = yield from self._skip_space()
         if char == '"':
             self._position += 1

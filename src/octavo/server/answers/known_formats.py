@@ -121,7 +121,7 @@ def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) 
     """Return the format that the chat templates use, or None.
 
     Prefer a format that writes the sample call exactly as the templates do. Otherwise, accept a format that reads the
-    call. If the templates do not render the call, or copy the client's JSON, `_MARKS` decides.
+    call. If the templates omit the call or copy the client's JSON, `_MARKS` decides.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

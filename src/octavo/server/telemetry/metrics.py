@@ -100,7 +100,7 @@ _DRAFT_POSITIONS = (
     ("num_accepted_tokens_per_pos", "Accepted draft tokens by position in the draft."),
 )
 _EXPERT_COUNTERS = (
-    ("num_tokens", "expert_tokens", "Tokens computed by experts, counted once per expert."),
+    ("num_tokens", "expert_tokens", "Tokens, counted once per layer and chosen expert."),
     ("num_reads", "expert_reads", "Experts with tokens, counted once per layer and step."),
     ("read_bytes", "expert_read_bytes", "Bytes of expert weights that were read."),
 )
@@ -211,7 +211,7 @@ def _drafts(drafts: DraftStats, model: list[str]) -> Iterator[Metric]:
 def _experts(experts: ExpertStats, model: list[str]) -> Iterator[Metric]:
     for attribute, name, text in _EXPERT_COUNTERS:
         yield counter(name, text, _MODEL, [(model, getattr(experts, attribute))])
-    text = "Tokens of each layer's busiest expert divided by the mean of its experts, by step."
+    text = "Tokens of the layers' busiest experts, divided by the layers' means, by step."
     family = SummaryMetricFamily("octavo:expert_imbalance", text, labels=_MODEL)
     family.add_metric(model, experts.num_steps, experts.imbalance)
     yield family

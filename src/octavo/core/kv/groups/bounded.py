@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class BoundedGroup:
     """A `KVGroup` with a limit on the number of positions that a token attends to.
 
-    on_evict: Called with the first group's block before the block's part is evicted.
+    on_evict: Called before a part is evicted, with the first group's block.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ class ChatChoice(Struct):
 
 
 class Generated(Struct):
-    """First fields."""
+    """Fields of an answer."""
 
     id: str
     created: int

@@ -180,7 +180,7 @@ def _read_tools(request: ResponsesRequest, tool_format: ToolFormat | None) -> To
         place = f"tools[{index}]"
         check_tool_type(tool, place, "function", '{"type": "function", "name": ...}')
         described.append(read_function(tool, place))
-    # Answers without tools have the tool_choice "auto", which clients may send back.
+    # Clients may send back the tool_choice "auto" of an answer without tools.
     has_tools = request.tools is not None or request.tool_choice == "auto"
     choice = read_choice(request.tool_choice, lambda wanted: wanted.get("name"), has_tools=has_tools)
     return Toolbox.make(described, tool_format, choice, parallel=request.parallel_tool_calls)
