@@ -67,7 +67,7 @@ class DraftPolicy:
         If the step verified drafts, return two durations in seconds: that of the step including the drafting before it,
         and an estimate for the same tokens without drafts.
 
-        seconds: The step's duration, including the drafting at its end.
+        seconds: The step's duration, including the drafting at its end, which is for the next step.
         """
         if not (self._has_drafts or result.drafting_s):
             return None

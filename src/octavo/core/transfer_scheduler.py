@@ -255,8 +255,8 @@ class KVTransferScheduler:
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
         """Prepare a prefix hit whose KV is for another engine. Return the hit, shortened if necessary.
 
-        The blocks of the hit that the store lacks are saved immediately. If one of them cannot be saved with the parts
-        of all groups, the hit ends before this block.
+        The blocks of the hit that the store lacks are saved immediately. If a part of one of them cannot be saved, the
+        hit ends before this block.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):

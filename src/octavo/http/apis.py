@@ -37,7 +37,7 @@ class Api:
     The router reads the other fields.
 
     limits: Request fields that limit the number of output tokens. "a.b" means field b of object a.
-    counted: Answer field that comes before the token counts or contains them.
+    counted: Answer field before or around the token counts.
     """
 
     name: str

@@ -115,8 +115,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was the first waiter of its tenant. A unit that another
-    tenant took is multiplied by the weight of this request's tenant and divided by the weight of the other tenant.
+    passed: Units that later requests took while this request was the first waiter of its tenant. A unit of another
+    tenant counts as this tenant's weight divided by the other tenant's weight.
     """
 
     tenant: Tenant

@@ -144,7 +144,7 @@ class Partners:
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
     """Return True if the decode engine itself computed the request's new tokens.
 
-    The engine counts the tokens of all its prompts together. Prompts of other requests count as fully computed.
+    The engine counts the tokens of all its prompts together, so it is assumed that it computed the other prompts whole.
     """
     before = request.before
     if before.num_computed is None or after.num_computed is None:

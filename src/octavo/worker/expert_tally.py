@@ -24,8 +24,8 @@ _ALIGNMENT = 4  # numbers; Triton compiles again for other alignments
 class ExpertTally:
     """Counts tokens by layer and expert.
 
-    tokens: totals; None without layers. Recorded passes write `Experts.starts`, too, because it never moves. Padding
-    rows of decode graphs count.
+    tokens: totals; None without layers. Recorded passes also count, because they write `Experts.starts` in place.
+    Padding rows of decode graphs count.
     """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:

@@ -52,7 +52,7 @@ def _weights(model: CausalLM) -> Iterator[Tensor]:
 def check_tables(model: CausalLM) -> None:
     """Recompute rotary tables and query scales. Raises `FingerprintError` if a bit differs.
 
-    Checked tables are equal if their configurations and first rows are equal.
+    After this check, tables with equal configurations and equal first rows are equal.
     """
     for attention in _attentions(model):
         rope, table, scale = attention.config.rope, attention.cos_sin, attention.query_scale

@@ -1,7 +1,7 @@
 """The worker's requests, and the ragged batch of a step.
 
 A step may be launched before the previous step is collected. A token that is sampled but not collected is an awaited
-token. The host writes -1 - row for the token. The device replaces this number by the row's last sampled token.
+token. Instead of its id, the host writes -(row + 1). The device replaces this number by the row's last sampled token.
 """
 
 from __future__ import annotations

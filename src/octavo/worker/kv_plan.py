@@ -61,7 +61,7 @@ class KVPlan:
         return cls(
             block_bytes=(first + draft_block_bytes, *others),
             max_num_seqs=max_num_seqs,
-            # A window may have both ends inside blocks, and the source of a copy may be held, too.
+            # One more block because a window may begin inside a block, and one for the source of a copy.
             blocks_of_sequence=tuple(-(-most // block_size) + 2 for most in most_positions if most is not None),
             blocks_of_step=-(-max_num_batched_tokens // block_size),
         )
@@ -77,7 +77,7 @@ class KVPlan:
 
     @property
     def _blocks_that_run(self) -> list[int]:
-        """Blocks of each bounded group for all sequences, for a step, and for a step's tokens that are being saved."""
+        """Blocks of each bounded group: for all sequences, plus a step's tokens, plus its tokens in saves."""
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:

@@ -29,8 +29,8 @@ class CacheAware(RoutingPolicy):
     cached prefix. In two cases, it goes to the engine with the least load and work instead:
 
     - The prefix is a small part of the prompt.
-    - Earlier prompts with this prefix continued in different ways, and the prefix is short or the engine has too much
-      work.
+    - Earlier prompts with this prefix continued in different ways, and either the prefix is short or the engine with
+      this prefix has too much work.
 
     balance_tokens, balance_ratio: An engine has too much work if its work exceeds the smallest work by more than
     balance_tokens, and also exceeds balance_ratio times the smallest work. The same limits apply to the load. An engine

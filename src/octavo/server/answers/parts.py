@@ -27,7 +27,7 @@ class Part:
 
     text: Tool's name if `kind` is `call`. JSON if `kind` is `arguments`. The JSON is incomplete if the answer was cut
     off, and broken if a long call was malformed.
-    start: Index of the part's first character in the answer. For calls and arguments, it may be smaller.
+    start: Index of the part's first character in the answer. For calls and arguments, an earlier index is allowed.
     """
 
     kind: PartKind

@@ -124,7 +124,7 @@ class MistralParser(ToolParser):
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
         """Move to the arguments after a call's head.
 
-        If the head is invalid, raise `MalformedError`. If the answer ends within the head, first move to its end.
+        If the head is invalid, raise `MalformedError`. If the answer ends within it, first move to the answer's end.
         """
         if head is not None:
             self._position = brace

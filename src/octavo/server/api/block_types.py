@@ -22,8 +22,8 @@ MEDIA = "this server reads text only, no images, sound or files"
 class Fields:
     """The fields of objects of one type.
 
-    read: names of the fields that this server uses. harmless: maps a field that is ignored to the reason. unsupported:
-    maps a field to the values that are accepted because they have no effect.
+    read: names of the fields that this server uses. harmless: maps an ignored field to the reason why it is
+    ignored. unsupported: maps a field to its accepted values, which turn it off.
     """
 
     read: frozenset[str]

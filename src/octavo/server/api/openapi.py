@@ -115,7 +115,7 @@ def _operation(route: Route, path: str, schemas: dict[Any, _Object]) -> _Object:
 
 
 def _errors(route: Route, declared: Endpoint, schemas: dict[Any, _Object]) -> _Object:
-    # An error before the route is known has OpenAI's form.
+    # Errors that occur before the route is known have OpenAI's form.
     kinds = dict.fromkeys((_ERRORS.get(route.api, Error), Error))
     either = [schemas[kind] for kind in kinds]
     statuses = {status for status in _STATUSES if declared.body is not None or status not in _POST_ONLY}

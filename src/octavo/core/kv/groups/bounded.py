@@ -3,8 +3,8 @@
 A request holds only the blocks that later tokens can still read. Each block of the first group has parts: the blocks
 of bounded groups with the same positions.
 
-Lookups find a private block only after its release. If blocks are reserved for a request, its new blocks are private.
-If too few blocks are free for the reservation, the blocks of the request's prefix hit become private, too.
+If blocks are reserved for a request, its new blocks are private: lookups find them only after their release. If too few
+blocks are free for the reservation, the blocks of the request's prefix hit become private, too.
 """
 
 from __future__ import annotations
