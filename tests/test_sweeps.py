@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import commit_suffix
 from sweeps import is_its_turn, left_out
 
 CASES = list(range(10))
@@ -36,6 +37,15 @@ def test_expensive_tests_do_not_all_run_on_same_day():
     days = [sum(is_its_turn(3, f"2026-{day} {test}") for test in range(100)) for day in range(30)]
     assert min(days) > 10
     assert max(days) < 60
+
+
+def test_seed_names_the_commit():
+    """So each commit draws other cases."""
+    command = ["git", "-C", str(TESTS), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()  # "" if no repository
+    suffix = commit_suffix()
+    assert bool(suffix) == bool(head)
+    assert head.startswith(suffix.removeprefix("-"))
 
 
 TURNS = """
