@@ -188,9 +188,9 @@ def test_refused_text_work_is_still_charged(text: TextWork) -> None:
     assert counted == [12]
 
 
-def test_endless_template_rendering_is_aborted(text: TextWork, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("walk", ["{{ c.role }}", "user"])
+def test_endless_template_rendering_is_aborted(text: TextWork, monkeypatch: pytest.MonkeyPatch, walk: str) -> None:
     monkeypatch.setattr(text_work, "_LONGEST_S", 0.2)
-    walk = "{{ c.role }}"
     for name in "cba":
         walk = f"{{% for {name} in messages %}}{walk}{{% endfor %}}"
     template = ChatTemplate(walk)

@@ -49,7 +49,7 @@ class OptimisticAdmission:
     """Starts a request if its known tokens fit. If too few blocks are free later, a running request is preempted.
 
     When a request starts, one block for each running request must stay free, to delay the next preemption. A request
-    that was preempted `max_num_preemptions` times restarts only once all blocks that it may need are free.
+    that was preempted `max_num_preemptions` times restarts only when all blocks that it may need are free.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -95,10 +95,10 @@ class OptimisticAdmission:
 class ReservationAdmission:
     """Reserves blocks for prompt + max_tokens of each running request, to avoid preemptions.
 
-    A request is preempted only if blocks are pinned for ended requests or for another engine. Source: Hugging Face TGI
+    A request is preempted only if transfers pin KV of ended requests or KV for another engine. Source: Hugging Face TGI
     (router/src/infer, `Queue::next_batch` and `batching_task`).
 
-    most_saved_blocks: Number of blocks of each bounded group that saves may pin in addition to the reservations.
+    most_saved_blocks: Number of blocks that saves may pin in each bounded group, in addition to the reservations.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _FIRST_RATE = 0.7  # assumed acceptance rate before any draft was verified
 _CREDIT_S = 0.01  # initial value of the seconds gained by lookups
-_OLDER_GUESSES = 0.95  # factor by which each step with lookups reduces earlier sums
+_OLDER_GUESSES = 0.95  # each step with lookups multiplies earlier sums by this factor
 _SMALL_SHARE = 0.005  # maximum loss by lookups, as a share of the steps' time
-_STEPS_OF_A_TRIAL = 16  # if lookups lose more, one of 16 steps still tries lookups
+_STEPS_OF_A_TRIAL = 16  # if lookups lose more, only one of 16 steps tries lookups
 _REQUESTS_OF_A_TRIAL = 8
 
 
@@ -62,12 +62,13 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step without prompt tokens. `verified` must have been called before.
+        """Learn from a step, unless the step has prompt tokens. `verified` must have been called before.
 
-        If the step verified drafts, return two durations in seconds: that of the step including the drafting before it,
-        and an estimate for the same tokens without drafts.
+        If the step verified drafts and an estimate without drafts exists, return two durations in seconds:
+        - The step and the drafting before the step.
+        - The estimate for the same tokens without drafts.
 
-        seconds: The step's duration, including the drafting at its end, which is for the next step.
+        seconds: The step's duration, including the drafting for the next step.
         """
         if not (self._has_drafts or result.drafting_s):
             return None

@@ -46,7 +46,7 @@ class ServiceCounters:
         self._served[tenant] = max(self.served(tenant), level)
 
     def forget_all(self) -> None:
-        """Reset all counters. Call this only without requests."""
+        """Reset all counters. Call this only when no requests are open."""
         self._served.clear()
         self.num_restarts += 1
 
@@ -62,7 +62,7 @@ class ServiceCounters:
 class FairRequestQueue:
     """Serves the tenant with the smallest counter first.
 
-    rank: Order of the requests of one tenant, as in `PriorityRequestQueue`.
+    rank: Orders each tenant's requests, as in `PriorityRequestQueue`.
     """
 
     def __init__(

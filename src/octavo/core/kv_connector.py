@@ -43,7 +43,7 @@ class KVConnector(Protocol):
         ...
 
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
-        """Return the keys whose blocks the store lacks and wants.
+        """Return the keys of blocks that the store lacks and wants.
 
         only_first_group: True if only the content of the first KV group can be saved.
         """

@@ -101,8 +101,8 @@ class OutputBuilder:
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Report all requests of a failed step as ended. The worker may have received any part of the step."""
+        """Report all requests of a failed step as ended, because the worker may have received any part of the step."""
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
-        # If a step without tokens fails, repeating it would keep the core busy.
+        # Endless retries of a step without tokens would keep the core busy.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)

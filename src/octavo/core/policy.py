@@ -143,7 +143,7 @@ def should_swap(config: SchedulerConfig, num_tokens: int, num_blocks: int) -> bo
 
 
 def is_prefill(request: Request, num_computed_tokens: int | None = None) -> bool:
-    """Return True if a request has no output yet, or if tokens before its newest token are not computed."""
+    """Return True if a request has no output yet, or if any token before its newest token is not computed."""
     sequence = request.sequence
     num_computed = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
     return len(sequence.token_ids) - num_computed > 1 or not sequence.num_output_tokens
@@ -159,7 +159,7 @@ class Batching(Protocol):
 
     @property
     def prefill_limit(self) -> int:
-        """Maximum number of prompt tokens in the next step that also decodes, or 0 for no limit."""
+        """Maximum number of prompt tokens in the next step with decodes, or 0 for no limit."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
@@ -182,7 +182,7 @@ class MixedBatching:
     instead chooses a limit by profiling.
     """
 
-    _SHRINK, _GROW = 0.5, 1.25  # limits on the factor of one change
+    _SHRINK, _GROW = 0.5, 1.25  # minimum and maximum factor of one change
 
     def __init__(self, most: int, least: int = 0, step_s: float = 0.0) -> None:
         self._most, self._least, self._step_s = float(most), float(least), step_s
@@ -233,8 +233,8 @@ class PrefillFirstBatching:
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
     """Admit waiting requests, and give tokens to the running prompts in `outranked`, by importance.
 
-    outranked: Running prompts that are less important than a waiting request. If one gets no tokens, no further
-    request is admitted, but the others still get tokens.
+    outranked: Running prompts that are less important than a waiting request. If such a prompt gets no tokens, no
+    further request is admitted, but the later prompts still get tokens.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

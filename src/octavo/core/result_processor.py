@@ -72,7 +72,7 @@ class ResultProcessor:
                 options = request.options
                 num_served[options.tenant] += num_new / options.tenant_weight
                 outputs.append(output)
-        if requests:  # without requests, the counters were reset
+        if requests:  # the counters were reset if no request remains
             for tenant, num_tokens in num_served.items():
                 self._state.policy.counters.charge_output(tenant, num_tokens)
         if len(requests) < num_requests:
@@ -105,7 +105,7 @@ class ResultProcessor:
     ) -> EngineCoreOutput | None:
         """Advance a request by `count` computed tokens. The last `num_drafts` of these tokens are drafts.
 
-        sampled: Accepted drafts and one more token, or empty if sampling was postponed.
+        sampled: Accepted drafts and one more token. Empty if known tokens remain uncomputed or sampling was postponed.
         """
         request_id, sequence, num_sampled = request.request_id, request.sequence, len(sampled)
         num_computed = request.num_computed_tokens + count

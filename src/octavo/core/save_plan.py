@@ -1,8 +1,8 @@
 """Chooses the KV blocks to save in an external store.
 
-Each block of the first group has parts: the blocks of bounded groups with the same positions. Lookups in a store stop
-at the first missing block. Therefore, if a part was evicted, the first group's content is still saved. A prefix hit can
-use it if the next token does not read the part.
+Each block of the first group has parts: the bounded groups' blocks with the same positions. Lookups in a store stop at
+the first missing block. Therefore, if a part was evicted, the first group's content is still saved. A prefix hit can
+use this content if the next token does not read the part.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return the maximum number of blocks, each with all its parts, that saves in progress may pin.
+    """Return the maximum number of blocks that pending saves may pin with all parts.
 
-    In a bounded group, saves may pin all blocks that `max_num_seqs` running requests do not need.
+    A bounded group's limit is the number of blocks that `max_num_seqs` requests and one step do not need, but at least
+    `num_blocks // _SAVE_SHARE`.
     """
     most = most_pinned_blocks(manager)
     num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
@@ -48,8 +49,8 @@ def blocks_to_save(
 ) -> tuple[list[int], list[list[int]]]:
     """Return the indices of the blocks to save, and for each group the ids of these blocks.
 
-    If a bounded group has evicted its block, only the content of the first group can be saved. It is saved if the store
-    lacks this content, and the ids are `NO_BLOCK` in all bounded groups.
+    If a part of a block is missing, only the first group's content can be saved. If the store wants this content, the
+    block is included, with the id `NO_BLOCK` in all bounded groups.
 
     indices: Candidates, as indices in the request's block table.
     """

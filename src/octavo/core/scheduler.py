@@ -98,7 +98,8 @@ class Scheduler:
         """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
         Raises `RequestError` and changes nothing if the id is in use, the queue is full, the prompt is empty, or the
-        prompt could never fit together with one output token. A pooled prompt needs no output token.
+        request could never fit. One output token must fit after the prompt, none if pooled. With reservations, all of
+        `max_tokens` must fit.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -108,7 +109,6 @@ class Scheduler:
         least = request.sampling_params.least_output_tokens
         PromptTooLongError.check(request.num_prompt_tokens, self.max_model_len, least_output_tokens=least)
         longest = min(request.max_total_tokens, self.max_model_len)
-        # The newest token has no KV, so a request may exceed the capacity by one token.
         asked, request.max_total_tokens = request.max_total_tokens, longest
         try:
             self.admission.check_fits(request)
@@ -116,6 +116,7 @@ class Scheduler:
         except RequestError:
             request.max_total_tokens = asked
             raise
+        # The newest token has no KV, so a request may exceed the capacity by one token.
         request.max_total_tokens = min(longest, self.kv_cache_manager.capacity_tokens + 1)
         self._lifecycle.arrive(request)
 
@@ -132,7 +133,7 @@ class Scheduler:
         return outputs
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step. Running requests get tokens first, then waiting requests in order.
+        """Decide the next step. `batching` chooses which requests get tokens first.
 
         Under all policies except `fair`, a running prompt gets tokens after more important waiting requests. A step
         that preempts a request admits no request. While a step is in flight, `may_look_ahead()` must be True.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PROMPT_SHARE = 16  # a step with fewer tokens per request is mostly decodes
 _EXPECTED_LOOKUP_S = 5.0  # minimum lookup timeout if another engine computes the KV
-_SAVED_TOGETHER = 8  # generated blocks per save
+_SAVED_TOGETHER = 8  # blocks of generated tokens per save
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class KVTransferScheduler:
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # leading blocks that were offered to the store
-        self._saving: set[BlockHash] = set()  # blocks in pending saves with all parts
-        self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves of the first group only
+        self._saving: set[BlockHash] = set()  # blocks that pending saves save with all parts
+        self._saving_in_part: set[BlockHash] = set()  # blocks that pending saves save without parts
         self.reports_dropped_saves = True  # False in replays of old journals
-        # Maximum blocks of each KV group pinned by saves in progress. Saves for another engine do not count.
+        # Maximum number of blocks that pending saves may pin with all parts. Saves for another engine may exceed it.
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
@@ -120,8 +120,8 @@ class KVTransferScheduler:
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
         """Return how many tokens to load after the `computed` tokens, or None if the store has not yet answered.
 
-        The number is a multiple of the block size. It is 0 if loading would take longer than computing. If `may_wait`
-        is False, it is 0 instead of None.
+        The number is a multiple of the block size. If loading would take longer than computing, return 0. If `may_wait`
+        is False, return 0 instead of None.
         """
         size = self._manager.block_size
         may_ask = self._manager.prefix_cache.reads_cache(request) and request.request_id not in self._abandoned
@@ -201,7 +201,7 @@ class KVTransferScheduler:
         return num_tokens if is_enough else 0
 
     def offer(self, request: Request) -> None:
-        """Save a request's committed blocks, except blocks that the store has or does not want.
+        """Save a request's committed blocks that the store lacks and wants.
 
         Blocks of the prompt are saved immediately, and blocks of generated tokens in groups of `_SAVED_TOGETHER`. If
         the KV is for another engine, the limit on pinned blocks does not apply.
@@ -255,8 +255,8 @@ class KVTransferScheduler:
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
         """Prepare a prefix hit whose KV is for another engine. Return the hit, shortened if necessary.
 
-        The blocks of the hit that the store lacks are saved immediately. If a part of one of them cannot be saved, the
-        hit ends before this block.
+        Blocks of the hit that the store lacks are saved immediately. If a part of such a block cannot be saved, the hit
+        ends before the block.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -275,7 +275,7 @@ class KVTransferScheduler:
         """Process the end of a transfer. Return the transfer if it is a pending load, otherwise None.
 
         If an incomplete load leaves a request without usable tokens, the request asks the store once more for fewer
-        blocks. KV from another engine is not asked for again.
+        blocks. KV from another engine is not requested again.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:

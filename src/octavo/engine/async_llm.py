@@ -33,8 +33,8 @@ _CHARS_PER_ID = 4
 class AsyncEngine:
     """Runs an engine in a thread, and offers its methods to asyncio code.
 
-    Other threads reach the engine only through a command queue. max_unread_outputs: Number of unread outputs above
-    which a request is ended, or None.
+    Other threads reach the engine only through a command queue. max_unread_outputs: A request with more unread outputs
+    is aborted. None means no limit.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -45,7 +45,7 @@ class AsyncEngine:
         self._max_unread = max_unread_outputs
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._read: dict[str, OutputStream] = {}
-        self._streams: dict[str, OutputStream] = {}  # only for the engine's thread, like `_submitted`
+        self._streams: dict[str, OutputStream] = {}  # only the engine's thread uses this and `_submitted`
         self._submitted: set[OutputStream] = set()
         self._dead: OctavoError | None = None
         self._door = threading.Lock()  # no command is added after `_dead` is set

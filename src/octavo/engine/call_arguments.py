@@ -10,9 +10,9 @@ import pydantic_core
 
 from octavo.engine.json_recovery import recover_object
 
-_NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # cut off before its first value
+_NO_VALUE = re.compile(r'\s*\{\s*("(?:[^"\\]|\\.)*("\s*(:\s*)?)?)?\Z')  # an object cut off before its first value
 UNREADABLE_KEY = "arguments"
-"""The key of arguments that are no object."""
+"""`read_arguments` uses this key for text that is no object."""
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
@@ -28,7 +28,7 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a complete or cut-off call as an object, which chat templates need.
+    """Return the arguments of a complete or cut-off call as an object for chat templates.
 
     For a cut-off call, the object has the arguments that arrived, including an incomplete last string. Text that is no
     object becomes the value of `UNREADABLE_KEY`.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_ROLES = {"developer": "system"}  # OpenAI's newer name
+_ROLES = {"developer": "system"}  # OpenAI's newer name for "system"
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _TEMPLATE_ERRORS = (
@@ -62,8 +62,8 @@ class ChatTemplate:
     def from_directory(cls, directory: Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate | None:
         """Read a checkpoint's templates, if any. Raises `ModelError`.
 
-        chat_template.jinja replaces the templates of tokenizer_config.json. additional_chat_templates/*.jinja adds
-        more.
+        chat_template.jinja replaces the templates of tokenizer_config.json. additional_chat_templates/NAME.jinja adds
+        template NAME.
         """
         templates = _read_config_templates(directory / "tokenizer_config.json")
         single = directory / "chat_template.jinja"
@@ -166,7 +166,7 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return inner nodes."""
+        """Return a block's nodes."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -186,7 +186,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own filter would escape HTML
+        # Jinja's built-in filter would escape HTML
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from octavo.outputs import EngineCoreOutput
 
     Answer: TypeAlias = Callable[[OctavoError | None], None]
-    """Called once per added request: with None once it is queued, or with the error that refuses it."""
+    """Called once per added request, with None if it is accepted, or with an error."""
 
 
 class CoreClient(Protocol):
     """A client of a core in this process or another one. Only `wake` and the properties are thread-safe.
 
-    After a request is accepted, `step` returns outputs until all streams of the request have ended. If the core dies
+    After a request is accepted, `step` returns outputs until the request's n streams have ended. If the core dies
     earlier, the callback of `on_lost` is called.
     """
 
@@ -71,7 +71,7 @@ class CoreClient(Protocol):
         ...
 
     def finish_requests(self, stream_ids: Sequence[str], status: RequestStatus) -> None:
-        """End streams. Unknown ids are ignored. Only aborted streams get a last output from the core."""
+        """End streams. Unknown ids are ignored. `step` returns a last output only for aborted streams."""
         ...
 
     def has_work(self) -> bool:

@@ -77,7 +77,7 @@ class CoreLife:
         return self.health.why_given_up
 
     def send(self, message: bytes) -> bool:
-        """Send a message. Return False if the process is not ready."""
+        """Send a message. Return False if the process is not ready or connected."""
         if self.ready_at is None:
             return False
         try:

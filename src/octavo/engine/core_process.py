@@ -1,4 +1,4 @@
-"""The engine core in a process that exits with its parent."""
+"""Run the engine core in a process that exits with its parent."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
 def run_core_process(build: Build) -> None:
-    """Read a `Launch` from standard input, build its core, and serve the core until a `Stop` message.
+    """Read a `Launch` from standard input, build the core, and serve it until a `Stop` message.
 
     If build(config, progress) raises an error, the error is sent to the parent and the process exits with status 1.
     """
-    # The parent handles these signals, which may reach the whole process group.
+    # Only the parent handles these signals, which may reach the whole process group.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
         signal.signal(each, signal.SIG_IGN)
     _wake_when_parent_dies()
@@ -192,7 +192,7 @@ class CoreServer:
 
 
 def _wake_when_parent_dies() -> None:
-    """Have Linux send SIGCONT when the parent dies, because a stopped process cannot exit."""
+    """Have Linux send SIGCONT when the parent dies, because a suspended process cannot exit."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 

@@ -18,7 +18,7 @@ REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = REPLACEMENT.encode()
 _NO_UTF8 = b"\xff"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_UNFINISHED_BYTES = 3  # most bytes of an incomplete character
+_UNFINISHED_BYTES = 3  # maximum length of an incomplete UTF-8 character
 _BEFORE = "a"
 _NUM_REMEMBERED = 1 << 14  # pieces, about 2 MB
 _BY_NEIGHBOURS = frozenset({"BPEDecoder", "CTC"})
@@ -35,7 +35,7 @@ class TokenPieces:
     __slots__ = ("_decoder", "_decodes_bytes", "_id_to_token", "_special_ids", "has_byte_runs", "kept", "strips_start")
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
-        """Raises `ModelError` if a token's text depends on its neighbours."""
+        """Raises `ModelError` if a token's text depends on neighbouring tokens."""
         kinds = set(_kinds(None if backend.decoder is None else json.loads(backend.decoder.__getstate__())))
         if kinds & _BY_NEIGHBOURS:
             name = ", ".join(sorted(kinds & _BY_NEIGHBOURS))
@@ -60,7 +60,7 @@ class TokenPieces:
         return piece
 
     def _read(self, token: str | None) -> str | bytes:
-        if token is None:  # an id of the padded vocabulary
+        if token is None:  # an id in the vocabulary's padding
             return ""
         if self._decodes_bytes:
             data = _byte_level(token)
@@ -77,11 +77,11 @@ class TokenPieces:
 
 
 class IncrementalDetokenizer:
-    """Turns token ids into text. The joined results of `add` and `finish` equal `Tokenizer.decode`.
+    """Turns token ids into text. Without a prompt, the joined results of `add` and `finish` equal `Tokenizer.decode`.
 
-    Incomplete characters and byte runs are held back until later tokens complete them. The text continues the prompt.
-    Therefore the first word keeps its leading space, which sentencepiece would strip. A character is part of the text
-    even if its first bytes are in the prompt.
+    Incomplete characters and byte runs are held back until later tokens complete them. After a prompt, the first word
+    keeps its leading space, which sentencepiece would strip. A character is part of the text even if its first bytes
+    are in the prompt.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")
@@ -98,7 +98,7 @@ class IncrementalDetokenizer:
         self._kept = pieces.kept[skip_special_tokens]
         self._held = bytearray()
         self.num_prompt_bytes = 0
-        self._first_ids: list[int] | None = None  # ids whose text is still empty, or None
+        self._first_ids: list[int] | None = None  # leading ids while their text is empty, then None
         if not self._continue(prompt_token_ids) and pieces.strips_start:
             self._first_ids = []
 

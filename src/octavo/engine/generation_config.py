@@ -22,7 +22,7 @@ class GenerationDefaults:
     """A checkpoint's default sampling parameters and EOS ids.
 
     sampling: Values by parameter name. eos_token_ids: Ids from generation_config.json, or else from config.json. path:
-    File for error messages.
+    generation_config.json, for error messages.
     """
 
     sampling: dict[str, float | int]

@@ -1,7 +1,7 @@
 """Rebuild a GGUF file's tokenizer with the `tokenizers` library.
 
-The kind "gpt2" is byte-level BPE. "llama" is SentencePiece BPE with merges by score, as in transformers. "gemma4" is
-SentencePiece BPE with a list of merges.
+The kind "gpt2" is byte-level BPE. "llama" is SentencePiece BPE with merges computed from scores, as in transformers.
+"gemma4" is SentencePiece BPE with a list of merges.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _END_MARKS = frozenset(
         *("<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     )
 )
-_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # only control tokens with these texts are EOS
+_END_TEXTS = _END_MARKS | {"<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"}  # a control token with such a text is EOS
 
 
 class GGUFVocabulary:
@@ -58,7 +58,7 @@ class GGUFVocabulary:
         self._tokens = [text or f"[EMPTY_{id_}]" for id_, text in enumerate(tokens)]
         self.size = len(self._tokens)
         types = self._list("token_type", int, [_NORMAL] * self.size) if tokens else []
-        # Tokens that always end a turn become special, as in llama.cpp.
+        # Tokens that always end a turn become control tokens, as in llama.cpp.
         marks = {id_ for id_, text in enumerate(tokens) if text in _END_MARKS}
         self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 

@@ -23,7 +23,7 @@ class Patience:
     - endless: Like `dead`, for time without progress.
     - loading: Replaces `dead` until the process is ready.
     - restarts: Pauses before consecutive restarts. The last pause repeats.
-    - healthy: Time of service after which the first pause applies again.
+    - healthy: A process that served longer is restarted after the first pause.
     """
 
     frozen: float = 3.0
@@ -47,7 +47,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time. Call this before messages are read.
 
-        If the last call was long ago, this thread did not run. That time does not count as silence.
+        If the last call was long ago, the calling thread was delayed. That time does not count as silence.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

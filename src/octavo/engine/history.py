@@ -1,4 +1,4 @@
-"""Rewrite a conversation if a chat template would refuse it or drop parts. The given messages are not modified."""
+"""Rewrite conversations that a chat template would refuse or show incompletely. The given messages are not modified."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list
 
 
 def begun_by_user(chat: Sequence[Message]) -> list[Message]:
-    """Insert an empty user message if the assistant's message comes first."""
+    """Insert an empty user message if an assistant message comes first."""
     start = 1 if chat[0]["role"] == "system" else 0
     if len(chat) > start and chat[start]["role"] == "assistant":
         return [*chat[:start], {"role": "user", "content": ""}, *chat[start:]]
@@ -130,7 +130,7 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return the index of each result's call. A result without an id belongs to the first call without a result."""
+    """Return each result's call index, or None. A result without an id belongs to the first call without a result."""
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
         of_ids.setdefault(str(call.get("id")), deque()).append(place)

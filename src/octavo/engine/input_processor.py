@@ -24,7 +24,7 @@ _ORDINARY_CHARS = 16  # per token
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 
-A dictionary may have "predicted_token_ids", the expected answer; no token depends on it.
+A dictionary may have "predicted_token_ids", the expected answer. It only speeds up decoding.
 """
 
 
@@ -121,9 +121,9 @@ class InputProcessor:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = False, least_output_tokens: int = 1
     ) -> list[int]:
-        """Return a text's token ids. Raises `RequestError`. Raises `PromptTooLongError` above `max_model_len`.
+        """Return a text's token ids. Raises `RequestError`, and `PromptTooLongError` for far too long texts.
 
-        is_prompt: True to reserve room for `least_output_tokens`.
+        is_prompt: True to refuse more ids than `max_model_len` minus `least_output_tokens`.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:
@@ -192,7 +192,7 @@ class InputProcessor:
         self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
-        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # for the first stream only
+        further = params if params.n == 1 else replace(params, prompt_logprobs=None)  # only from the first stream
         eos_ids = frozenset[int]() if params.ignore_eos else self.model_info.eos_token_ids
         streams = [
             Request(

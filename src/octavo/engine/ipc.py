@@ -100,7 +100,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Ends known streams."""
+    """Ends streams. Ignores unknown ids."""
 
     stream_ids: list[str]
     status: RequestStatus
@@ -113,7 +113,7 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the process."""
+    """Ends the process."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -130,7 +130,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The core cannot be built. kind: Name of the error's class."""
+    """Reports a failed build. kind: Name of the error's class."""
 
     kind: str
     message: str
@@ -164,7 +164,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """Sends a snapshot and events, as pairs of a type's name and an encoded event."""
+    """Sends a snapshot. events: Pairs of an event type's name and the encoded event."""
 
     events: list[tuple[str, msgspec.Raw]]
     is_first: bool

@@ -35,7 +35,7 @@ _KEY = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})){0,256
 _LAST_COMMA = re.compile(r",[ \t\r\n]*[}\]]")
 _PYTHON_OBJECT = re.compile(r"\{[ \t\r\n]*'")
 END = re.compile(r"\s*\Z")
-"""Nothing but white space follows."""
+"""Matches if only white space follows."""
 
 
 class StrictObject:
@@ -142,7 +142,7 @@ def recover_object(
     Repairs unescaped quotes and control characters in strings, invalid escapes, trailing commas, and Python literals.
     Returns None unless exactly one repair is plausible.
 
-    ends: Pattern of the text that must follow the object. known: Keys expected, or None for any. opener:
+    ends: Pattern of the text that must follow the object. known: Expected keys, or None for any. opener:
     Pattern of the start of a tool call. A string with unescaped quotes is ambiguous if it contains a match of `opener`.
     """
     if _PYTHON_OBJECT.match(text):
@@ -153,7 +153,7 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # Unknown keys are more likely than strings with unescaped quotes.
+        # Retry, because unknown keys are more likely than strings with unescaped quotes.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
         found = found if budget.num_steps else None  # the second search may have run out of steps
@@ -189,8 +189,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One interpretation of a text up to a position.
 
-    is_clear: True if no other repair explains the text. is_paired: True if no string has an odd number
-    of quotes within it.
+    is_clear: True if no other repair explains the text. is_paired: True if each string with unescaped quotes has an
+    even number of inner quotes.
     """
 
     position: int = 0
@@ -218,7 +218,7 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes. If this string has an odd number of quotes, a second interpretation
+    At most one string may have unescaped quotes. If this string has an odd number of quotes, any other interpretation
     makes the text ambiguous.
     """
 
@@ -308,7 +308,7 @@ class _Search:
         pieces, position = ['"'], start
         strays: list[int] = []
         has_member = False  # an unescaped quote precedes text that looks like a value or key
-        may_have_ended = False  # an unescaped quote follows a backslash, which may be the end of a path
+        may_have_ended = False  # an unescaped quote follows a backslash, which may end a path
         escapes = _Escapes()
         while position < len(text):
             if run := _RUN.match(text, position):
@@ -320,7 +320,7 @@ class _Search:
                     is_clear = before.is_clear and not has_member and escapes.are_clear(has_strays=bool(strays))
                     if strays:
                         is_clear = is_clear and not may_have_ended and not self._has_break(start, position)
-                    if len(strays) == 1:  # perhaps the string's own quote was written twice
+                    if len(strays) == 1:  # perhaps an enclosing quote was written twice
                         is_clear = is_clear and strays[0] not in {start, position - 1}
                     if strays and before.num_strays:
                         is_clear = False

@@ -183,8 +183,8 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together. Return the last outputs by request id, in the prompts' order.
 
-        Requests that were added earlier continue, and the next `step` returns their outputs. If all requests have
-        finished at the end, the call waits until KV stores have saved the KV. A `RequestError` aborts the whole batch.
+        Requests that were added earlier continue, and the next `step` returns their outputs. If the engine has no
+        other requests, the call waits until KV stores have saved the KV. An exception aborts the whole batch.
 
         - sampling_params or params: One object for all prompts, or a list with one object per prompt.
         - on_output: Called with each output.

@@ -1,4 +1,4 @@
-"""A core in this process."""
+"""An in-process core client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 HELD_CHECK_S = 0.005
 IDLE_CHECK_S = 1.0
-_SAVING_S = 5.0  # limit on the wait for the next transfer
+_SAVING_S = 5.0  # limit on the wait until the next transfer ends
 _ABORTED = RequestStatus.FINISHED_ABORTED.finish_reason
 
 
@@ -46,8 +46,8 @@ class _Held:
 class LocalCore:
     """A `CoreClient` of a core in this process.
 
-    prepare_s: Limit on compiling a request's grammar, in seconds. turn_s: Limit on the wait for the compilation's
-    start.
+    prepare_s: Limit on compiling a request's grammar, in seconds. turn_s: Limit on waiting until the compilation
+    starts, in seconds.
     """
 
     num_restarts = num_failed_starts = 0
@@ -75,7 +75,7 @@ class LocalCore:
 
     @property
     def is_holding(self) -> bool:
-        """True if a request waits for its preparation."""
+        """True if a request is being prepared."""
         return bool(self._held)
 
     def on_lost(self, lose: Callable[[EngineDeadError], None]) -> None:

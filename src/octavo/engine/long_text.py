@@ -1,8 +1,8 @@
-"""Tokenize a long text in pieces, or only its end. The ids are those of the whole text.
+"""Tokenize a long text in pieces, or only its end. Cuts do not change the ids.
 
-A text is cut before a blank between two letters, or after a single line break between two visible characters. The text
-before a cut must not change the tokens after the cut. Therefore no token may span a cut, and pre-tokenizers must split
-at each cut.
+A text is cut before a blank between two ASCII letters, or after a single line break between two visible characters.
+The text before a cut must not change the tokens after the cut. Therefore no token may span a cut, and pre-tokenizers
+must split at each cut.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# The pieces of this text must yield the ids of the whole text.
+# Texts are cut only if this sample's pieces yield the sample's ids.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"

@@ -1,4 +1,4 @@
-"""Turn the core's tokens into outputs of requests."""
+"""Turn the core's tokens into request outputs."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class OutputProcessor:
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:
-        """Return a tokenizer that shows the special tokens for which the request asks."""
+        """Return a tokenizer that shows the special tokens in `shown_special_token_ids`."""
         shown = params.shown_special_token_ids
         return SomeSpecialTokens(self.tokenizer, shown) if shown else self.tokenizer
 
@@ -178,7 +178,7 @@ class OutputProcessor:
         for core_output in core_outputs:
             request_id = self._owner.get(core_output.request_id)
             if request_id is None:
-                continue  # ended by a stop string
+                continue  # has already ended
             state = changed[request_id] = self._states[request_id]
             try:
                 if self._advance(state, state.streams[core_output.request_id], core_output, now):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # the stream fails this long after the deadline if the engine does not end it
+DEADLINE_GRACE_S = 1.0  # if the engine does not end the request, its stream fails this long after the deadline
 
 
 class OutputStream:

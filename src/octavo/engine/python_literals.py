@@ -28,7 +28,7 @@ class NotALiteralError(ValueError):
 class ValueScanner:
     """Finds the end of a literal in a text that arrives in pieces.
 
-    ends: Characters that end the literal outside of brackets and strings. If empty, the literal ends after its last
+    ends: Characters that end the literal outside of brackets and strings. If "", the literal ends after its last
     bracket. is_begun: True if the whole text has arrived but the literal is incomplete. line_ends: Positions of
     unescaped line ends in strings without triple quotes.
     """
@@ -45,8 +45,8 @@ class ValueScanner:
     def end(self, text: str, *, is_over: bool) -> int | None:
         """Return the literal's end, or None if more text is needed.
 
-        Raises `NotALiteralError` if brackets do not match. If no more text will come (`is_over`), an incomplete literal
-        raises the error, too.
+        is_over: True if no more text will come. An incomplete literal then raises `NotALiteralError`. Brackets that do
+        not match always raise this error.
         """
         while self._position < len(text):
             before = self._position
@@ -118,7 +118,7 @@ class ValueScanner:
                 raise NotALiteralError
         elif char in ")]}" and (not self._stack or self._stack.pop() != char):
             raise NotALiteralError
-        if char in ",[]{}" and self._stack and ")" not in self._stack:  # in a tuple the last comma matters
+        if char in ",[]{}" and self._stack and ")" not in self._stack:  # in a tuple, the last comma matters: `(1,)`
             self._whole = before if char == "," else self._position, "".join(reversed(self._stack))
 
 

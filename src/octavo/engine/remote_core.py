@@ -41,11 +41,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _PAUSE_POLL_MS = 20
-_LAST_WORDS_MS = 100  # for an ended process's last messages
+_LAST_WORDS_MS = 100  # wait for an ended process's last messages
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
-_KILL_S = 5.0  # limit at shutdown
-_GIVE_BACK_S = 60.0  # limit before a restart
+_KILL_S = 5.0  # wait for a killed process at shutdown
+_GIVE_BACK_S = 60.0  # same, before a restart
 _MAX_PENDING = 4096
 
 
@@ -57,7 +57,7 @@ class RemoteCore:
 
     def __init__(self, command: Sequence[str], config: EngineConfig, patience: Patience | None = None) -> None:
         self.capacity: EngineCapacity
-        self.stats = EngineStats()  # at most half a second old, except in long steps
+        self.stats = EngineStats()  # at most half a second old, except during long steps
         self.num_restarts = 0
         self.num_failed_starts = 0
         self._command, self._config = command, config
@@ -81,7 +81,7 @@ class RemoteCore:
         self._was_ready = self._is_shut_down = False
 
     def start(self, meanwhile: Callable[[], T], progress: Callable[[int, int], None] | None = None) -> T:
-        """Start the process, and return the result of `meanwhile`, which is called while the process loads.
+        """Start the process. Call `meanwhile` while the process loads, and return its result.
 
         progress(done, total): Called after `meanwhile` has returned, with loaded and total bytes of weights.
 
@@ -261,7 +261,7 @@ class RemoteCore:
             self._send(ipc.Finish([*stream_ids], status))
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """See `CoreClient`. Restarted processes report, too."""
+        """See `CoreClient`. Reports continue after a restart."""
         self._listener = listener
         self._send(ipc.Watch(listener is not None))
 
@@ -287,7 +287,7 @@ class RemoteCore:
 
     def wake(self) -> None:
         """See `CoreClient.wake`."""
-        with contextlib.suppress(OSError):  # the socket is closed, or is full and ends `wait` anyway
+        with contextlib.suppress(OSError):  # the socket is closed, or is full, which ends `wait` anyway
             self._waker.send(b"\0")
 
     def finish_transfers(self) -> None:

@@ -26,8 +26,8 @@ class StopMatch:
 class StopStrings:
     """All stop strings as one automaton (Aho and Corasick, 1975).
 
-    A node is the number of a prefix of a stop string. Strings are sorted, and their prefixes are numbered string by
-    string. A prefix that several strings share has one number.
+    Each prefix of a stop string has a number, its node. Strings are sorted, and their prefixes are numbered string by
+    string. If several strings share a prefix, its first number is used.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Detects traits of a chat template by rendering small conversations."""
+"""Detect traits of a chat template by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TemplateTraits:
     def find(cls, render: Render) -> TemplateTraits:
         """Detect a template's traits. render: Renders messages, or returns None if the template refuses them.
 
-        There is no time limit, because prompts must not depend on the machine's load.
+        Detection itself has no time limit, because prompts must not depend on the machine's load.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))

@@ -1,4 +1,4 @@
-"""Interfaces of tokenizers for outputs."""
+"""Interfaces for decoding outputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DetokenizerFactory(Protocol):
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Return True if a token is shown only on request."""
+        """Return True if `skip_special_tokens` hides the token."""
         ...
 
 
@@ -71,7 +71,7 @@ class NoDetokenizer:
 
 
 class NoTokenizer:
-    """For engines without a tokenizer."""
+    """Replaces a missing tokenizer."""
 
     has_byte_runs = False
 

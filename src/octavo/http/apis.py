@@ -28,16 +28,15 @@ class Api:
 
     below: Path prefix. Errors for unknown paths with this prefix have this API's format.
     event: Returns the last event of a stream that fails.
-    last_event: Matches the last event of a complete stream. If None, a field of `_LastToken` is true in the
-    last event.
+    last_event: Matches the event that ends a stream. If None, a field of `_LastToken` is true in this event.
     statuses: Maps an HTTP status to the status that this API sends instead.
     any_type: True if any Content-Type is accepted.
     lines: True if each event is a line of JSON.
 
-    The router reads the other fields.
+    Only the router reads the following fields.
 
     limits: Request fields that limit the number of output tokens. "a.b" means field b of object a.
-    counted: Answer field before or around the token counts.
+    counted: Answer field that contains or precedes the token counts.
     """
 
     name: str
@@ -163,18 +162,18 @@ OLLAMA = Api(
     answer_counts=("eval_count",),
 )
 SGLANG, OPERATOR = replace(OPENAI, name="SGLang"), replace(OPENAI, name="operator")
-# The router joins a prompt's parts in the order in which the prompt fields occur here.
+# The router joins a request's prompt fields in the order in which these APIs list them.
 APIS = (RESPONSES, ANTHROPIC, OPENAI, OLLAMA, TGI)
 OLLAMA_TAG = ":latest"  # Ollama's clients append it to model names
 
 
 def api_below(path: str) -> Api:
-    """Return the API that owns a path, by default OpenAI's."""
+    """Return the API whose prefix `below` a path has, or `OPENAI`."""
     return next((api for api in APIS if api.below and path.startswith(api.below)), OPENAI)
 
 
 def error_response(error: HttpError, path: str) -> ErrorResponse:
-    """Return the response for an error outside of routes."""
+    """Return an error response in the format of the path's API."""
     response = api_below(path).response(error)
     if error.status == 401 and path.startswith(PAGES):
         response.headers["WWW-Authenticate"] = (

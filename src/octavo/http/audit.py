@@ -24,7 +24,7 @@ logger = logging.getLogger(logs.AUDIT)
 _faults = logging.getLogger(__name__)
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # polled every second, and logged only if they fail
+_QUIET = OPEN_PATHS | {"/metrics", "/model_info"}  # polled every second; only failures are logged
 
 
 class Spans(Protocol):
@@ -44,7 +44,7 @@ class Spans(Protocol):
 class AuditMiddleware:
     """The outermost middleware. Logs and counts every request, without its content.
 
-    A valid X-Request-Id of the client is kept. Otherwise, a new id is made. Routes add fields of the log line to
+    The client's X-Request-Id is kept if valid, or a new id is made. Routes add fields to the log line through
     `request.state.audit`.
     """
 

@@ -59,7 +59,7 @@ def check_operator(tenant: Tenant, action: str) -> None:
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Return the request's key, or None if headers contain different keys.
+    """Return the request's key, or None if headers contain no key or different keys.
 
     Browsers add a saved password even to requests that pages of other sites make. So a password is accepted only from
     the server's own pages.
@@ -76,7 +76,7 @@ def _key(scope: Scope) -> bytes | None:
 
 
 def _is_same_origin(scope: Scope) -> bool:
-    """Return True if the request was made by the browser's user or by one of the server's own pages.
+    """Return True if the request is from the browser's user or the server's own pages, or opens one of `PAGES`.
 
     Browsers send `Sec-Fetch-Site` only over TLS and on loopback. If this header is missing, Origin must not name
     another site.

@@ -25,7 +25,7 @@ FREE_BYTES = 64 << 10
 async def received(
     request: Request, config: AccessConfig, pool: Pool, timeouts: TimeoutQueue
 ) -> AsyncIterator[list[bytes]]:
-    """Read a request's body and yield its pieces. The end of the `with` block returns the body's bytes to `pool`.
+    """Read a request's body and yield its pieces. The end of the `with` block releases the units of `pool`.
 
     Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
     """

@@ -43,7 +43,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     header_timeout_s: Seconds in which a request's headers must arrive, counted from their first byte. For a
     connection's first request, the time begins when the client connects.
-    idle_timeout_s: Period in which the client must take all waiting bytes, or at least `MAX_UNSENT_BYTES` of them.
+    idle_timeout_s: Seconds in which the client must take `MAX_UNSENT_BYTES`, or all waiting bytes if there are fewer.
     max_connections: Number of connections that accept any request. Further connections accept only health checks.
     on_refused: Called for each error that the application does not see.
 
@@ -70,7 +70,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._timer: Timeout | None = None
         self._reader_timer: Timeout | asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None  # current or last request; uvicorn's `cycle` is the newest
+        self._answered: RequestResponseCycle | None = None  # request answered now or last; `cycle` is the newest one
         self._num_header_bytes = 0
         self._is_in_body = self._made_progress = False
         self._is_for_probes = False
@@ -189,7 +189,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def write_body(self, piece: bytes) -> bool:
         """Write a piece of a chunked answer, faster than ASGI's `send`. Returns False if too many bytes are unsent.
 
-        After False, the caller must send an empty piece by ASGI. ASGI's `send` waits until the client has read enough.
+        After False, the caller must send an empty piece by ASGI's `send`, which waits until the client has read enough.
         """
         if self.transport.is_closing():  # `receive` reports the disconnect
             return True
@@ -264,8 +264,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # gVisor always reports 0, also if the client reads. On Linux, the kernel itself ends a connection if the client
-        # acknowledges nothing.
+        # 0 is ignored, because gVisor always reports 0. Linux itself closes a connection if the client acknowledges
+        # nothing.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return
@@ -287,7 +287,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class PacedAnswers:
-    """Middleware that sends a large body in pieces. A piece is sent after the client has taken the previous pieces.
+    """Middleware that sends each piece of a large body after the client has taken the previous pieces.
 
     So the keep-alive timeout starts only when almost the whole body has arrived. Events of streams are not split.
     """

@@ -137,7 +137,7 @@ class ErrorResponse(Response):
 
 
 def note_error(state: dict[str, Any], error: HttpError) -> HttpError:
-    """Store a request's first error in `state`. Return this first error."""
+    """Store a request's first error in `state`. Return the stored error."""
     noted: HttpError = state.setdefault("error", error)
     return noted
 
@@ -150,8 +150,8 @@ def reason_of(status: int) -> str:
         return f"status_{status}"
 
 
-# The first matching row is used. Errors that the request did not cause have fixed texts, because an exception's text
-# may contain paths or addresses.
+# Rows: exception, status, type, code, message. The first matching row is used. A message replaces the exception's text
+# if the text may contain paths or addresses.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
@@ -192,8 +192,8 @@ def to_http(error: Exception) -> HttpError:
 def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
-    names: Maps octavo's field names to the client's field names. in_text: True to also rename fields in the message,
-    except names of one word.
+    names: Maps octavo's field names to the client's field names. in_text: True to also rename this field and all
+    fields with an underscore in the message.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A draining server."""
+"""A server that drains before exit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GracefulServer(uvicorn.Server):
         """Start and listen."""
         if handles_sighup():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
-            self.reload()  # SIGHUP was ignored before
+            self.reload()  # SIGHUP was ignored until now
         await self._service.start()
         await super().startup(sockets)
 

@@ -53,9 +53,9 @@ class Bucket:
 class Pool:
     """Counts how many units of a resource each tenant holds.
 
-    If `is_shared` is true, a tenant that holds units may hold at most the tenant's weight times the number of free
-    units. So one tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a
-    shared-memory packet switch", 1998).
+    If `is_shared` is true, a tenant that holds units may hold at most its weight times the number of free units. So one
+    tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
+    switch", 1998).
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -83,9 +83,9 @@ class Pool:
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
 
     def share(self, tenant: Tenant) -> float:
-        """Return the largest number of units that a tenant may take.
+        """Return how many units a request that can be served in parts may take.
 
-        Afterwards the tenant holds at most its weight times the number of units that remain free.
+        If `is_shared` is true, the tenant then holds at most its weight times the number of units that remain free.
         """
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
@@ -127,15 +127,15 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """True if requests that came later took at least `amount` units. Free units are then kept for this request."""
+        """True if later requests took at least `amount` units. Then free units are reserved for this request."""
         return self.passed >= self.amount
 
 
 class WaitingLine:
     """Requests that wait for units of a pool. Requests of one tenant wait in order of arrival.
 
-    Later requests may overtake a tenant's first waiter until they have taken as many units as it requested. Then two
-    rules apply:
+    Later requests may overtake a tenant's first waiter. After these requests have taken as many units as the waiter
+    needs, two rules apply:
 
     - No request of the same tenant overtakes the waiter.
     - If the tenant holds no units, other tenants cannot take the units that the waiter needs.
@@ -272,7 +272,7 @@ class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
     Methods raise `RequestError` if a request can never be served, and `QueueFullError` if it may be served later.
-    waiting_tokens: Counts the prompt tokens of requests without output.
+    waiting_tokens: Counts the prompt tokens of requests without output yet.
     """
 
     def __init__(
@@ -304,8 +304,8 @@ class RequestLimiter:
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
         """Take output streams for a request. The caller must have called `begin`.
 
-        at_least: Number of streams that each part needs, if the request can be served in parts. The permit has a
-        multiple of this number, within the tenant's limit and share. If None, the permit has all `num_streams`.
+        at_least: Number of streams that each part needs, if the request can be served in parts. The permit has streams
+        for one part, and for more within the tenant's limit and share. If None, the permit has all `num_streams`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())

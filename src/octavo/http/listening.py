@@ -39,7 +39,7 @@ _INT_BYTES = 4
 _SOCKET_CLOSED = (OSError, ValueError)
 _BACKLOG = 2048
 _EXIT_S = 10.0
-_OWN_FILES = 256  # open files that are no connections
+_OWN_FILES = 256  # open files that are not connections
 
 
 def check_binding(host: str, config: AccessConfig, *, insecure: bool) -> None:
@@ -73,7 +73,7 @@ def check_certificate(config: AccessConfig) -> None:
 def hearing_signals() -> Iterator[None]:
     """Handle signals in the main thread until the server handles them.
 
-    SIGHUP is ignored. Without a handler, the first process of a container would ignore SIGTERM.
+    SIGTERM ends the process, and SIGHUP is ignored. Without a handler, a container's first process ignores SIGTERM.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -132,7 +132,7 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
     """Bind a socket. No other socket can bind the same address, even before this server listens.
 
     With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only briefly, and only if
-    closed connections (TIME_WAIT) block the address.
+    closed connections (TIME_WAIT) may block the address.
     """
     try:
         sock.bind((host, port))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OverloadMiddleware:
-    """Checks the limits when a request's headers are read."""
+    """Checks a tenant's limits before a request's body is read."""
 
     def __init__(self, app: ASGIApp, begin: Callable[[Tenant], None], routes: Routes) -> None:
         self.app = app

@@ -23,10 +23,10 @@ class Route:
     """One route.
 
     endpoint: `module:name` below `octavo.server.api`.
-    work: "answer" if a model generates text, "vectors" if a model embeds texts, "count" if texts are only read. The
-    tenant's limits apply to requests with `work`, and the router balances these requests.
+    work: "answer" if a model generates text, "vectors" if a model embeds texts, "count" if no model runs. The tenant's
+    limits apply only to routes with `work`.
     methods: Allowed HTTP methods. The OpenAPI document shows only the first method.
-    operators: An action for which a key needs `read_metrics`, or "".
+    operators: If not "", the route needs `read_metrics`. The error for other keys contains this text.
     """
 
     path: str

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class HttpService(ABC):
     """Base of the server's and the router's services. Used on one event loop only.
 
-    num_bodies: How many request bodies of the largest size fit into memory.
+    num_bodies: How many request bodies of the largest size may be in memory.
 
     Raises `ConfigError` for an invalid key file.
     """

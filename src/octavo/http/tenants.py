@@ -42,7 +42,7 @@ KEY_PREFIX = "octavo-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """The owner of a key, with its limits. name: "" for all clients if no key is required."""
+    """The owner of a key, with its limits. name: "" for all clients if no key file is used."""
 
     name: str = ""
     weight: float = 1.0
@@ -55,7 +55,7 @@ class Tenant:
     def cache_salt(self, requested: str | None) -> str | None:
         """Return the cache salt for a request. Raises `RequestError`.
 
-        The salt contains the tenant's name, or "shared" if the tenant shares the prefix cache.
+        The salt of a named tenant contains the name, unless the tenant shares the prefix cache.
         """
         check_salt(requested)
         if not self.name:

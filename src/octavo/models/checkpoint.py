@@ -57,7 +57,6 @@ class CheckpointFiles:
         self._part = self._divided()
 
     def _divided(self) -> dict[str, ExpertPart]:
-        """Replace each tensor that holds all experts by one entry per expert."""
         parts: dict[str, ExpertPart] = {}
         whole = dict(self._file_of)
         for name, part in find_expert_parts(self.directory, whole, self._shape):

@@ -41,7 +41,6 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _score_factor(config: ConfigFile) -> float:
-    """Return yarn's factor of attention scores, or 1."""
     section = config.section("rope_scaling") or config.section("rope_parameters")
     if section is None or section.text("rope_type" if section.has("rope_type") else "type", "default") != "yarn":
         return 1.0

@@ -118,7 +118,6 @@ class GGUFFile:
 
 
 def _divided(tensors: dict[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
-    """Divide each tensor that holds all experts or heads into one per expert or head."""
     for name, stored in tensors.items():
         if _ALL_HEADS.fullmatch(name) is not None and len(stored.shape) == 3:
             yield from _heads(name.removesuffix(".weight"), stored)

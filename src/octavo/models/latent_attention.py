@@ -145,7 +145,6 @@ class LatentAttentionConfig:
         )
 
     def _head(self, name: str, head: int) -> tuple[Linear, Linear]:
-        """Declare the transposed weight of a head's keys, and the weight of its values."""
         key, value = (f"{name}.k_b_proj.{head}", self.kv_rank), (f"{name}.v_b_proj.{head}", self.value_dim)
         if self.is_split:
             return Linear((key,), self.nope_dim), Linear((value,), self.kv_rank)

@@ -285,7 +285,7 @@ def write_checkpoint(
 
 
 def _with_joined_experts(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
-    """Join experts' tensors; see `stored_experts`. Only gpt-oss alternates rows and transposes matrices."""
+    """See `stored_experts`. Only gpt-oss alternates rows and transposes matrices."""
     experts: dict[tuple[str, str], list[Tensor]] = {}
     together = {}
     for name, tensor in tensors.items():

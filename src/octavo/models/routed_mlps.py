@@ -71,7 +71,6 @@ def _shared_size(config: ConfigFile) -> int | None:
 
 
 def _mlp_kinds(config: ConfigFile, num_dense: int) -> list[str]:
-    """Return "dense" or "sparse" for each layer."""
     num_layers = config.count("num_hidden_layers")
     if config.has("mlp_layer_types"):
         kinds = config.values["mlp_layer_types"]

@@ -65,7 +65,7 @@ class Answer:
         self._connection, self._limits, self._is_head = connection, limits, is_head
         self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._progress_at = self._loop.time()  # when the body was last taken or requested
+        self._progress_at = self._loop.time()  # when the body was last taken, or reading paused or resumed
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._num_framing_bytes = 0
@@ -251,7 +251,7 @@ class Answer:
             self._read_on(is_reading=False)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Complete the answer if the end of the connection is its end. Otherwise fail the answer."""
+        """Complete the answer if it ends with the connection. Otherwise fail the answer."""
         if self._is_begun and self.ends_with_connection and error is None:
             self.is_over = True
         elif not self._num_framing_bytes and not self._is_begun:

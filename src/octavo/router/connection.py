@@ -32,7 +32,7 @@ class EngineConnection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes to the answer. Bytes without an open request close the connection."""
+        """Pass bytes to the answer. If no request is open, close the connection."""
         if self._answer is None:
             self.close()
         else:

@@ -71,7 +71,7 @@ class EnginesOfName:
         self._urls: list[str] = []
 
     async def urls(self) -> list[str]:
-        """Resolve the name. If DNS fails, return the previous addresses."""
+        """Resolve the name."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)

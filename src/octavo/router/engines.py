@@ -35,8 +35,8 @@ class EngineHandle:
     incarnation: Identifies a run of the engine's process.
     open_tokens: Estimated tokens of this router's open requests.
     other_tokens: Estimated tokens of other clients.
-    num_paired: Number of answered requests with a prefill on another engine.
-    num_paired_in_vain: Number of paired requests for which no KV arrived.
+    num_paired: Number of requests sent to this engine with a prefill on another engine.
+    num_paired_in_vain: Number of these requests for which no KV arrived.
     """
 
     url: str
@@ -74,7 +74,7 @@ class EngineHandle:
 
     @property
     def ends_within_s(self) -> float:
-        """Seconds after which every request has ended."""
+        """Time limit of a request, plus a margin."""
         limit_s = ASSUMED_REQUEST_TIMEOUT_S if self.request_timeout_s is None else self.request_timeout_s
         return limit_s + REQUEST_TIMEOUT_MARGIN_S
 
@@ -115,7 +115,7 @@ class EnginePool:
     def choose(
         self, summary: RequestSummary, tried: Sequence[EngineHandle], failed: Collection[EngineHandle] = ()
     ) -> EngineHandle | None:
-        """Choose an engine that was not tried, or return None. Engines of role prefill are the last resort."""
+        """Choose an untried engine, or return None. Prefill engines are chosen only if all other engines `failed`."""
         able = self._able(summary)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
             able = [engine for engine in able if engine.role != "prefill"]

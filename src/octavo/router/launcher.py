@@ -27,14 +27,14 @@ class Launcher:
 
     @property
     def has_failed(self) -> bool:
-        """True if no engine runs."""
+        """True if all engines failed."""
         return False
 
     def reload(self) -> None:
         """Reload API keys."""
 
     def silent(self, url: str, num_times: int) -> None:
-        """Report unanswered checks."""
+        """Handle unanswered checks."""
 
     def __enter__(self) -> Self:
         return self
@@ -54,7 +54,7 @@ class LocalReplicas(Launcher):
 
     @property
     def has_failed(self) -> bool:
-        """True if all replicas have failed."""
+        """True if all replicas failed."""
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:

@@ -36,9 +36,9 @@ _FULL, _SERVERS = 429, 500  # from 500 on, the engine is at fault
 def pair(
     service: RouterService, routed: RoutedRequest, engine: EngineHandle, scope: Scope, body: bytes, known: float
 ) -> Pair | None:
-    """Start a prefill on another engine. Return None if no engine is suitable or too few tokens are new.
+    """Start a prefill on another engine. Return None if the request or the engines are unsuitable.
 
-    known: Share of the prompt expected in the cache of `engine`.
+    known: Share of the prompt expected in the cache of `engine`. Other tokens are new.
     """
     summary = routed.summary
     num_new = summary.num_tokens * (1 - known)

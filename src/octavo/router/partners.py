@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 _VAIN_IN_A_ROW = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _MAX_UNKNOWN = 1024
-_LEAST_SHARE = 0.1  # of new tokens; if a smaller share was cached, no KV arrived
-_COMPUTED_SHARE = 0.5  # of estimated new tokens; if this share or more was computed, no KV arrived
+_LEAST_SHARE = 0.1  # if a smaller share of the new tokens was cached, no KV arrived
+_COMPUTED_SHARE = 0.5  # if at least this share of the estimated new tokens was computed, no KV arrived
 
 
 class PromptFigures(NamedTuple):
@@ -95,7 +95,7 @@ class Partners:
     def ended_without_usage(
         self, prefill: EngineHandle, decode: EngineHandle, before: PromptFigures | None, num_tokens: int, num_new: float
     ) -> None:
-        """Record the end of a request for a later `figures_read`. Arguments: See `_Unknown`."""
+        """Store an ended request until the next `figures_read`. Arguments: See `_Unknown`."""
         unknown = self._unknown.setdefault(decode, [])
         if before is not None and len(unknown) < _MAX_UNKNOWN:
             unknown.append(_Unknown(prefill, before, num_tokens, num_new))
@@ -103,7 +103,7 @@ class Partners:
     def figures_read(self, decode: EngineHandle, now: float) -> None:
         """Decide from the token counts of `decode` whether KV arrived for ended requests.
 
-        If `decode` loaded and computed no tokens, the prompt was already cached. Then nothing is recorded.
+        If `decode` neither loaded nor computed the new tokens, they were already cached, and nothing is recorded.
         """
         figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
         if figures is None:
@@ -144,7 +144,7 @@ class Partners:
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
     """Return True if the decode engine itself computed the request's new tokens.
 
-    The engine counts the tokens of all its prompts together, so it is assumed that it computed the other prompts whole.
+    The engine's counts cover all prompts, so all other prompts are assumed to be computed completely.
     """
     before = request.before
     if before.num_computed is None or after.num_computed is None:

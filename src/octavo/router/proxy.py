@@ -195,7 +195,7 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> ReportedUsage:
-        """Send a JSON answer after it is complete or too large."""
+        """Send a JSON answer when it is complete. Relay a too large answer."""
         async with self._routed.guarded():
             body, is_whole = await answer.read_held()
             if not is_whole:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _BYTES_PER_TOKEN = 4
-_USUAL_TOKENS = 256  # of an answer without a limit
+_USUAL_TOKENS = 256  # assumed for an answer without a limit
 _SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces; the first 128 are small
 _MAX_PIECES = 4096  # bytes after 4 MB are ignored
 _MAX_TOKENS = 1 << 17
@@ -48,14 +48,14 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 class RequestSummary:
     """The facts of a request that a router needs.
 
-    prompt: Views of the body. If a prompt continues another prompt, both prompts begin with the same bytes.
+    prompt: Views of the body. If a prompt continues another prompt, it begins with the other prompt's bytes.
     owner: JSON of model, salt and tenant. Requests with the same owner share a prefix cache.
     num_tokens: Estimated tokens of all prompts.
     max_tokens: Estimated tokens of each answer.
     num_choices: Number of answers per prompt.
     num_streams: Number of answers to all prompts.
     session: Key of the policy "affinity".
-    scores_prompt: True if the whole prompt is computed for log probabilities.
+    scores_prompt: True if the client wants log probabilities of the prompt.
     is_answered: False for embeddings and token counts.
     """
 

@@ -49,7 +49,7 @@ class RouterService(HttpService):
 
     @property
     def is_dead(self) -> bool:
-        """True if no engine runs."""
+        """True if all launched engines failed."""
         return self._launcher.has_failed
 
     async def start(self) -> None:
@@ -60,7 +60,7 @@ class RouterService(HttpService):
 
     @property
     def request_timeout_s(self) -> float:
-        """The time limit of a request. By default, it is the engines' limit plus a margin."""
+        """The time limit of a request. By default, it is the engines' longest limit plus a margin."""
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 

@@ -1,4 +1,4 @@
-"""Connections to engines."""
+"""Requests to engines over reused connections."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Upstream:
             connection = idle or await self._connect(url)
             try:
                 return await connection.ask(head, body, limits, is_head=method == "HEAD")
-            except NoAnswerError:  # an engine may close an idle connection meanwhile
+            except NoAnswerError:  # the engine may have closed the idle connection
                 if idle is None or method not in _MAY_BE_REPEATED:
                     raise
 

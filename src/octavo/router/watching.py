@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.router.upstream import Upstream
 
 logger = logging.getLogger(__name__)
-_MAX_SILENT = 2  # timeouts before an engine is lost
+_MAX_SILENT = 2  # consecutive timeouts before an engine is lost
 _INCARNATION = (b"process_start_time_seconds", b"octavo:engine_restarts_total")
 _LOADED = b"octavo:kv_load_tokens_total"
 _LOOKED_UP, _HITS = b"octavo:prefix_cache_queries_total", b"octavo:prefix_cache_hits_total"

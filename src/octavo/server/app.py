@@ -62,7 +62,7 @@ class _AppRoute(AppRoute):
 async def _serve(service: Service, route: Route, endpoint: Endpoint, request: Request) -> Response:
     """Check the permissions, read the body, and call the handler.
 
-    Errors have the format of the route's API if the endpoint takes a body and the permissions were granted.
+    If the endpoint takes a body, errors after the permission check have the format of the route's API.
     """
     if route.operators:
         check_operator(request.state.tenant, route.operators)

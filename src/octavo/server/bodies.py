@@ -35,7 +35,9 @@ async def read_body(
     """Read a request's body and check it against `schema`.
 
     Sets `deadline` (on the event loop's clock), `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`.
-    Raises `RequestError` and the errors of `received`. any_type: True to accept any Content-Type, except from browsers.
+    Raises `RequestError`, `DeadlineError` and the errors of `received`.
+
+    any_type: True to accept any Content-Type from clients that are not browsers.
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
@@ -59,7 +61,7 @@ def _joined(chunks: list[bytes]) -> bytes:
 def _check_media_type(given: str | None) -> None:
     """Raise `MediaTypeError` unless the body is application/json.
 
-    Browsers send forms, plain text and untyped bytes from any web page without a CORS preflight request.
+    Otherwise, any web page could send requests: forms, plain text and untyped bytes need no CORS preflight request.
     """
     if given is None or given.partition(";")[0].strip().lower() != "application/json":
         said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
@@ -106,7 +108,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the first field that contains NaN, Infinity or 1e999."""
+    """Return the name of the first field with NaN, Infinity or 1e999."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):

@@ -46,8 +46,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 MAX_FAILED_STARTS = 5  # consecutive engine processes that ended before they were ready
 _NO_NAMES = ("tgi", "dummy")  # TGI's clients send these names
-_ENGINE_GRACE_S = 1.0  # in which the engine ends aborted requests
-_BODIES = 16  # of the largest size
+_ENGINE_GRACE_S = 1.0  # time for the engine to end aborted requests
+_BODIES = 16  # request bodies of the largest size
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class _Open:
 
 
 class Service(HttpService):
-    """One engine, with keys and limits.
+    """Serves one engine with API keys and limits.
 
     settings: Shown by GET /server_info, so they must not contain secrets.
 
@@ -218,7 +218,7 @@ class Service(HttpService):
                     request_id,
                     options=options,
                     on_processed=reserve_prompt,
-                    on_unread=lambda output: place.charge(_num_tokens(output)),  # unread tokens were computed, too
+                    on_unread=lambda output: place.charge(_num_tokens(output)),  # unread tokens were also computed
                 )
                 async with aclosing(outputs) as stream:  # type: ignore[type-var]
                     async for output in stream:

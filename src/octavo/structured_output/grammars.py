@@ -307,7 +307,6 @@ def _executor() -> ThreadPoolExecutor:
 
 @contextlib.contextmanager
 def _named_faults() -> Iterator[None]:
-    """Convert llguidance's errors and panics to `GrammarError`."""
     try:
         yield
     except (OctavoError, KeyboardInterrupt, SystemExit):

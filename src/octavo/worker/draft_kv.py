@@ -23,7 +23,7 @@ class DraftKV(Protocol):
     cache: PagedKVCache
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Call after `InputBatch.update`."""
+        """Apply a step, after `InputBatch.update`."""
         ...
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -31,13 +31,13 @@ class DraftKV(Protocol):
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record KV of known tokens before `ends`."""
+        """Record that known tokens before `ends` have KV."""
         ...
 
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Record KV of guesses before `num_computed`."""
+        """Record that drafts before `num_computed` have KV."""
         ...
 
 
@@ -77,7 +77,7 @@ class OwnDraftKV:
         self.cache = cache
         self._batch = batch
         num_rows = len(batch.num_tokens)
-        # Number of leading positions with final KV, by block.
+        # Leading positions with final KV, by block.
         self._filled = np.zeros(cache.num_blocks, dtype=np.int64)
         self._filled_on_host = np.zeros(cache.num_host_blocks, dtype=np.int64)
         # By row: number of tokens with recorded KV, and the guesses after these tokens.
@@ -97,7 +97,7 @@ class OwnDraftKV:
             for _, host, block in copies.swap_in:
                 filled[block] = self._filled_on_host[host]
         for transfer in scheduled.kv_transfers:
-            if transfer.direction is TransferDirection.LOAD:  # of the target's KV only
+            if transfer.direction is TransferDirection.LOAD:  # loads only the target's KV
                 filled[transfer.block_ids[0]] = 0
         for new in scheduled.scheduled_new_reqs:
             self._start(new)
@@ -107,7 +107,7 @@ class OwnDraftKV:
 
     def _start(self, new: NewRequestData) -> None:
         num_blocks, num_in_last = divmod(new.num_computed_tokens, self.cache.block_size)
-        if num_in_last:  # other positions may have another request's KV
+        if num_in_last:  # later positions may have another request's KV
             block = new.block_ids[0][num_blocks]
             self._filled[block] = min(self._filled[block], num_in_last)
             num_blocks += 1

@@ -218,7 +218,7 @@ class DraftRunner:
         return chosen, np.array(can_continue)
 
     def end(self) -> None:
-        """Record KV of drafts and publish distributions."""
+        """Record which drafts have KV, and add distributions to `draft_probs`."""
         requests, self._requests = self._requests, []
         if self._has_noted:
             self._has_noted = False

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Drafting:
     """Calls a proposer and cuts off drafts that cannot be accepted.
 
-    computed: requests whose drafts in this step come from a draft model. draft_probs: With rejection sampling, the
-    distributions from which a request's newest drafts were drawn, float32 [num_drafts, vocab].
+    computed: requests whose drafts in this step come from a draft model. draft_probs: by request, the distributions of
+    the newest drafts, float32 [num_drafts, vocab]. Empty without rejection sampling.
     """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
@@ -74,7 +74,7 @@ class Drafting:
     ) -> dict[str, list[int]]:
         """Return the drafts for a step's requests.
 
-        max_drafts: limits by request id. With a draft model, the limits do not apply to drafts that are looked up.
+        max_drafts: limits by request id. With a draft model, the limits do not apply to looked-up drafts.
         """
         if not self.proposer.num_speculative_tokens:
             return {}
@@ -130,10 +130,9 @@ class Drafting:
         return most if params.max_tokens is None else min(most, params.max_tokens - num_output - 1)
 
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
-        """Cut off drafts from the first draft that ends the request or that the grammar forbids.
+        """Cut off the first draft that ends the request or that the grammar forbids, and all later drafts.
 
-        If drafts were drawn for rejection sampling, the first such draft is kept, because cutting it off would bias the
-        result.
+        If drafts were drawn for rejection sampling, this draft is kept, because cutting it off would bias the result.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]

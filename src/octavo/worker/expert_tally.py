@@ -24,8 +24,8 @@ _ALIGNMENT = 4  # numbers; Triton compiles again for other alignments
 class ExpertTally:
     """Counts tokens by layer and expert.
 
-    tokens: totals; None without layers. Recorded passes also count, because they write `Experts.starts` in place.
-    Padding rows of decode graphs count.
+    tokens: totals; None without layers. Replayed passes count, with their padding rows, because each replay writes
+    `Experts.starts` in place.
     """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
@@ -34,7 +34,7 @@ class ExpertTally:
         width = -(-(shape[1] + 1) // _ALIGNMENT) * _ALIGNMENT
         self._starts = torch.zeros(shape[0], width, dtype=torch.int32, device=device)
         for layer, number, row in zip(layers, numbers, self._starts, strict=True):
-            layer.starts = row[width - number - 1 :]  # after zeros
+            layer.starts = row[width - number - 1 :]  # earlier columns stay zero
         self._first = width - shape[1]  # column of the first end
         self._num_experts = numbers
         self._expert_bytes = [each.bytes_per_expert for each in layers]
@@ -44,7 +44,7 @@ class ExpertTally:
         self._totals = np.frombuffer(self.tokens.counts if self.tokens else b"", dtype=np.int64).reshape(shape)
 
     def begin(self, num_outputs: int) -> None:
-        """Begin a step. Without outputs, the last layers are skipped."""
+        """Begin a step. Without outputs, clear the counts, because the last layers are skipped."""
         if not num_outputs:
             self._starts.zero_()
 
@@ -53,7 +53,7 @@ class ExpertTally:
         return None if self.tokens is None else copies.to_host(self._starts)
 
     def read(self, starts: Tensor | None) -> ExpertLoad | None:
-        """Add a step to the totals. Return None without tokens."""
+        """Add a step to the totals. Return the step's load, or None without tokens."""
         if starts is None:
             return None
         ends = starts.numpy()

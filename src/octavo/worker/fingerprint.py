@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
     from octavo.worker.model_runner import ModelRunner
 
-_FIRST_ROWS = 256  # of rotary tables, which are equal for all model lengths
+_FIRST_ROWS = 256  # of rotary tables; these rows are equal for all model lengths
 
 
 def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: int) -> EngineFingerprint:

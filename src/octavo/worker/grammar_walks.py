@@ -1,7 +1,7 @@
 """Advances grammars over new tokens ("walks") on a separate thread.
 
-A mask may take 20 ms, so the time that a step waits for walks is limited to a share of the step's time. If a walk is
-late, a later step chooses the token.
+A mask may take 20 ms, so a step waits for walks only during a share of the step's time. If a walk is late, a later step
+chooses the token.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _SHARE = 0.25  # of the step's time so far
 _LEAST_S = 0.001
-_ALONE_S = 0.005  # if no request could get a token
-_PATIENCE = 10.0  # a walk yields to later walks for this multiple of its last duration
+_ALONE_S = 0.005  # longer wait if no request could get a token
+_PATIENCE = 10.0  # shorter walks may overtake for this multiple of the last walk's duration
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """Masks, bool [vocab], after the newest token and after each draft, up to a forbidden draft or an error."""
+    """Masks, bool [vocab], after the newest token and each draft. The masks end at a forbidden draft or an error."""
 
     masks: Masks
     error: BaseException | None
@@ -38,7 +38,7 @@ class Walked:
 
 @dataclass(slots=True)
 class Walk:
-    """A walk of one request's grammar. drafts: follow the known tokens."""
+    """A walk of one request's grammar. drafts: tokens after the `num_tokens` known ones."""
 
     num_tokens: int
     drafts: list[int]
@@ -69,7 +69,7 @@ class GrammarWalks:
         self._waiting.put((time.monotonic() + _PATIENCE * last_s, next(self._numbers), walk, run))
 
     def begin(self) -> None:
-        """Start queued walks together."""
+        """Run queued walks on the thread."""
         if not self._waiting.empty():
             self._executor.submit(self._run_all)
 
@@ -94,7 +94,7 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait for a share of the step's time so far. is_all: True to wait longer, because all requests need walks."""
+    """Wait for a share of the step's time so far, or longer if all requests (`is_all`) need walks and none is ready."""
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:
         return

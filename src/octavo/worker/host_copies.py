@@ -1,7 +1,7 @@
 """Copies between host memory and the device for steps in flight.
 
-A GPU copies after the call returns, so the source must not change yet. Therefore steps alternate between two sets of
-pinned memory.
+A GPU copies after the call returns, so the source must not change before the copy. Therefore steps alternate between
+two sets of pinned memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NUM_SETS = 2  # steps in flight
-_FIRST_BYTES = 1 << 16  # of a set, which grows
+_FIRST_BYTES = 1 << 16  # initial size of a set
 _ALIGNMENT = 64  # bytes; kernels read 16 at a time
 
 
@@ -132,7 +132,7 @@ class _PinnedSet:
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._memory = queue.host_memory(_FIRST_BYTES)
-        self._full: list[Tensor] = []  # still read by copies
+        self._full: list[Tensor] = []  # copies may still read it
         self._num_used = 0
         self.last_copy: Mark | None = None
 
@@ -144,7 +144,7 @@ class _PinnedSet:
         self._num_used = 0
 
     def write(self, arrays: Sequence[NDArray[np.generic]], sizes: Sequence[int]) -> Tensor:
-        """Return a copy of the arrays, valid until `rewind`. sizes: bytes with padding."""
+        """Return a copy of the arrays, valid until `rewind`. sizes: each array's bytes with padding."""
         num_bytes = sum(sizes)
         if self._num_used + num_bytes > len(self._memory):
             self._full.append(self._memory)
@@ -198,7 +198,7 @@ class PinnedMemory:
         return tensors
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """See `HostCopies`. Each call allocates memory."""
+        """See `HostCopies`."""
         target = self._queue.host_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         self._queue.copy(target, tensor)
         return target

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class RequestRow:
     """A request's data that is not in arrays.
 
-    has_failed: True if a step could not choose a token. Later results are discarded.
+    has_failed: True after an error. Later results are discarded.
     """
 
     row: int
@@ -52,12 +52,12 @@ class RequestRow:
 class ModelInputs:
     """One step, ready for the model, without padding.
 
-    output_start    first row of each request's hidden states, then the total. A request has its sampled rows, or all
-                    rows if logprobs or the mean of its prompt are requested
+    output_start    first row of each request's hidden states, then the total. A request has rows for tokens to sample,
+                    or for all tokens with prompt logprobs or mean pooling
     sampled         indices of `requests` to sample. The step computes the last tokens of these requests
     cu_num_logits   int32 [len(sampled) + 1], first row of logits of each sampled request, then the total
     sampled_rows    int64 [num_logits], rows in the worker's arrays
-    num_known       int64 [num_logits], tokens before the token to choose
+    num_known       int64 [num_logits], number of tokens before the token to choose
     logits_indices  int64 [num_logits], rows of hidden states; None for all
     rows_there, known_there: `sampled_rows`, and `num_known` as int32, on the device
     """
@@ -83,8 +83,8 @@ class ModelInputs:
 class InputBatch:
     """The requests that the worker knows, one row each.
 
-    Only `append_sampled` makes tokens known. Awaited tokens or drafts may follow known tokens. block_tables:
-    [max_num_seqs, blocks] per KV group, undefined for released blocks. num_changes: how often a request ended or
+    Only `append_sampled` makes sampled tokens known. Awaited tokens or drafts may follow known tokens. block_tables:
+    [max_num_seqs, blocks] per KV group, undefined for released blocks. num_changes: how often a request was removed or
     failed. num_position_dims: dimensions of a position. After the prompt, all dimensions continue from the prompt's
     largest position.
     """
@@ -175,7 +175,7 @@ class InputBatch:
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
         """Make the next step feed the tokens that this step sampled.
 
-        sampled_rows, sampled: distinct rows and their tokens, int64 [n] on the device. rows: the next step's.
+        sampled_rows, sampled: distinct rows and their tokens, int64 [n] on the device. rows: the rows that get a token.
         """
         self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
@@ -190,7 +190,7 @@ class InputBatch:
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
     def left_among(self, requests: Iterable[RequestRow]) -> list[RequestRow]:
-        """Return ended or failed requests."""
+        """Return removed or failed requests."""
         return [request for request in requests if request.has_failed or not self._has(request)]
 
     def _has(self, request: RequestRow) -> bool:
@@ -224,7 +224,7 @@ class InputBatch:
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def append_unsampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens after the known tokens. Return a view of all these tokens."""
+        """Write tokens after the known tokens. Return a view of known and new tokens."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
@@ -237,7 +237,7 @@ class InputBatch:
         """Gather the ragged batch of a step.
 
         Requests with more tokens come first. Of requests with equally many tokens, those with the same first block are
-        adjacent, and attention reads this block once.
+        adjacent, so attention reads this block once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
@@ -328,7 +328,7 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Replace awaited tokens. A failed choice becomes 0."""
+        """Replace awaited tokens by their ids. A failed choice becomes 0."""
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)

@@ -1,4 +1,4 @@
-"""Compares a start's fingerprint with that of earlier starts. A start with another fingerprint is refused once."""
+"""Compares a start's fingerprint with the stored one. A new fingerprint is refused once, and accepted if repeated."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class KeptFingerprints:
         self.directory = directory
 
     def check(self, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
-        """Compare a fingerprint with the stored one. Store it if this is the engine's first start.
+        """Compare `found` with the stored fingerprint. At the engine's first start, store `found`.
 
-        engine: plain data about everything that affects numbers. Raises `FingerprintError` if a checksum differs. But
-        if the previous start was refused and its fingerprint equals `found`, `found` replaces the stored fingerprint.
-        An unusable directory only causes a warning.
+        engine: plain data about everything that affects results. Raises `FingerprintError` if a checksum differs,
+        except if the previous start was refused with the same fingerprint. Then `found` replaces the stored
+        fingerprint. An unusable directory only causes a warning.
         """
         path = self.path(engine)
         try:
@@ -108,7 +108,7 @@ class _Kept:
 
 
 def describe_installation() -> dict[str, str]:
-    """Return the processor, libraries and code."""
+    """Describe the processor, libraries and code."""
     from octavo import _kernels  # noqa: PLC0415
 
     root = Path(octavo.__file__).parent
@@ -125,7 +125,7 @@ def describe_installation() -> dict[str, str]:
 def describe_model(
     weights: WeightSource, architecture: Architecture, hashes: FileHashes, seed: int | None = None
 ) -> dict[str, Any]:
-    """Describe everything that affects a model's numbers. seed: for random weights. Raises `OSError`.
+    """Describe everything that affects a model's results. seed: for random weights. Raises `OSError`.
 
     Weights are not read. A file is described by its hash in `hashes`, or by path and state if the hash is missing.
     """

@@ -44,7 +44,7 @@ class TimeMark(Protocol):
     """A time in a device's queue."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds until a later mark. Both marks must be reached."""
+        """Return the milliseconds until a later mark. The device must have reached both."""
         ...
 
 
@@ -58,11 +58,11 @@ class _Now:
 
 
 class PagedKVCache:
-    """Keys and values of all layers; see `KVLayout`. Each block of each KV group is a row of memory.
+    """Keys and values of all layers; see `KVLayout`.
 
-    dtype: the activations' dtype, int8 or float8_e4m3fn. In the last two, the rows of a head in a block are followed by
-    their float32 scales. num_host_blocks: blocks of host memory. A host block has space for one block of every group.
-    num_scratch_blocks: blocks of each group that the scheduler does not use.
+    dtype: the activations' dtype, int8 or float8_e4m3fn. With int8 and float8_e4m3fn, float32 scales follow the rows of
+    each head in a block. num_host_blocks: blocks of host memory, each with space for one block of every group.
+    num_scratch_blocks: additional blocks of each group, which the scheduler does not use.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PagedKVCache:
     def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
         """Enqueue copies of whole blocks, in the order of `BlockCopies`.
 
-        Call the returned function after the copies. It returns the moves to and from host memory.
+        Returns a function to call after the copies have ended. It returns the moves to and from host memory.
         """
         if not copies:
             return _no_moves

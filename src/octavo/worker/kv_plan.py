@@ -31,8 +31,8 @@ class KVPlan:
     """Bytes per block of each KV group, and the blocks that bounded groups (with windows) need.
 
     A short sequence has equally many blocks in every group, but a long sequence has fewer blocks in bounded groups.
-    Lengths are unknown. Therefore a bounded group gets the larger of two numbers of blocks: enough for all sequences
-    that may run, and `block_bytes[0] / bytes_of_all` times the blocks of the first group.
+    Because lengths are unknown, a bounded group gets enough blocks for all sequences that may run, and at least
+    `block_bytes[0] / bytes_of_all` times the blocks of the first group.
     block_bytes: the first entry includes the draft model's KV. blocks_of_sequence: blocks of each bounded group that a
     sequence holds after a step.
     """
@@ -77,7 +77,7 @@ class KVPlan:
 
     @property
     def _blocks_that_run(self) -> list[int]:
-        """Blocks of each bounded group: for all sequences, plus a step's tokens, plus its tokens in saves."""
+        """Blocks of each bounded group for all sequences, a step's tokens, and equally many tokens being saved."""
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
@@ -94,9 +94,9 @@ class KVPlan:
     def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
         """Return how many blocks of the first group are useful if bounded groups have `num_bytes`.
 
-        Without full-attention layers, blocks of the first group have no bytes, but still cost time and memory. The
-        result is enough for a step of all sequences that fit in the bounded groups, and for one sequence that uses all
-        cached blocks.
+        Without full-attention layers, blocks of the first group have no bytes, but still cost the scheduler time and
+        memory. The result is enough for a step of all sequences that fit in the bounded groups, and for one longest
+        sequence plus all cached blocks.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:

@@ -33,7 +33,7 @@ class LaunchedStep:
     is_awaited   True if a later step is fed the sampled tokens
     num_changes  `InputBatch.num_changes` at the launch
     troubles     reasons why rows of logits give no token
-    experts      of `ExpertTally`
+    experts      from `ExpertTally.take`
     """
 
     scheduled: SchedulerOutput

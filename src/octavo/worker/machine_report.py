@@ -59,9 +59,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Product(Timing):
-    """A product, measured as it is served: gate_up includes SiLU.
+    """A product, measured as the model computes it: gate_up includes SiLU.
 
-    of_limit: share of the machine's arithmetic rate or bandwidth, whichever is larger.
+    of_limit: used share of the machine's arithmetic rate or bandwidth, whichever share is larger.
     """
 
     ops_per_s: float
@@ -106,7 +106,8 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits: each rate's maximum in `limits_each`. best_limits: rates of the best instruction set.
+    limits_each: measured before and after the products. limits: the higher rates. best_limits: of the best instruction
+    set.
     """
 
     processor: str
@@ -158,7 +159,7 @@ def examine(
     _refuse_impossible(shapes | {name: each.shape for name, each in experts.items()}, precisions)
     best = kernels if isa == "auto" else CpuKernels(num_threads=num_threads)
     num_torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would spin on the kernels' cores
+    torch.set_num_threads(1)  # torch threads would spin on the kernels' cores
     try:
         progress("limits of the machine")
         limits_before, best_before = _measure_limits(kernels, best)
@@ -221,7 +222,7 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """The matrices of a layer's experts, all of one shape. num_chosen: experts of a token."""
+    """The matrices of a layer's experts, all of one shape. num_chosen: experts per token."""
 
     out_features: int
     in_features: int

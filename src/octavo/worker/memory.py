@@ -68,7 +68,7 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the device. For the CPU, also respects the memory limits of cgroups."""
+    """Return the device's free bytes. For the CPU, respects the limits of cgroups."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
@@ -88,10 +88,10 @@ def largest_batch(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> int:
-    """Return max_num_batched_tokens, or less if the KV cache would not fit, but at least max_num_seqs.
+    """Return max_num_batched_tokens, or fewer tokens if step and KV cache would not fit, but at least max_num_seqs.
 
     If the configuration does not set the cache's size, the cache must hold the step's tokens.
-    scratch_bytes(num_tokens): memory of kernels and proposer. store_bytes: memory of KV stores on the device.
+    scratch_bytes(num_tokens): memory of kernels, drafting and graphs. store_bytes: memory of KV stores on the device.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     configured_blocks, configured_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
@@ -144,9 +144,10 @@ def decide_kv_size(
 ) -> KVSize:
     """Return the number of blocks of each KV group, after loading weights. Arguments are as in `largest_batch`.
 
-    swap_space_bytes and store_bytes are reserved first. num_gpu_blocks or kv_cache_memory_bytes decides, if set.
-    Otherwise the cache gets half of the free memory (90 % on a GPU) minus activations and scratch_bytes. The limits are
-    max_num_seqs full sequences and, on a CPU, 4 GiB. Raises `ConfigError` if no block fits or memory is too small.
+    store_bytes and, on a CPU, swap_space_bytes are reserved first. num_gpu_blocks or kv_cache_memory_bytes decides, if
+    set. Otherwise the cache gets half of the free memory (90 % on a GPU) minus activations and scratch_bytes. The
+    limits are max_num_seqs full sequences and, on a CPU, 4 GiB. Raises `ConfigError` if no block fits or memory is too
+    small.
     """
     plan = KVPlan.of(
         architecture,
@@ -194,7 +195,7 @@ def decide_num_host_blocks(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
 ) -> int:
-    """Return how many blocks fit `swap_space_bytes`. Raises `ConfigError` if host memory is too small."""
+    """Return how many blocks fit in `swap_space_bytes`. Raises `ConfigError` if host memory is too small."""
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
     if wanted + store_bytes > free:
         of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""
@@ -210,7 +211,7 @@ def _machine_free_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """Return the smallest of all cgroups' limit minus usage, without page cache."""
+    """Return the least free bytes of any cgroup. Inactive page cache counts as free."""
     free = _UNLIMITED
     for limit_file, usage_file, stat_file in _cgroup_files():
         limit = "".join(read_lines(limit_file)).strip()

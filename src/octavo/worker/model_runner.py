@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class ModelRunner:
-    """Runs steps on one device. A step may be launched before the previous step is collected.
+    """Runs steps on one device.
 
     draft: used if `proposer` finds nothing. draft_cache: KV cache of `draft`, with the block ids of `kv_cache`.
     """
@@ -123,7 +123,7 @@ class ModelRunner:
         """Return True if earlier steps must be collected before this one is launched.
 
         Drafts, penalties and grammars need the sampled tokens on the host. Steps with copies, transfers or preemptions
-        are rare, so they wait as well.
+        are rare, so they wait, too.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens
@@ -202,7 +202,7 @@ class ModelRunner:
             return self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
 
     def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
-        """For each sampled request, choose the next token, and a token after each of its drafts."""
+        """For each sampled request, choose the next token, and a token after each draft."""
         tasks = self._tasks.make(inputs, step.troubles, step.postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.known_there)
@@ -281,8 +281,8 @@ class ModelRunner:
     ) -> None:
         """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
-        If all earlier drafts equal the chosen tokens, the logits of the next token equal those of a step without
-        drafts. The random noise is equal, too, except with rejection sampling.
+        Drafts do not change tokens, except with rejection sampling: if all earlier drafts equal the chosen tokens, the
+        logits and the random noise are the same as without drafts.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)

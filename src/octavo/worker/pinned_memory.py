@@ -32,7 +32,7 @@ def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
     cudart = torch.cuda.cudart()
     result = cudart.cudaHostRegister(memory.ctypes.data, num_bytes, _PORTABLE)
     if int(result) == 0:
-        # `area` is unmapped before its finalizers run.
+        # Not on `area`, which is unmapped before its finalizers run.
         weakref.finalize(memory, _unregister, memory.ctypes.data).atexit = False
         return torch.from_numpy(memory)
     reason = cudart.cudaGetErrorString(result)

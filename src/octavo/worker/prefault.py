@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Prefault:
-    """A thread with idle priority (on Linux) that touches each page of memory, without changes."""
+    """A thread with idle priority (on Linux) that touches each page of memory, without changing it."""
 
     def __init__(self, data: Tensor) -> None:
-        self._stop = np.zeros(1, np.uint8)  # not of torch, because a finalizer may run while a pass is recorded
+        self._stop = np.zeros(1, np.uint8)  # not a tensor, because a finalizer may run while a pass is recorded
         self._thread = threading.Thread(target=_touch, args=(data, self._stop), name="octavo-kv-memory", daemon=True)
         with contextlib.suppress(RuntimeError):
             self._thread.start()
@@ -27,8 +27,9 @@ class Prefault:
     def stop(self) -> None:
         """End the thread."""
         self._stop[0] = 1
+        # A finalizer may run in the thread itself.
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()  # a finalizer may run in this thread
+            self._thread.join()
 
 
 def _touch(data: Tensor, stop: NDArray[np.uint8]) -> None:

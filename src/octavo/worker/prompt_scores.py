@@ -42,7 +42,7 @@ class PromptScorer:
         self._copies = copies
 
     def score(self, inputs: ModelInputs, hidden: torch.Tensor, errors: dict[str, str]) -> list[PromptScores]:
-        """Score the tokens after hidden states [num_outputs, hidden]. Adds failed requests to `errors`."""
+        """Score the prompt tokens after hidden states [num_outputs, hidden]. Adds failed requests to `errors`."""
         result: list[PromptScores] = []
         for index, request in enumerate(inputs.requests):
             count = request.sampling_params.prompt_logprobs

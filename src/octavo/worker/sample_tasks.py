@@ -1,4 +1,4 @@
-"""Sampling outside the kernel."""
+"""Prepares sampling outside the kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SampleTasks:
         self._grammars = grammars
         self._walks = GrammarWalks()
         self._start_s = 0.0
-        self._asking: list[tuple[RequestRow, range]] = []  # with their rows
+        self._asking: list[tuple[RequestRow, range]] = []  # with rows of logits
 
     def begin(self, inputs: ModelInputs) -> None:
         """Start the step's grammar walks."""
@@ -64,10 +64,10 @@ class SampleTasks:
             self._walks.begin()
 
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
-        """Return the step's tasks by row of logits. A request's drafts before a row count as the row's known tokens.
+        """Return the step's tasks by row of logits. A row's known tokens include the request's drafts before this row.
 
-        Rows after a forbidden draft and rows of postponed requests get no task. The first row of each failed grammar is
-        added to `troubles`, and requests with a late walk are added to `postponed`.
+        Rows after a forbidden draft and rows of postponed requests get no task. If a grammar fails, its first row
+        without a mask is added to `troubles`. Requests with a late walk are added to `postponed`.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:

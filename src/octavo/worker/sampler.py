@@ -79,8 +79,8 @@ class SamplingColumns:
 class SampleTask:
     """Work on a row of logits outside the kernel.
 
-    known_tokens: if `SamplingColumns.reads_tokens` is False, only their number matters. allowed: bool [vocab] of a
-    grammar.
+    known_tokens: only their number matters if `SamplingColumns.reads_tokens` is False. allowed: the grammar's mask,
+    bool [vocab].
     """
 
     sampling_params: SamplingParams
@@ -168,7 +168,7 @@ class LogprobRows:
 class Choices:
     """The tokens chosen for rows of logits, being copied to the host.
 
-    restricted: rows with excluded tokens. are_numbers: False for restricted rows with NaN.
+    restricted: rows with excluded tokens. are_numbers: per restricted row, False for NaN.
     """
 
     token_ids: Tensor
@@ -194,7 +194,7 @@ class Choices:
 class Sampler:
     """Chooses one token per row. Only typical sampling waits for the device.
 
-    share_tokens(token_ids): Called with chosen ids and drafts, int64 [n] on the device. Returns the ids to use instead.
+    share_tokens(token_ids): called with the chosen ids, int64 [n] on the device. Returns the ids to use instead.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class Sampler:
         return found
 
     def token_logprobs(self, logprobs: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> LogprobRows:
-        """Return each row's token and best tokens, from log probabilities [n, vocab]."""
+        """Select each row's token and best tokens from log probabilities [n, vocab]."""
         sampled = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > sampled).sum(dim=-1) + 1
         most = min(max(num_best), logprobs.shape[-1])

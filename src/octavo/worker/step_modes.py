@@ -117,7 +117,7 @@ class ComputesInBackground(StepMode):
 class LaunchesAhead(StepMode):
     """`submit` launches a step, and `collect` waits for the device.
 
-    If a step needs earlier tokens on the host, the steps before it are collected first.
+    If a step needs earlier tokens on the host, all earlier steps are collected first.
     """
 
     def __init__(self, worker: Worker) -> None:

@@ -99,7 +99,7 @@ class CudaStream:
 class PieceBuffer(Protocol):
     """Host memory for a piece of a transfer. Used by one thread at a time.
 
-    `write` and `read` copy nothing after they return or raise. block_ids: ids of blocks by KV group. `NO_BLOCK` is
+    All copies have ended when `write` or `read` returns or raises. block_ids: ids of blocks by KV group. `NO_BLOCK` is
     skipped. after: The copies wait until the device reaches this mark.
     """
 
@@ -125,7 +125,7 @@ class _Part:
 
 
 class StoredBlocks:
-    """The blocks of a KV cache in the form of stores, which keep the contents of all KV groups together."""
+    """The blocks of a KV cache, as stores keep them: with the contents of all KV groups together."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
@@ -143,7 +143,7 @@ class StoredBlocks:
         if stream is None:
             return HostBuffer(self._parts, self.block_bytes, num_blocks)
         buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device)
-        stream.wait(self.mark())  # earlier steps may use this memory
+        stream.wait(self.mark())  # torch may reuse memory of running steps
         return buffer
 
     def mark(self) -> Mark:
@@ -258,7 +258,7 @@ class _Copied:
     rows: Tensor
 
     def runs(self, block_ids: list[int]) -> list[slice]:
-        """Return rows without `NO_BLOCK`."""
+        """Return slices of rows without `NO_BLOCK`."""
         runs, start = [], 0
         for is_there, run in groupby(block_ids, NO_BLOCK.__ne__):
             end = start + len(list(run))

@@ -1,7 +1,8 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
 A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Writes and
-reads hold the transfer's lock, and check for a cancel first. Therefore a cancelled transfer touches no block.
+reads hold the transfer's lock, and check for a cancel first. Therefore a cancelled transfer touches no block after
+`begin` returns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from octavo.worker.stored_blocks import PieceBuffer
 
 logger = logging.getLogger(__name__)
-_PIECE_BYTES = 8 << 20  # for which a cancel waits; larger saves become several files
+_PIECE_BYTES = 8 << 20  # a cancel waits for one piece; a larger save becomes several files
 _SHUTDOWN_S = 2.0
 
 
@@ -107,7 +108,7 @@ class KVTransferThreads:
         return len(self._moving)
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """See `KVMover`. When it returns, cancelled transfers touch no blocks."""
+        """See `KVMover`."""
         for transfer_id in scheduled.kv_cancels:
             with self._lock:
                 moving = self._moving.pop(transfer_id, None)
@@ -146,7 +147,7 @@ class KVTransferThreads:
     def _take(self, buffers: queue.SimpleQueue[PieceBuffer]) -> PieceBuffer:
         try:
             return buffers.get_nowait()
-        except queue.Empty:  # hanging stores hold all buffers
+        except queue.Empty:  # hanging threads hold all buffers
             return self._blocks.make_buffer(self._piece_blocks)
 
     def _load(self, moving: _Moving, first: int, buffer: PieceBuffer) -> bool:

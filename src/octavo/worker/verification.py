@@ -1,7 +1,7 @@
 """Decides which drafts are accepted, and how a draft model draws drafts.
 
-Each row of logits gets a choice. A request's choices are accepted until one differs from its draft. This choice is
-accepted, too.
+Each row of logits gets a choice. A request's choices are accepted up to and including the first that differs from
+its draft.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Verification(Protocol):
     """Chooses tokens and draws drafts."""
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return the most bytes that drafts need in addition to logits."""
+        """Return the maximum bytes that verification needs in addition to logits."""
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
@@ -147,7 +147,7 @@ def create_verification(config: SpeculativeConfig | None, kernels: Kernels) -> V
 def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
     """Divide requests that have drafts and are not greedy into parts of at most `max_rows` rows.
 
-    A request with more rows is a part of its own. In each part, all drafts were drawn, or no draft was drawn.
+    A request with more rows is a part of its own. In each part, either all drafts or no drafts were drawn.
     """
     num_rows = np.diff(drafted.cu_num_logits).tolist()
     for is_drawn in (False, True):

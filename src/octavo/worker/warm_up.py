@@ -128,5 +128,5 @@ def _request(
 
 def _end(runner: ModelRunner, names: Iterable[str]) -> None:
     empty = CachedRequestData.make_empty()
-    # Preempt, because blocks of finished requests could stay in the prefix cache.
+    # Preempt, because a proposer could keep the tokens of finished requests.
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids=set(names)))

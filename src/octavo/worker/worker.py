@@ -219,7 +219,7 @@ class Worker:
     def take_fingerprint(self) -> EngineFingerprint:
         """Check rotary tables. Return checksums of weights, tables and logits.
 
-        Only compiled kernels have checksums. Raises `FingerprintError` if a table is wrong.
+        Only compiled CPU kernels have checksums. Raises `FingerprintError` if a table is wrong.
         """
         kernels = self.kernels
         draft = self.runner.draft_runner
@@ -270,7 +270,7 @@ class Worker:
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,
-            # Without shared KV, the last accepted draft has no KV, so the first pass has two rows.
+            # Without shared KV, the last accepted draft may have no KV, so the first pass has two rows.
             decodes=self._plan_decodes(
                 model, num_rows=[1] if checkpoint.shares_kv else [1, 2], max_model_len=checkpoint.max_model_len
             ),
@@ -379,11 +379,11 @@ class Worker:
         return replace(result, num_compilations=len(compiled)) if compiled else result
 
     def wait_idle(self) -> None:
-        """Wait for launched work. Raises its error."""
+        """Wait for launched work. Raises the work's error."""
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Run from any thread. If kernels have their own threads, torch gets only one."""
+        """Call `run` in any thread. If kernels have their own threads, torch uses only one."""
         if self.device.index is not None:
             use_device(self.device)
         if not self.kernels.has_own_threads:

@@ -3,7 +3,7 @@
 A block has one of these states:
 - FREE.
 - CACHED: Lookups find the block, but no request holds it.
-- OWNED or SHARED: The block is in block tables or pinned.
+- OWNED or SHARED: One or several references hold the block.
 - QUARANTINED: The block is out of use after wrong bookkeeping.
 """
 
@@ -27,8 +27,8 @@ BlockLink = tuple[int, int]  # (block id, generation)
 class Block:
     """A KV block in device memory.
 
-    name: Identifier of the content, valid while device or host memory has it. It is the `link` of the first block with
-    this content.
+    name: Identifier of the content, valid while device or host memory has the content. The name is the `link` of the
+    first block with this content.
     """
 
     block_id: int

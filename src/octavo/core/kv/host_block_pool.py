@@ -44,7 +44,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
-        self.lent: dict[int, HostBlock | None] = {}  # cached content, or None if the block is free after the copy
+        self.lent: dict[int, HostBlock | None] = {}  # cached content, or None if the copy frees the block
         super().__init__(list(range(num_blocks - 1, -1, -1)))
         self._num_followers: Counter[BlockLink | None] = Counter()  # number of blocks by their parent's name
         self._emit = emit
@@ -119,7 +119,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def end_lending(self) -> None:
         """Make lent blocks with cached content CACHED again, and free all other lent blocks.
 
-        Call this after the step that copies them was scheduled.
+        Call this after the step that copies the blocks was scheduled.
         """
         for block_id, content in reversed(self.lent.items()):  # a sequence's last block is evicted first
             if content is None:

@@ -108,7 +108,7 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Return a request's prefix hit. Changes nothing.
 
-        A preempted request's swapped-out KV is used if it has more tokens than the cached blocks. The last token is
+        A preempted request uses its swapped-out KV if this KV has more tokens than the cached blocks. The last token is
         always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
@@ -212,11 +212,11 @@ class KVCacheManager:
         first = len(computed.blocks)
         for group, source_id in zip(self.groups, source_ids, strict=True):
             table = sequence.block_tables[group.index]
-            if source_id is not None and table[first] != source_id:  # the source may have become the new block
+            if source_id is not None and table[first] != source_id:  # if evicted, the source may be the new block
                 self._copies.block_copies.append((group.index, source_id, table[first]))
             for index in self._read_in_host(sequence, computed, group):
                 self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
-        if not request.num_preemptions:  # a resumed request finds its own blocks, which do not count as hits
+        if not request.num_preemptions:  # blocks found after a preemption do not count as hits
             sequence.num_cached_tokens = computed.num_tokens
 
     def _read_in_host(self, sequence: TokenSequence, computed: ComputedBlocks, group: KVGroup) -> range:

@@ -35,7 +35,7 @@ class ComputedBlocks:
     num_tokens: int
     host_blocks: list[int] = field(default_factory=list)
     source: Block | None = None  # block with all known tokens after `blocks`; only the last token is computed again
-    is_saved: bool = False  # True if the host blocks were swapped out at a preemption
+    is_saved: bool = False  # True if `host_blocks` has KV swapped out at a preemption
 
     @property
     def num_blocks(self) -> int:
@@ -106,7 +106,8 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks at the beginning of a request.
 
-        If a device block lacks parts, host memory is also searched from this block on. The longer hit is returned.
+        If a part of a device block is missing, host memory is also searched from this block on. The longer hit
+        is returned.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)

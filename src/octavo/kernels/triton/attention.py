@@ -98,7 +98,6 @@ def paged_attention(
 
 
 def _tile_dims(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the dimensions of keys and of values in a tile."""
     piece, block_v = (max(16, power_of_2_from(dim)) for dim in (head_dim, value_dim))
     if piece * dtype.itemsize <= _MAX_ROW_BYTES:
         return piece, block_v
@@ -279,7 +278,6 @@ def _items_of_program(
     query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return `_ends_of_sequences`, and the first, end and step of the program's items."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends = tl.zeros([_SPLIT_SEQS], tl.int32)
     if is_sharer:

@@ -74,7 +74,6 @@ def _order(value, index, is_there):
 
 @triton.jit
 def _largest(order, count):
-    """Mark the `count` largest of a tile."""
     is_chosen = tl.zeros(order.shape, tl.int1)
     for _ in range(count):
         is_chosen = is_chosen | (order == tl.max(tl.where(is_chosen, _NO_ORDER, order)))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class SessionAffinity(RoutingPolicy):
     """Sends a session's requests to one engine. Other requests go to the least loaded engine.
 
-    With rendezvous hashing (Thaler and Ravishankar 1998), the removal of an engine moves only the engine's sessions.
+    With rendezvous hashing (Thaler and Ravishankar 1998), the removal of an engine moves only that engine's sessions.
     """
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:

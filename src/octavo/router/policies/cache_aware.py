@@ -26,11 +26,11 @@ class CacheAware(RoutingPolicy):
     """Predicts each engine's cache from the prompts that were sent to the engine, and from reported cache hits.
 
     An engine's work is the number of uncached tokens that it got recently. A prompt goes to the engine with the longest
-    cached prefix. In two cases, it goes to the engine with the least load and work instead:
+    cached prefix. In two cases, the prompt goes to the engine with the smallest sum of load and work instead:
 
-    - The prefix is a small part of the prompt.
-    - Earlier prompts with this prefix continued in different ways, and either the prefix is short or the engine with
-      this prefix has too much work.
+    - The prefix is less than a tenth of the prompt.
+    - Earlier prompts continued the prefix differently. In addition, the prefix is less than half of the prompt, or the
+      prefix's engine has too much work.
 
     balance_tokens, balance_ratio: An engine has too much work if its work exceeds the smallest work by more than
     balance_tokens, and also exceeds balance_ratio times the smallest work. The same limits apply to the load. An engine
@@ -44,7 +44,7 @@ class CacheAware(RoutingPolicy):
         self._work: dict[EngineHandle, float] = {}  # new tokens; older tokens count less
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
-        """Return the best engine for a prompt. See `CacheAware`."""
+        """Choose an engine."""
         least = min(engine.load for engine in engines)
         able = [engine for engine in engines if not self._is_more(engine.load, least)]
         found = self._tree.find(summary, able)
@@ -74,7 +74,7 @@ class CacheAware(RoutingPolicy):
         return known
 
     def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:
-        """Record a request's end. If the engine had evicted the prompt, assume that older prompts are evicted, too."""
+        """Record a request's end. If the expected prefix was evicted, assume the same of older prompts."""
         expected = self._open.pop((id(summary), engine))
         self._tree.close(engine, expected)
         if cached_share is None or not expected.num_bytes:

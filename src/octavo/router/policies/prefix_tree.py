@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class Expected:
     """The prefix of a prompt expected in an engine's cache.
 
-    num_bytes: Length of the prefix. It is 0 if no piece was last sent before the oldest open request, because the
-    engine may still compute them.
-    since: Earliest of the times at which the prefix's pieces were last sent.
+    A piece's time is when it was last sent.
+    num_bytes: Length of the prefix, or 0 if no piece is older than the engine's oldest open request, because the engine
+    may still compute the pieces.
+    since: Time of the oldest piece.
     """
 
     num_bytes: int
@@ -31,8 +32,8 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: Length of each engine's prefix. is_branch: True if other prompts begin with the longest prefix but
-    continue differently.
+    num_bytes: Length of each engine's prefix. is_branch: True if earlier prompts continue the longest prefix,
+    but no engine has this prompt's next piece.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -50,9 +51,9 @@ class _Node:
 class PrefixTree:
     """Prompts that were sent to engines. Each piece of a prompt has a node.
 
-    The node's key is a hash of the prompt up to the piece's end. Engines are assumed to evict the least recently used
-    content first. So the tree stores one time for each engine. Content that was last sent at this time or earlier
-    counts as evicted.
+    A node's key is a hash of the prompt up to the piece's end. Engines are assumed to evict the least recently used
+    content first. So the tree stores one time for each engine. Content last sent at this time or earlier counts as
+    evicted.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -80,7 +81,7 @@ class PrefixTree:
         return node.times.get(number, 0) > self._lost.get(number, 0)
 
     def add(self, summary: RequestSummary, engine: EngineHandle) -> Expected:
-        """Record a sent prompt. Return the prefix that the engine's cache should have. `close` must be called later."""
+        """Record a sent prompt. Return the prefix expected in the engine's cache. `close` must be called later."""
         self._now += 1
         number, now = engine.number, self._now
         hashes, _ = summary.pieces
@@ -113,7 +114,7 @@ class PrefixTree:
             del self._open[engine.number]
 
     def lost(self, engine: EngineHandle, time: int) -> None:
-        """Assume that an engine evicted the content that was last sent at `time` or earlier."""
+        """Mark content last sent at `time` or earlier as evicted."""
         self._lost[engine.number] = max(time, self._lost.get(engine.number, 0))
 
     def forget(self, engine: EngineHandle) -> None:

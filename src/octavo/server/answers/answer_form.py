@@ -1,4 +1,4 @@
-"""Detects how a model writes reasoning and tool calls, and reads its answers."""
+"""Detect how a model writes reasoning and tool calls, and read the model's answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.server.answers.template_probe import TemplateProbe
 from octavo.server.answers.tools import NO_TOOLS
 from octavo.structured_output.lark import by_id
 
-_PIECE = 4096  # characters per `feed` call, which copies the unread text
+_PIECE = 4096  # characters per `feed` call; few, because parsers copy unread text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
-    """Return a remark for the log. Returns "" if the chat template renders tools and calls."""
+    """Return a remark for the log, or "" if the chat template renders tools and calls."""
     if tools.describes_tools:
         return " (the chat template shows no calls: a system message describes the tools, a grammar makes answers JSON)"
     return "" if shows_tools else " (the chat template tells the model of no tools)"
@@ -39,7 +39,7 @@ def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
 class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
-    reasoning_end_id: Id of the closing marker of reasoning, or None if the marker is not one token. special_ids: Maps
+    reasoning_end_id: Token id of the reasoning's end marker, or None if the marker is not one token. special_ids: Maps
     each marker that is a special token to the token's id.
     """
 
@@ -167,7 +167,7 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The number of tokens up to the end of the reasoning, or 0 if the end marker is not one token."""
+        """Number of tokens up to and including the reasoning's end marker, or 0 if the marker is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:

@@ -43,7 +43,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
     """Answer a job. If the client disconnects, abort the job's requests.
 
     The HTTP status of a stream is sent after the first output, or after `stream_keep_alive_s` seconds without output.
-    An earlier error determines the status.
+    An error before that time determines the status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -97,10 +97,9 @@ def _counter(http_request: Request, job: Job) -> UsageCounter:
 
 
 class EventStreamResponse(StreamingResponse):
-    """Streams events. Between events it sends keep-alive bytes.
+    """Streams events. After `keep_alive_s` seconds without an event, sends keep-alive bytes.
 
-    At the end of the response, the job's open requests are aborted and the job's permit is released, even if no event
-    was sent.
+    The end of the response aborts the job's open requests and releases the job's permit, even if no event was sent.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class UnreadableError(Exception):
-    """The text of an argument is neither a value of an allowed type nor plain words."""
+    """An argument that cannot be a string is neither a value nor plain words."""
 
 
 def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
@@ -218,8 +218,7 @@ def schema_comment(function: Function) -> str:
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     """Return a grammar expression for JSON that matches `schema`.
 
-    The expression contains the definitions of `root` to which `schema` refers. Raises `RequestError` if the expression
-    is too long for any grammar.
+    Raises `RequestError` if the expression is too long for any grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()

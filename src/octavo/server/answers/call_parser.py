@@ -1,9 +1,8 @@
 """Base class of parsers that read tool calls while an answer arrives.
 
-A parser emits a call when the call is complete. In a stream, the parser begins to emit a long call as soon as the
-arguments have more than `HELD_CHARS` characters. If the rest of a long call is malformed, the client gets broken JSON.
-Text that looks like a call is content if the arguments are ambiguous, if the tool is unknown, or if a tag is not
-closed.
+A parser emits a call when the call is complete. In a stream, the parser begins earlier if the arguments
+exceed `HELD_CHARS` characters. If the rest of a long call is malformed, the client gets broken JSON. Text that looks
+like a call is content if the arguments are ambiguous, the tool is unknown, or a tag is not closed.
 """
 
 from __future__ import annotations
@@ -42,10 +41,11 @@ _PLAIN = re.compile(r'[^"{}\[\], \t\r\n]+|[ \t\r\n,]+')
 def ending(*marks: str, is_wrapped: bool = False) -> re.Pattern[str]:
     """Return a pattern that matches one of `marks`, or the end of the answer, after a call's arguments.
 
-    is_wrapped: True if a closing bracket may precede the marker.
+    is_wrapped: True if the closing brace of an enclosing object may precede the marker.
     """
     either = [r"\s*".join(map(re.escape, mark.split())) for mark in marks if mark.strip()]
-    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]  # "]" must end the answer
+    # "]" counts only at the end of the answer.
+    either = [rf"{each}\s*{_END_OF_TEXT}" if each == r"\]" else each for each in either]
     bracket = r"(?:\}\s*+)?" if is_wrapped else ""
     return re.compile(rf"\s*+{bracket}(?:{'|'.join([*either, _END_OF_TEXT])})")
 
@@ -70,7 +70,7 @@ class Call:
 class ToolParser:
     """Separates tool calls from other text.
 
-    num_held_chars: How many characters of arguments are held back until a call is complete, or None for no limit.
+    num_held_chars: Number of argument characters above which an incomplete call is emitted, or None for no limit.
     _ends: Pattern of the text that must follow repaired arguments.
     """
 
@@ -150,7 +150,7 @@ class ToolParser:
     def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
         """Return True if a text of `call_starts` begins at `start`.
 
-        If the answer was cut off within such a text, drop the rest of the answer.
+        If the answer was cut off within one of these texts, drop the rest of the answer.
         """
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
@@ -211,7 +211,6 @@ class ToolParser:
         return True
 
     def _is_cut_here(self) -> bool:
-        """Return True if the answer was cut off within the call at the beginning of `_text`."""
         return self._is_at_cut()
 
     def _is_at_cut(self) -> bool:
@@ -285,7 +284,7 @@ class ToolParser:
         if char == '"':
             self._position += 1
             yield from self._recover(call, reported)
-        # At the end of the answer, `char` is "", so both conditions are False.
+        # At the end of the answer, the condition is False, because every string contains "".
         elif char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
             while not self._is_over:
                 yield
@@ -330,7 +329,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the index at which a malformed call ends.
 
-        A second call before the closing marker belongs to the malformed call.
+        A second call that begins before the closing marker belongs to the malformed call.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -460,7 +459,7 @@ class ToolParser:
                 break
             self._position += 1
         else:
-            self._position = 0  # the brackets stay text
+            self._position = 0  # keep the brackets as text
         yield from self._drop_space()
 
     def _drop_space(self) -> Wait[None]:

@@ -1,4 +1,4 @@
-"""Base of call formats with sections. A section is an opening marker, calls, and a closing marker."""
+"""Base of call formats with sections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SectionFormat(ToolFormat):
 
     The parser ignores white space in these markers.
 
-    opener: Beginning of `opens`.
+    opener: Beginning of `opens`. The parser searches for it.
     strays: Markers that begin a call outside of a section.
     one_each: True if each call has its own section.
     frames: Markers around content or before calls. The parser drops these markers.
@@ -115,7 +115,7 @@ class SectionParser(ToolParser):
         self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between = form.call_opens, form.between.strip()
-        # Some models put blanks after the bracket that ends a list.
+        # Allow blanks after the bracket that ends a list, because some models write them.
         self._closes = form.closes.replace("]", "] ", 1)
         self._one_each = form.one_each
         self._is_list = not form.one_each and not form.call_opens

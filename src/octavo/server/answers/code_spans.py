@@ -10,7 +10,7 @@ _THREE = r"```([^`]|`[^`]|``[^`])*```"
 CODE = f"({_ONE}|{_TWO}|{_THREE})"
 """A pattern of code in Markdown, also for grammars.
 
-One or two backticks are closed by the same number or by the end of the line, three backticks only by three.
+The same number of backticks, or the end of the line, closes one or two backticks. Only three backticks close three.
 """
 OUTSIDE = f"([^`]|{CODE})*"
 """A pattern of text that does not end within code."""
@@ -28,7 +28,7 @@ class CodeSpans:
 
     @property
     def is_outside(self) -> bool:
-        """True if the text ends outside of code, and no backtick at its end may begin code."""
+        """True if the text ends outside of code, and does not end with a backtick that may begin code."""
         return not self._num_open and not self._num_seen
 
     def feed(self, text: str) -> None:

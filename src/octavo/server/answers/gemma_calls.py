@@ -49,7 +49,7 @@ class GemmaFormat(SectionFormat):
     def call_rules(self, functions: Sequence[Function]) -> str:
         """See `SectionFormat`.
 
-        A schema without properties allows any object. A schema with several types allows any value.
+        An open schema without properties allows any object. Several types allow any value, unless all are scalar.
         """
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')

@@ -44,12 +44,12 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     """Return a generator that yields the outputs of all prompts, in order of arrival.
 
-    The job's permit limits how many prompts run in parallel. Iteration raises the request's error:
-    `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`, `AuthenticationError` or
+    The job's permit limits how many prompts run in parallel. The call or the iteration raises the
+    request's error: `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`, `AuthenticationError` or
     `ServerClosingError`.
 
-    usage: Counts tokens. The generator adds the last outputs of failed and aborted requests, which it does not yield.
-    The caller must add the yielded outputs.
+    usage: Counts tokens. The generator adds the last outputs of failed and aborted requests, because it does not yield
+    them. The caller must add the yielded outputs.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len

@@ -44,9 +44,9 @@ class Job:
     """A client's request that the server answers.
 
     place: Permit that the job holds until the answer ends.
-    deadline: Time on the event loop's clock.
+    deadline: Time in seconds on the event loop's clock.
     counts_completions: False to omit generated tokens from the usage.
-    client_names: Maps the engine's names of fields to the client's names.
+    client_names: Maps the engine's field names to the client's.
     check: Called with each tokenized prompt, and may raise `RequestError`.
     """
 

@@ -1,4 +1,4 @@
-"""Kimi K3's calls. Their tags consist of three special tokens."""
+"""Kimi K3's calls. Three special tokens delimit the tags."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class KimiK3Format(TaggedFormat):
         return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
-        """See `ToolFormat`. The texts end before the function's name."""
+        """See `ToolFormat`. The texts contain no function name."""
         return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:

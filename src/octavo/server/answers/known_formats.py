@@ -97,7 +97,7 @@ def find_tool_format(
 ) -> ToolFormat | None:
     """Return the format named `wanted`, or None if `wanted` is "none".
 
-    If several formats have this name, return the format that the chat templates use, otherwise the first.
+    If several formats have this name, return the one that the chat templates use. If they use none, return the first.
 
     For "auto", return one of these:
     - The format that the chat templates use.

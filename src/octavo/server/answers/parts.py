@@ -1,6 +1,6 @@
 """Split an answer into parts while the answer arrives.
 
-The parts do not depend on the sizes of the pieces that arrive.
+The parts do not depend on the sizes of the arriving pieces.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    text: Tool's name if `kind` is `call`. JSON if `kind` is `arguments`. The JSON is incomplete if the answer was cut
-    off, and broken if a long call was malformed.
-    start: Index of the part's first character in the answer. For calls and arguments, an earlier index is allowed.
+    text: Tool's name if `kind` is `call`. Piece of JSON if `kind` is `arguments`. The whole JSON is incomplete if the
+    answer was cut off, and broken if a long call was malformed.
+    start: Index of the part's first character in the answer. Calls and arguments may have an earlier index.
     """
 
     kind: PartKind
@@ -40,7 +40,7 @@ class Part:
 class ReasoningForm:
     """The markers around a model family's reasoning.
 
-    is_found_by_opens: True to detect the form by `opens`.
+    is_found_by_opens: True to detect the form by `opens` instead of `closes`.
     """
 
     name: str
@@ -65,9 +65,9 @@ class AnswerParser(Protocol):
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Join adjacent parts of one kind, and drop empty parts.
+    """Join adjacent parts of content, reasoning or one call's arguments. Drop empty parts.
 
-    Parts of content must also be adjacent in the answer.
+    Joined content must also be adjacent in the answer.
     """
     if len(parts) == 1 and parts[0].text:
         return [*parts]
@@ -137,8 +137,8 @@ class ReasoningParser:
     White space around the reasoning is dropped.
 
     is_open: True if the prompt ends with the opening marker.
-    interrupts: For each marker that begins a tool call, the texts that may follow the marker. If one of these texts
-    follows, the reasoning ends before the marker.
+    interrupts: Maps each marker that can begin a tool call to texts. If one of these texts follows the marker, the
+    reasoning ends before the marker.
     """
 
     def __init__(

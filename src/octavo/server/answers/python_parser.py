@@ -36,7 +36,8 @@ class PythonParser(ValueParser):
     def _has_next_call(self) -> Wait[bool]:
         if self._between:
             return (yield from super()._has_next_call())
-        char = yield from self._skip_space()  # "" at the answer's end, and every text starts with ""
+        # At the end of the answer, `char` is "", and every text starts with "".
+        char = yield from self._skip_space()
         return not self._closes.startswith(char)
 
     def _named_values(self, call: Call) -> Wait[None]:
@@ -91,7 +92,7 @@ class PythonListParser(PythonParser):
 
     A list without markers may be code, so it is read only under these conditions:
     - Each call has no arguments, or begins with a keyword argument.
-    - After other text, the list begins with a function's name, and is neither a subscript nor Markdown code.
+    - A list after other text begins with a function's name, and is neither a subscript nor Markdown code.
     """
 
     _is_tagged = False

@@ -25,8 +25,8 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 class TaggedParser(ValueParser):
     """Emits strings piece by piece, and other values when they are complete.
 
-    If the closing tag of a call is missing, the closing tag of the section ends the call. If no argument was read but
-    the function has parameters, the text is content.
+    If the closing tag of a call is missing, the closing tag of the section ends the call. Exception: if the function
+    has parameters but the call has no argument, the text is content.
     """
 
     _given: set[str]  # names of the call's arguments so far; empty after a complete call
@@ -46,7 +46,6 @@ class TaggedParser(ValueParser):
         return is_call
 
     def _rest_of_call(self) -> Wait[None]:
-        """Emit the rest of a malformed call as content, including calls in the rest."""
         opens, closes = self._pair
         num_open = 1
         while num_open and (mark := (yield from self._content(opens, closes))):

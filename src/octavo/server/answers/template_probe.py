@@ -23,7 +23,7 @@ PARAMETERS: dict[str, Any] = {
 }
 _TOOL = {"type": "function", "function": {"name": NAME, "description": "Look it up", "parameters": PARAMETERS}}
 _QUESTION = {"role": "user", "content": "Question"}
-_CALL_ID = "call00001"  # some templates require nine letters and digits
+_CALL_ID = "call00001"  # some templates require ids of nine letters and digits
 _CALL = {"id": _CALL_ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
 _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 

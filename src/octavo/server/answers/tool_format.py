@@ -37,8 +37,8 @@ class ToolFormat:
     markers: Texts around calls. The detokenizer keeps markers even if they are special tokens.
     takes_one: True if chat templates refuse several calls in one message. An answer then has several calls only if the
     client asks for parallel calls.
-    frames_content: True if markers also enclose content. The parser then also reads answers to requests without tools.
-    describes_tools: True if chat templates do not render tools. `messages_with_tools` then writes the tools as text.
+    frames_content: True if markers also enclose content. The parser then reads even answers to requests without tools.
+    describes_tools: True if `messages_with_tools` writes the tools as text. The chat template then gets no tools.
     token_name: Function that returns a token's name in a grammar, such as `<[123]>`, or None if the text is not one
     token.
     """
@@ -62,7 +62,7 @@ class ToolFormat:
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
         """Return the markers that can begin a call within reasoning.
 
-        Each marker is mapped to texts. The marker begins a call only if one of its texts follows.
+        Each marker is mapped to texts. The marker begins a call only if one of these texts follows.
         """
         return {}
 

@@ -33,7 +33,7 @@ class HermesParser(ToolParser):
 class LlamaParser(ToolParser):
     """Reads {"name": ..., "parameters": ...}. Semicolons or line feeds separate several calls.
 
-    After other text, an object is a call only if it begins with the name and the arguments.
+    An object after other text is a call only if it begins with the name and the arguments.
     """
 
     opener = "<|python_tag|>"
@@ -124,7 +124,7 @@ class MistralParser(ToolParser):
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
         """Move to the arguments after a call's head.
 
-        If the head is invalid, raise `MalformedError`. If the answer ends within it, first move to the answer's end.
+        If the head is invalid, raise `MalformedError`. If the head is cut off, first move to the answer's end.
         """
         if head is not None:
             self._position = brace

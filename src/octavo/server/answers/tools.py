@@ -180,7 +180,7 @@ def _lenient(function: Function) -> Function:
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Return the functions with schemas that name their request field, for errors of the grammar compiler."""
+    """Name the request's field in each schema, for errors of the grammar compiler."""
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
     for each in marked:

@@ -33,8 +33,8 @@ class Receipt(Struct):
     """The cost of a request. This object is octavo's extension.
 
     computed_tokens: Positions that the model computed.
-    recomputed_tokens: Positions computed again after a preemption, and rejected drafts.
-    wasted_tokens: Tokens that the step of the stop string generated after the stop string.
+    recomputed_tokens: Positions computed again after a preemption, plus rejected draft tokens.
+    wasted_tokens: Tokens generated after a stop string, but in the same step.
     """
 
     computed_tokens: int = 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tagged_calls import TaggedFormat
 
     _Verdict: TypeAlias = tuple[int, int] | Literal[False] | None
-    """The indices at which a value and its closing tag end; False: the mark is text; None: more text is needed."""
+    """Indices at which a value and its closing tag end, False if the marker is text, None if more text is needed."""
 
 _MAX_MARK_CHARS = 512
 _NO_BLANK = re.compile(r"\S")
@@ -45,7 +45,7 @@ class ValueEnd(Protocol):
         ...
 
     def drop(self, text: str) -> None:
-        """Subtract the length of `text` from the indices, because the caller removes `text` from the beginning."""
+        """Subtract the length of `text` from the indices, because the caller removes `text` from the searched text."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
@@ -169,7 +169,7 @@ class TagEnd:
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return True if a marker belongs to a call within the value.
 
-        If it does, later markers close all calls within the value, and then the outer call.
+        A marker belongs to an inner call if later markers close all inner calls, and then the outer call.
         """
         if not self._num_open:
             return False
@@ -219,7 +219,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # A section's closing marker is part of the value, because the closing tags of value and call are missing.
+        # A section's closing marker cannot end the value while the closing tags of value and call are missing.
         is_placed = self._is_alone_on_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -340,7 +340,7 @@ class TagEnd:
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if another closing tag precedes the next call. The answer may end within this tag."""
+        """Return True if another closing tag can end the value before the next call. The tag may be cut off."""
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
@@ -360,7 +360,7 @@ class TagEnd:
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
         """Return the index of the next call, and whether the call is certain.
 
-        If no call follows, return the text's length.
+        If no call follows, return the text's length and False.
         """
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)

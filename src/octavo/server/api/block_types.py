@@ -23,7 +23,7 @@ class Fields:
     """The fields of objects of one type.
 
     read: names of the fields that this server uses. harmless: maps an ignored field to the reason why it is
-    ignored. unsupported: maps a field to its accepted values, which turn it off.
+    ignored. unsupported: maps a field to the allowed values, which turn the field off.
     """
 
     read: frozenset[str]

@@ -48,8 +48,8 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 class Conversation:
     """A conversation.
 
-    options: arguments of the chat template. field: the API's field that contains the messages, for errors.
-    prediction: the answer that the client predicts, or "".
+    options: arguments of the chat template. field: name of the API's field with the messages, for errors. prediction:
+    the answer that the client predicts, or "".
     """
 
     messages: list[dict[str, Any]]
@@ -154,7 +154,7 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the chat template's arguments for an answer.
 
-    They continue the last message if its role is assistant, and otherwise begin a new message.
+    If the last message has the role assistant, the answer continues this message.
     """
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}

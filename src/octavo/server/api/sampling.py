@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from octavo.server.api.openai.requests import SamplingFields
 
 _STRUCTURES = {field.name for field in fields(StructuredOutputsParams)}
-_SCHEMA_KEYS = ("schema", "value")  # in llama.cpp and huggingface_hub
+_SCHEMA_KEYS = ("schema", "value")  # llama.cpp's key, huggingface_hub's key
 _ANY_SEED = -1  # random, as in vLLM, llama.cpp and Ollama
 _NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) -> SamplingParams:
-    """Build sampling parameters from the request's fields that `SamplingParams` also has.
+    """Build sampling parameters from the fields that the request shares with `SamplingParams`.
 
     defaults: values for missing and null fields. given: values that override the request's fields.
     """

@@ -33,11 +33,11 @@ class TokenTexts:
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
-        self._held = ""  # for the next visible token
+        self._held = ""  # text for the next visible token
         self._num_chars = 0
 
     def share(self, tokens: list[Token], whole: str | None) -> str:
-        """Divide new text among visible tokens. If no token is visible, return the text that no token got.
+        """Divide new text among visible tokens. If no token is visible, return the remaining text.
 
         whole: the answer's text if `tokens` are the answer's last tokens, otherwise None. A stop string may cut off the
         end of a token's text. Incomplete characters at the answer's end are added to the last visible token.

@@ -33,7 +33,8 @@ class Truncation:
         if self.num_tokens is None:
             return prompt
         if isinstance(prompt, str):
-            return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}  # "prompt" marks charged tokens
+            # `Service.generate` charges only prompts without the key "prompt".
+            return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}
         token_ids = prompt["prompt_token_ids"]
         kept = token_ids[-self.num_tokens :] if self.from_left else token_ids[: self.num_tokens]
         return {**prompt, "prompt_token_ids": kept}

@@ -28,7 +28,7 @@ _CONTEXT = frozenset({b"traceparent", b"tracestate"})
 
 
 class Tracing:
-    """Sends spans to a collector from its own thread. If the collector is unreachable, spans are lost.
+    """Sends spans to a collector in a background thread. If the collector is unreachable, spans are lost.
 
     endpoint: the collector's URL for OTLP over HTTP, like http://localhost:4318/v1/traces.
     """
@@ -45,7 +45,7 @@ class Tracing:
         """Make the spans of an ended request.
 
         reason: why the request was refused or cut off, or None. details: fields of the request's line in the audit log.
-        If "usage" is missing, the request was not admitted and gets no span.
+        Without the field "usage", the request was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
@@ -68,7 +68,7 @@ class Tracing:
             child.end(round(1e9 * end_s) + shift)
         if reason is not None:
             span.set_attribute("error.type", reason)
-            if status < 400 or status >= 500:  # by convention, a client's error is no error of the server's span
+            if status < 400 or status >= 500:  # by convention, 4xx is no error of a server's span
                 span.set_status(trace.StatusCode.ERROR)
         span.end(end)
 

@@ -1,10 +1,10 @@
 """Bounded KV groups, for example for sliding-window layers.
 
-A request holds only the blocks that later tokens can still read. Each block of the first group has parts: the blocks
-of bounded groups with the same positions.
+A request holds only the blocks that later tokens can still read. Each block of the first group has parts: the bounded
+groups' blocks with the same positions.
 
-If blocks are reserved for a request, its new blocks are private: lookups find them only after their release. If too few
-blocks are free for the reservation, the blocks of the request's prefix hit become private, too.
+If a request reserves blocks, the request's new blocks are private: lookups find a private block only after its release.
+If too few blocks are free for the reservation, found blocks that no request holds also become private.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class BoundedGroup:
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """See `KVGroup`. Blocks for one step are never reserved. If `is_only`, the result is True."""
+        """See `KVGroup`. The blocks that one step needs stay unreserved. If `is_only`, the result is True."""
         num_usable = self.num_blocks - len(self.quarantined)
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 

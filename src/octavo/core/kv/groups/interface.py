@@ -20,7 +20,7 @@ class Claim(NamedTuple):
     num_new: int  # blocks to allocate after the found blocks
     num_unheld: int  # number of new blocks, plus number of found blocks that no request holds
     is_private: bool = False  # new blocks are private until their release
-    is_found_private: bool = False  # found blocks that no request holds become private, too
+    is_found_private: bool = False  # found blocks that no request holds also become private
 
 
 class KVGroup(Protocol):
@@ -56,7 +56,7 @@ class KVGroup(Protocol):
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of this group's block with the positions of `block`, or None if it was evicted."""
+        """Return the id of this group's block for the positions of `block`, or None if evicted."""
         ...
 
     def claim(

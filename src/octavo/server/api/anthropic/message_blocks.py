@@ -77,7 +77,7 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 def _read_system(system: Any) -> list[Message]:
     """Convert the system prompt. Omit the block that Claude Code adds for Anthropic's billing.
 
-    The block differs in every request, so with the block, no request would hit the prefix cache.
+    This block differs in every request, so it would prevent hits in the prefix cache.
     """
     blocks = system
     if isinstance(system, list):

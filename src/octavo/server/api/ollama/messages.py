@@ -15,7 +15,7 @@ def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
     Some chat templates require an id for each tool call, but clients may omit ids. A missing id is made from the call's
     position.
     """
-    open_calls: dict[Any, Any] = {}  # tool names of the calls without results, by id
+    open_calls: dict[Any, Any] = {}  # maps ids of calls without results to tool names
     return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])
 
 

@@ -43,7 +43,7 @@ class Answer(Struct):
     """A whole answer, or a line of a stream.
 
     message: set by /api/chat. response, thinking: set by /api/generate. cached_tokens: prompt tokens found in the
-    prefix cache. The counts are the last fields, because a router searches for counts from the end.
+    prefix cache. The counts are the last fields, because octavo's router searches an answer backwards for counts.
     """
 
     model: str

@@ -44,7 +44,7 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED_OR_ALIAS,
-    **each(Off(False, True), "shift", "truncate"),  # this server refuses prompts that are too long
+    **each(Off(False, True), "shift", "truncate"),  # no effect, because too long prompts are refused
     "_debug_render_only": Off(False),
     "chat_template": Off(),
     "chat_template_kwargs": Off({}),
@@ -203,7 +203,7 @@ class EmbeddingsRequest(_VectorsRequest):
 
 
 class ShowRequest(Body):
-    """POST /api/show. name: older clients' name of the field `model`."""
+    """POST /api/show. name: older clients send this field instead of `model`."""
 
     model: str | None = None
     name: str | None = None

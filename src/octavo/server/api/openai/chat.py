@@ -189,7 +189,6 @@ class _Answer:
         self._has_calls = False
 
     def message(self, completion: CompletionOutput) -> ChatMessage:
-        """Return the message."""
         delta = self._delta(completion)
         message = ChatMessage(delta.content or (None if delta.tool_calls else ""))
         message.reasoning_content, message.tool_calls = delta.reasoning_content, delta.tool_calls

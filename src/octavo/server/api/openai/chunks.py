@@ -21,7 +21,7 @@ Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 
 
 def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
-    """Return a `Job`'s fields, except prompts and sampling parameters."""
+    """Return a `Job`'s stream options, engine options and client names."""
     options = request.stream_options
     return {
         "stream": bool(request.stream),
@@ -74,7 +74,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         raise NotImplementedError
 
     def _begin(self, event: Chunk, update: ChoiceUpdate) -> None:
-        """Complete a choice's first chunk."""
+        """Add fields to a choice's first chunk."""
 
     def _counted(self, usage: Usage) -> Usage:
         return usage

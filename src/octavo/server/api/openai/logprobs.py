@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Piece: TypeAlias = Callable[[int], str | bytes]  # returns a token's text, even for a special token
     PlacedPosition: TypeAlias = tuple[TokenPlace, "Position"]
 
-Position = dict[int, "Logprob"]  # by token id; the first entry is the token at the position
+Position = dict[int, "Logprob"]  # by token id; the first entry is the chosen token
 _LOWEST = -9999.0  # as in vLLM, replaces -infinity, which JSON lacks
 
 
@@ -30,8 +30,8 @@ def chat_logprobs(
 ) -> replies.ChatLogprobs | None:
     """Convert the log probabilities of a chat choice.
 
-    num_top: number of the most probable tokens at each position. as_ids: True to write tokens as token_id:123, as
-    in vLLM.
+    num_top: number of most probable tokens to return at each position. as_ids: True to write tokens as token_id:123,
+    as in vLLM.
     """
     if positions is None:
         return None
@@ -45,7 +45,7 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs each token's log probabilities with the token's place in the text. A place may become known later."""
+    """Pairs each token's log probabilities with the token's place in the text. Tokens wait until the place is known."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
@@ -76,7 +76,7 @@ class ContentLogprobs:
         self._piece = piece
         self._hides_end = hides_end
         self._tokens: deque[PlacedPosition] = deque()
-        self._is_returned = False  # `take` has returned the first of `_tokens`
+        self._is_returned = False  # True if `take` returned the first of `_tokens`
 
     def add(self, completion: CompletionOutput) -> None:
         """Add tokens."""
@@ -88,7 +88,7 @@ class ContentLogprobs:
         self._tokens += self._places.add(token_ids, positions, is_over=completion.finished)
 
     def take(self, part: Part) -> list[replies.TokenLogprob]:
-        """Return the log probabilities of the answer's next part. A token that spans two parts is returned once."""
+        """Return log probabilities for the answer's next part. A token that spans two parts is returned once."""
         while self._tokens and self._tokens[0][0].end <= part.start:
             self._tokens.popleft()
             self._is_returned = False
@@ -165,7 +165,7 @@ def prompt_logprobs(positions: PromptLogprobs) -> replies.PromptLogprobs:
         entries = list(map(replies.PromptLogprob, _all_finite(entry), ranks, map(text_of, entry.token_ids)))
         names = list(map(str, entry.token_ids))
         by_id = dict(zip(names, entries, strict=True))
-        by_id[names[0]] = entries[0]  # the chosen token may occur twice, in a tie with another rank
+        by_id[names[0]] = entries[0]  # in a tie, the chosen token may occur again with another rank
         result.append(by_id)
     return result
 

@@ -90,7 +90,7 @@ class Aliased(BaseModel):
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def take_aliases(self) -> None:
-        """Copy each alias to the field that it means. Raises `RequestError` if the field is set to another value."""
+        """Copy each alias's value to the real field. Raises `RequestError` if the real field has another value."""
         for name, alias in self.aliases.items():
             value = getattr(self, name, None)
             if value in (None, *alias.nothing):
@@ -162,9 +162,9 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
         return client_field_names(self._sent_as, in_text=True)
 
     def client_names(self, **names: str) -> dict[str, str]:
-        """Map the engine's field names to the names in the client's request.
+        """Map the engine's field names to the names that the client sent.
 
-        names: Maps engine fields to the API's names of these fields.
+        names: Maps the engine's field names to the API's field names.
         """
         return {**self._sent_as, **{engine_name: self._sent_as.get(name, name) for engine_name, name in names.items()}}
 

@@ -54,7 +54,7 @@ SUMMARIES = BlockTypes({"summary_text": fields("text")})
 def read_items(instructions: str | None, given: Any) -> list[dict[str, Any]]:
     """Convert items to messages. instructions: a system message, or None. given: a text or a list of items.
 
-    Consecutive items of the assistant or of the system become one message.
+    Consecutive assistant items become one message, and so do consecutive system items.
     """
     turns: list[_Turn] = []
     if instructions is not None:
@@ -87,7 +87,6 @@ class _Turn:
         self.calls += other.calls
 
     def message(self) -> dict[str, Any]:
-        """Return the message."""
         content: Any = None if self.calls else ""
         if self.role in {"assistant", "system"}:
             content = ("" if self.role == "assistant" else "\n\n").join(self.texts) or content

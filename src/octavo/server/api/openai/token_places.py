@@ -1,4 +1,4 @@
-"""The characters of a text that each token produced."""
+"""Finds the characters that each token adds to a text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TokenPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset of the next character after the token."""
+        """The offset of the first character after the token."""
         return self.offset + self.num_chars
 
 
@@ -60,9 +60,9 @@ class TokenPlaces:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._detokenizer = tokenizer.incremental_detokenizer(prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._offset = offset
-        self._run = b""  # held bytes of the prompt, and the run's bytes
+        self._run = b""  # unfinished bytes of the prompt, then the run's bytes
         self._num_prompt_bytes = 0
-        self._waiting: list[tuple[int, int]] = []  # (token of the run, number of bytes before it)
+        self._waiting: list[tuple[int, int]] = []  # (token id, index of the token's bytes in `_run`)
 
     def add(self, token_ids: Iterable[int]) -> list[TokenPlace]:
         """Add tokens. Return the places that became known."""

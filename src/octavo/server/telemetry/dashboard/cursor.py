@@ -1,4 +1,4 @@
-"""The dashboard's changes for one viewer."""
+"""Finds the dashboard's changes for one viewer."""
 
 from __future__ import annotations
 

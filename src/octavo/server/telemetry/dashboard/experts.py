@@ -1,4 +1,4 @@
-"""The map of experts."""
+"""The dashboard's map of experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ExpertMap:
         self._sent = b""
 
     def changed(self, tokens: ExpertTokens | None) -> list[list[int]] | None:
-        """Return percent of the mean by layer and expert, or None if unchanged."""
+        """Return tokens in percent of the layer's mean, by layer and expert, or None if unknown or unchanged."""
         if tokens is None or tokens.counts == self._sent:
             return None
         self._sent = bytes(tokens.counts)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from octavo.server.service import Service
 
 MAX_WATCHERS = 16
-LINGER_S = 10.0  # a reloaded page keeps its history
+LINGER_S = 10.0  # so that a reloaded page keeps its history
 _encode = msgspec.json.Encoder().encode
 
 
@@ -57,7 +57,7 @@ class Dashboard:
             self._closing = asyncio.get_running_loop().call_later(LINGER_S, self._start_closing)
 
     async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events. After a `hello`, a `frame` follows a few times a second, and finally a `bye`.
+        """Yield server-sent events: one `hello`, a few `frame` events per second, and one `bye` at the end.
 
         The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Each
         frame is made after the previous frame was sent, so frames do not accumulate for slow viewers.

@@ -1,4 +1,4 @@
-"""Rows of tiers."""
+"""The dashboard's rows of KV tiers."""
 
 from __future__ import annotations
 

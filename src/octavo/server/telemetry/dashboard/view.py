@@ -27,7 +27,7 @@ _NUM_STEPS = 240
 _NUM_ENDED = 200
 _NUM_ROWS = 100
 _NUM_ROWS_ENDED = 30
-_MAX_TIMES = 512  # durations of one second
+_MAX_TIMES = 512  # kept for each `Second`
 WAITING, PROMPT, GENERATING, PREEMPTED = "waiting", "prompt", "generating", "preempted"
 _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
@@ -108,7 +108,7 @@ class Step:
 
 @dataclass(slots=True)
 class Shown:
-    """A request on the page. num_left: number of tokens to compute before the first generated token."""
+    """A request on the page. num_left: number of tokens to compute before the next generated token."""
 
     number: int
     request_id: str
@@ -196,10 +196,10 @@ class LiveView:
         return [each.number for each in self._shown.values() if each.ended is None and each.state != WAITING]
 
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
-        """Return the chart's rows of seconds before `now` that are new or changed.
+        """Return chart rows for the new and changed seconds before `now`.
 
         second: The first new second. revision: The last revision that the page knows. An event counts in the second of
-        its `time`, even if the event arrives later. So past seconds can change.
+        its `time`. Past seconds can change, because events may arrive later.
         """
         self._fill(now)
         return [
@@ -221,7 +221,7 @@ class LiveView:
         return list(islice(self.steps, max(number - first, 0), None))
 
     def moment(self) -> dict[str, Any]:
-        """Return figures of the last seconds."""
+        """Return current figures and recent rates and latencies."""
         now = int(self.clock())
         if self._moment[0] != (now, self.revision):
             self._moment = ((now, self.revision), self._make_moment(now))
@@ -269,7 +269,7 @@ class LiveView:
         live = [shown for shown in self._shown.values() if shown.ended is None]
         live.sort(key=lambda shown: (_LIVE_ORDER[shown.state], shown.number))
         names = islice(dict.fromkeys(reversed(self._ended)), _NUM_ROWS_ENDED)
-        ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # None: the id was reused
+        ended = [shown for name in names if (shown := self._shown[name]).ended is not None]  # None if the id was reused
         return [shown.row(now) for shown in [*live[: _NUM_ROWS - len(ended)], *ended]]
 
     # --- following ---
@@ -363,7 +363,7 @@ class LiveView:
             shown.num_left -= count
             parts.append((shown.number, count, is_prompt))
         self._open_steps[event.step] = event, parts
-        if len(self._open_steps) > _MOST_OPEN_STEPS:  # the end of a step is missing
+        if len(self._open_steps) > _MOST_OPEN_STEPS:  # the oldest step's end is missing
             del self._open_steps[min(self._open_steps)]
         self.num_running, self.num_waiting = event.num_running, event.num_waiting
         second = self._second(event.time)
