@@ -30,7 +30,7 @@ _COUNTERS = (
     ("num_prompt_tokens", "router_prompt_tokens", "Prompt tokens of requests whose answers contained usage."),
     ("num_cached_tokens", "router_cached_tokens", "Prompt tokens that were cached, of router_prompt_tokens."),
     ("num_failures", "router_failures", "Requests that an engine failed to answer."),
-    ("num_paired", "router_paired_requests", "Requests that an engine answered with KV from a prefill engine."),
+    ("num_paired", "router_paired_requests", "Requests sent to an engine while a prefill engine computes their KV."),
     ("num_paired_in_vain", "router_paired_in_vain", "Requests for which no KV arrived, of router_paired_requests."),
     ("num_prefills", "router_prefills", "Prompts that a prefill engine was asked to compute."),
     ("num_failed_prefills", "router_failed_prefills", "Prompts that were refused, lost or late, of router_prefills."),
