@@ -159,7 +159,7 @@ class Batching(Protocol):
 
     @property
     def prefill_limit(self) -> int:
-        """Maximum number of prompt tokens in the next step with decodes, or 0 for no limit."""
+        """Maximum number of prompt tokens in the next step if it also decodes, or 0 for no limit."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:

@@ -169,7 +169,7 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Find the best form of a message with a call and no text. Return content, and True if arguments must be text."""
+    """Return the content of a message with a call and no text, and True if the call's arguments must be text."""
     faults: dict[tuple[EmptyContent, bool], tuple[bool, int]] = {}
     for as_text in forms:
         for content in contents:

@@ -305,7 +305,7 @@ class RequestLimiter:
         """Take output streams for a request. The caller must have called `begin`.
 
         at_least: Number of streams that each part needs, if the request can be served in parts. The permit has streams
-        for one part, and for more within the tenant's limit and share. If None, the permit has all `num_streams`.
+        for one part or more, within the tenant's limit and share. If None, the permit has all `num_streams`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())

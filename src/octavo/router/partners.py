@@ -144,7 +144,7 @@ class Partners:
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
     """Return True if the decode engine itself computed the request's new tokens.
 
-    The engine's counts cover all prompts, so all other prompts are assumed to be computed completely.
+    The engine counts all prompts together. The tokens of the other prompts are subtracted.
     """
     before = request.before
     if before.num_computed is None or after.num_computed is None:

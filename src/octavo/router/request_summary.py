@@ -136,7 +136,7 @@ def read_request_summary(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Return the prompt without final quotes and brackets, which a longer prompt with this prefix lacks."""
+    """Return the prompt without final quotes and brackets: longer prompts with this prefix do not have them."""
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])

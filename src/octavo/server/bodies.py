@@ -61,7 +61,7 @@ def _joined(chunks: list[bytes]) -> bytes:
 def _check_media_type(given: str | None) -> None:
     """Raise `MediaTypeError` unless the body is application/json.
 
-    Otherwise, any web page could send requests: forms, plain text and untyped bytes need no CORS preflight request.
+    Any web page can send forms, plain text and untyped bytes, because these need no CORS preflight request.
     """
     if given is None or given.partition(";")[0].strip().lower() != "application/json":
         said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"

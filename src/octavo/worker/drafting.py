@@ -132,7 +132,7 @@ class Drafting:
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
         """Cut off the first draft that ends the request or that the grammar forbids, and all later drafts.
 
-        If drafts were drawn for rejection sampling, this draft is kept, because cutting it off would bias the result.
+        With rejection sampling, that first draft is kept, because cutting it off would bias the result.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]

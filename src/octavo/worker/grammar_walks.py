@@ -94,7 +94,7 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait for a share of the step's time so far, or longer if all requests (`is_all`) need walks and none is ready."""
+    """Wait for a share of `step_s`. If all requests (`is_all`) need walks, wait longer until one is ready."""
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:
         return

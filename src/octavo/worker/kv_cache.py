@@ -60,8 +60,8 @@ class _Now:
 class PagedKVCache:
     """Keys and values of all layers; see `KVLayout`.
 
-    dtype: the activations' dtype, int8 or float8_e4m3fn. With int8 and float8_e4m3fn, float32 scales follow the rows of
-    each head in a block. num_host_blocks: blocks of host memory, each with space for one block of every group.
+    dtype: int8, float8_e4m3fn, or the activations' dtype. With the first two, float32 scales follow the rows of each
+    head in a block. num_host_blocks: blocks of host memory, each with space for one block of every group.
     num_scratch_blocks: additional blocks of each group, which the scheduler does not use.
     """
 

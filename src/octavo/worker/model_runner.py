@@ -281,8 +281,8 @@ class ModelRunner:
     ) -> None:
         """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
-        Drafts do not change tokens, except with rejection sampling: if all earlier drafts equal the chosen tokens, the
-        logits and the random noise are the same as without drafts.
+        Without rejection sampling, drafts do not change tokens: if all earlier drafts equal the chosen tokens, logits
+        and random noise are the same as without drafts.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)

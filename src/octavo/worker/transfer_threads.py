@@ -40,7 +40,7 @@ class KVMover(Protocol):
     """Moves KV between store and cache."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Cancel and start a step's transfers. Call this after block copies and before the step is computed."""
+        """Cancel and start transfers as a step orders. Call this after block copies and before the step is computed."""
         ...
 
     def shutdown(self) -> None:

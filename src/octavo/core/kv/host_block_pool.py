@@ -40,7 +40,7 @@ class HostBlock:
 
 
 class HostBlockPool(ContentPool[int, HostBlock]):
-    """The host blocks. KV of preempted requests may evict cached content, but is never evicted."""
+    """The host blocks. KV of a preempted request can replace cached content. Nothing replaces this KV."""
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks

@@ -29,8 +29,8 @@ class CacheAware(RoutingPolicy):
     cached prefix. In two cases, the prompt goes to the engine with the smallest sum of load and work instead:
 
     - The prefix is less than a tenth of the prompt.
-    - Earlier prompts continued the prefix differently. In addition, the prefix is less than half of the prompt, or the
-      prefix's engine has too much work.
+    - Earlier prompts continued the prefix differently, and one of these holds: the prefix is less than half of the
+      prompt; the prefix's engine has too much work.
 
     balance_tokens, balance_ratio: An engine has too much work if its work exceeds the smallest work by more than
     balance_tokens, and also exceeds balance_ratio times the smallest work. The same limits apply to the load. An engine

@@ -13,7 +13,7 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 def member_end(text: str) -> int | None:
     """Return the length of the object or Python call at the beginning of a text, or None if the length is uncertain.
 
-    The length is certain if the brackets match, and if each string is between punctuation marks of JSON or Python.
+    The length is certain if the brackets match, and if punctuation of JSON or Python precedes and follows each string.
     """
     stack, place, last = list[str](), 0, 0
     while (found := _STOP.search(text, place)) is not None:

@@ -137,8 +137,8 @@ class ReasoningParser:
     White space around the reasoning is dropped.
 
     is_open: True if the prompt ends with the opening marker.
-    interrupts: Maps each marker that can begin a tool call to texts. If one of these texts follows the marker, the
-    reasoning ends before the marker.
+    interrupts: Texts by a marker that can begin a tool call. If one of the texts follows the marker, the reasoning ends
+    before the marker.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class TaggedFormat(SectionFormat):
 
     An argument is `argument_opens`, the name, `argument_named`, the value, `value_closes`, and `argument_closes`.
 
-    is_padded: True if the line feeds directly before and after a value do not belong to the value.
+    is_padded: True if a newline directly before or after a value is not part of the value.
     raw_marks: Pair of markers that may enclose any value.
     head_pattern: Matches the text between `call_opens` and `named`.
     text_mark: Marker after the name of a string argument.

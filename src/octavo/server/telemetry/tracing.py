@@ -45,7 +45,7 @@ class Tracing:
         """Make the spans of an ended request.
 
         reason: why the request was refused or cut off, or None. details: fields of the request's line in the audit log.
-        Without the field "usage", the request was not admitted and gets no span.
+        If "usage" is missing, the request was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
