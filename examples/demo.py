@@ -14,7 +14,7 @@ QUESTIONS = [
 
 
 def main() -> None:
-    """Print questions and answers, and how many tokens of a repeated answer speculation guessed."""
+    """Print questions and answers, and how many tokens of a repeated answer were drafted."""
     llm = LLM()
     params = SamplingParams(temperature=0, max_tokens=64)
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -22,7 +22,7 @@ def main() -> None:
     for question, output in zip(QUESTIONS, answers, strict=True):
         print(f"> {question}\n  {output.outputs[0].text}")
 
-    # A repeated question: its answer is guessed from the first one, so one step yields several tokens.
+    # A repeated question: the first answer drafts the second, so one step yields several tokens.
     stats = llm.llm_engine.stats
     num_drafted, num_accepted = stats.drafts.num_draft_tokens, stats.drafts.num_accepted_tokens
     [again] = llm.chat(conversations[-1], params)
@@ -30,8 +30,8 @@ def main() -> None:
     num_accepted = stats.drafts.num_accepted_tokens - num_accepted
     is_same = again.outputs[0].token_ids == answers[-1].outputs[0].token_ids
     print(
-        f"The last one asked again: {'the same' if is_same else 'other'} {len(again.outputs[0].token_ids)} tokens; "
-        f"{num_drafted} were guessed, {num_accepted} of these were right (docs/speculation.md)"
+        f"The last question once more: {'the same' if is_same else 'other'} {len(again.outputs[0].token_ids)} tokens. "
+        f"{num_drafted} tokens were drafted, and {num_accepted} of them were accepted (docs/speculation.md)."
     )
 
 
