@@ -11,7 +11,6 @@ import datetime as dt
 import gc
 import logging
 import os
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from _pytest.runner import runtestprotocol
 from kernels_available import COMPILED
 from parts import TimeLimit, in_order_of, is_in_part, read_part
 from skips import count_reasons, fail_if_unexpected
-from sweeps import is_its_turn, left_out
+from sweeps import commit_suffix, is_its_turn, left_out
 
 from octavo.config import isa_from_environment, kernels_required
 
@@ -64,16 +63,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line(
             "filterwarnings", "ignore:octavo was installed without its compiled kernels:RuntimeWarning"
         )
-
-
-def commit_suffix() -> str:
-    """Return "-" and the short hash of the commit; "" outside a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return f"-{found.stdout.strip()}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import random
+import subprocess
+from pathlib import Path
 from typing import TypeVar
 
 Case = TypeVar("Case")
+
+
+def commit_suffix() -> str:
+    """Return "-" and the short hash of the commit; "" outside a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"-{found.stdout.strip()}"
 
 
 def left_out(cases: list[Case], one_in: int, seed: str) -> list[Case]:

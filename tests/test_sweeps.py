@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import commit_suffix
-from sweeps import is_its_turn, left_out
+from sweeps import commit_suffix, is_its_turn, left_out
 
 CASES = list(range(10))
 TESTS = Path(__file__).parent
