@@ -154,9 +154,11 @@ class ModelRunner:
         if scheduled.num_scheduled_tokens:
             step.inputs = inputs = self.batch.prepare_inputs(scheduled)
             self._tasks.begin(inputs)
-            self.expert_tally.begin(int(inputs.output_start[-1]))
+            if self.model.experts:
+                self.expert_tally.begin(int(inputs.output_start[-1]))
             hidden = self.forward(inputs)
-            step.experts = self.expert_tally.take(self.copies)
+            if self.model.experts:
+                step.experts = self.expert_tally.take(self.copies)
             assert hidden.shape[0] == inputs.output_start[-1]
             step.prompt_scores = self._prompts.score(inputs, hidden, step.errors)
             step.pooled_rows = self._pooler.take(inputs, hidden, self.batch, self.copies, step.errors)
@@ -252,7 +254,7 @@ class ModelRunner:
             self.batch.append_sampled(tokens)
         if errors:
             self.batch.fail(each for each in requests if each.request_id in errors)
-        experts, drafting = self.expert_tally.read(step.experts), self.drafting
+        experts, drafting = None if step.experts is None else self.expert_tally.read(step.experts), self.drafting
         drafts = drafting.propose(tokens, step.scheduled.max_drafts)
         return ModelOutput(
             step.scheduled.step,
