@@ -203,7 +203,8 @@ def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store
 
 
 def _stats(store: TieredStore | None, worker: Worker) -> EngineStats:
-    stats = EngineStats(expert_tokens=worker.runner.expert_tally.tokens)
+    tally = worker.runner.expert_tally
+    stats = EngineStats(expert_tokens=None if tally is None else tally.tokens)
     if store is not None:
         stats.kv_stores = store.figures
         stats.tiers |= {name: KVTierFigures() for name in store.figures}

@@ -26,7 +26,7 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 24, 96
 STEPS = [[1], [1, 1, 1], [5], [20, 1, 7], [1] * 9, [40, 56], [3, 1, 30]]
 FORMATS = [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4"), ("bfloat16", "int4_all")]
 
-# torch reads the rows of tables
+# torch reads the rows of tables, so such models are not recorded.
 RECORDED = {"Gemma4ForCausalLM": {"hidden_size_per_layer_input": 0}}
 
 

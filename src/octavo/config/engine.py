@@ -107,9 +107,9 @@ class ModelConfig:
         None,
         "Round the weights at load. int8 takes half the memory of bfloat16 and is 1.6 to 3 times as fast on a CPU "
         "with VNNI. int4 takes less memory and changes answers more; embeddings and lm_head are int8. int4_all "
-        "rounds these to int4, too; use it for small models with a large vocabulary. fp8, on a GPU, halves the memory "
-        "of the layers and does not round activations. Plain torch is not faster. Default: as in "
-        "the checkpoint.",
+        "rounds these to int4, too, for small models with a large vocabulary. fp8, on a GPU, halves the memory of the "
+        "layers and does not round activations. With plain torch, rounding only saves memory. Default: as in the "
+        "checkpoint.",
         choices=QUANTIZATIONS,
         short="-q",
     )

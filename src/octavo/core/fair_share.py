@@ -46,7 +46,7 @@ class ServiceCounters:
         self._served[tenant] = max(self.served(tenant), level)
 
     def forget_all(self) -> None:
-        """Reset all counters. Call this only when no requests are open."""
+        """Reset all counters. No requests may be open."""
         self._served.clear()
         self.num_restarts += 1
 

@@ -95,9 +95,10 @@ _ANTHROPIC_TYPES = {
 
 
 def _anthropic_error(error: HttpError) -> dict[str, Any]:
-    kind, details = _ANTHROPIC_TYPES.get(error.status, "api_error"), error.details
-    more = {} if details is None else {"details": details}
-    return {"type": "error", "error": {"type": kind, "message": error.message, **more}}
+    fields: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(error.status, "api_error"), "message": error.message}
+    if error.details is not None:
+        fields["details"] = error.details
+    return {"type": "error", "error": fields}
 
 
 _TGI_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
@@ -105,6 +106,10 @@ _TGI_TYPES = {400: "validation", 413: "validation", 429: "overloaded"}
 
 def _tgi_error(error: HttpError) -> dict[str, str]:
     return {"error": error.message, "error_type": _TGI_TYPES.get(error.status, "generation")}
+
+
+def _ollama_error(error: HttpError) -> dict[str, str]:
+    return {"error": error.message}
 
 
 OPENAI = Api(
@@ -151,8 +156,8 @@ TGI = Api(
 OLLAMA = Api(
     name="Ollama",
     below="/api/",
-    error=lambda error: {"error": error.message},
-    event=lambda error: msgspec.json.encode({"error": error.message}) + b"\n",
+    error=_ollama_error,
+    event=lambda error: msgspec.json.encode(_ollama_error(error)) + b"\n",
     any_type=True,  # `curl -d` sends the Content-Type of a form
     lines=True,
     prompt=("tools", "system", "messages", "prompt"),

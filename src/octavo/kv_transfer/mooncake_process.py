@@ -103,7 +103,7 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
 
 
 def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
-    """Answer calls. An exception ends the process, which closes the pipe."""
+    """Answer calls. An exception ends the process and closes the pipe."""
     try:
         while True:
             try:

@@ -470,7 +470,7 @@ def _read_deepseek2(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _head_width(fields: GGUFFields, part: str) -> int:
-    """Files with whole kv_b have no widths of latents."""
+    """Return the width of a head's keys or values. Files with whole kv_b have no widths of latents."""
     key = f"attention.{part}_length"
     return fields.count(
         key if fields.has("blk.0.attn_kv_b.weight") and f"{key}_mla" not in fields.values.values else f"{key}_mla"

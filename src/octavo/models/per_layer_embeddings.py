@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class InputsTensors(NamedTuple):
-    """The tensors of all layers together."""
+    """Tensors of all layers together."""
 
     table: Table
     projection: Linear
@@ -22,7 +22,7 @@ class InputsTensors(NamedTuple):
 
 
 class InputTensors(NamedTuple):
-    """The tensors of one layer."""
+    """Tensors of one layer."""
 
     gate: Linear
     projection: Linear
@@ -70,7 +70,7 @@ class PerLayerEmbeddings:
         return LayerInputs(context, self, tensors)
 
     def build_layer(self, context: ModelContext, tensors: InputTensors) -> LayerInput:
-        """Return the module that adds the input of one layer."""
+        """Return the module that adds one layer's input."""
         from octavo.models.per_layer_inputs import LayerInput  # noqa: PLC0415
 
         return LayerInput(context, self, tensors)

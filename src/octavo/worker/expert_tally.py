@@ -24,13 +24,13 @@ _ALIGNMENT = 4  # numbers; Triton compiles again for other alignments
 class ExpertTally:
     """Counts tokens by layer and expert.
 
-    tokens: totals; None without layers. Replayed passes count, with their padding rows, because each replay writes
+    tokens: totals. layers: at least one. Replayed passes count, with their padding rows, because each replay writes
     `Experts.starts` in place.
     """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
         numbers = [each.config.router.num_experts for each in layers]
-        shape = len(layers), max(numbers, default=0)
+        shape = len(layers), max(numbers)
         width = -(-(shape[1] + 1) // _ALIGNMENT) * _ALIGNMENT
         self._starts = torch.zeros(shape[0], width, dtype=torch.int32, device=device)
         for layer, number, row in zip(layers, numbers, self._starts, strict=True):
@@ -39,23 +39,21 @@ class ExpertTally:
         self._num_experts = numbers
         self._expert_bytes = [each.bytes_per_expert for each in layers]
         self._num_chosen = [each.config.router.num_chosen for each in layers]
-        self._load_of_row = self._load(self._num_chosen, self._num_chosen, [1] * len(layers)) if layers else None
-        self.tokens = ExpertTokens(shape[1], bytearray(8 * shape[0] * shape[1])) if layers else None
-        self._totals = np.frombuffer(self.tokens.counts if self.tokens else b"", dtype=np.int64).reshape(shape)
+        self._load_of_row = self._load(self._num_chosen, self._num_chosen, [1] * len(layers))
+        self.tokens = ExpertTokens(shape[1], bytearray(8 * shape[0] * shape[1]))
+        self._totals = np.frombuffer(self.tokens.counts, dtype=np.int64).reshape(shape)
 
     def begin(self, num_outputs: int) -> None:
         """Begin a step. Without outputs, clear the counts, because the last layers are skipped."""
         if not num_outputs:
             self._starts.zero_()
 
-    def take(self, copies: HostCopies) -> Tensor | None:
+    def take(self, copies: HostCopies) -> Tensor:
         """Return `Experts.starts` of all layers; see `HostCopies.to_host`."""
-        return None if self.tokens is None else copies.to_host(self._starts)
+        return copies.to_host(self._starts)
 
-    def read(self, starts: Tensor | None) -> ExpertLoad | None:
+    def read(self, starts: Tensor) -> ExpertLoad | None:
         """Add a step to the totals. Return the step's load, or None without tokens."""
-        if starts is None:
-            return None
         ends = starts.numpy()
         num_tokens: list[int] = ends[:, -1].tolist()
         if not any(num_tokens):
@@ -75,5 +73,4 @@ class ExpertTally:
 
     def reset(self) -> None:
         """Reset the totals."""
-        if self.tokens is not None:
-            self._totals[:] = 0
+        self._totals[:] = 0

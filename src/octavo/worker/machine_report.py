@@ -106,8 +106,8 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits_each: measured before and after the products. limits: the higher rates. best_limits: of the best instruction
-    set.
+    limits_each: measured before and after the products. limits: the higher rates. best_limits: limits of the best
+    instruction set.
     """
 
     processor: str

@@ -75,7 +75,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.kv_mover: KVMover = NoKVMover()
         self.copies = copies = create_host_copies(kv_cache.device)
-        self.expert_tally = ExpertTally(model.experts, kv_cache.device)
+        self.expert_tally = ExpertTally(model.experts, kv_cache.device) if model.experts else None
         self.sampler = Sampler(kernels, copies, share_tokens)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
@@ -154,10 +154,10 @@ class ModelRunner:
         if scheduled.num_scheduled_tokens:
             step.inputs = inputs = self.batch.prepare_inputs(scheduled)
             self._tasks.begin(inputs)
-            if self.model.experts:
+            if self.expert_tally is not None:
                 self.expert_tally.begin(int(inputs.output_start[-1]))
             hidden = self.forward(inputs)
-            if self.model.experts:
+            if self.expert_tally is not None:
                 step.experts = self.expert_tally.take(self.copies)
             assert hidden.shape[0] == inputs.output_start[-1]
             step.prompt_scores = self._prompts.score(inputs, hidden, step.errors)
@@ -254,7 +254,9 @@ class ModelRunner:
             self.batch.append_sampled(tokens)
         if errors:
             self.batch.fail(each for each in requests if each.request_id in errors)
-        experts, drafting = None if step.experts is None else self.expert_tally.read(step.experts), self.drafting
+        experts, drafting = None, self.drafting
+        if self.expert_tally is not None and step.experts is not None:
+            experts = self.expert_tally.read(step.experts)
         drafts = drafting.propose(tokens, step.scheduled.max_drafts)
         return ModelOutput(
             step.scheduled.step,

@@ -160,7 +160,8 @@ class Worker:
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
-        self.runner.expert_tally.reset()
+        if self.runner.expert_tally is not None:
+            self.runner.expert_tally.reset()
         if self.device.type == "cpu" and self.cache_config.sets_memory:
             for cache in self.runner.kv_caches:
                 for blocks in cache.memory:

@@ -218,7 +218,8 @@ def schema_comment(function: Function) -> str:
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
     """Return a grammar expression for JSON that matches `schema`.
 
-    Raises `RequestError` if the expression is too long for any grammar.
+    The expression contains the definitions that `schema` refers to. Raises `RequestError` if it is too long for any
+    grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()

@@ -97,10 +97,11 @@ class ToolCallsListFormat(ObjectFormat):
     opener, opens, between, closes = "<tool_calls>", "<tool_calls>[", ", ", "]</tool_calls>"
 
 
-class MiniMaxM1Format(ToolCallsListFormat):
+class MiniMaxM1Format(ObjectFormat):
     """MiniMax M1."""
 
     name = "minimax"
+    markers = ("<tool_calls>", "</tool_calls>")
     opener, opens, between, closes = "<tool_calls>", "<tool_calls>\n", "\n", "\n</tool_calls>"
 
 

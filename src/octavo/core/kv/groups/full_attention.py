@@ -72,7 +72,7 @@ class FullAttentionGroup:
         return num_all_blocks
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """See `KVGroup`. `num_saved` is ignored, because these saves start with blocks that requests hold."""
+        """See `KVGroup`. `num_saved` is ignored, because saves pin only blocks that a request held."""
         del num_saved, is_only
         return num_blocks <= self._pool.num_usable_blocks
 

@@ -91,7 +91,7 @@ class ChatChoice(Struct):
 
 
 class Generated(Struct):
-    """Fields of an answer."""
+    """The first fields of an answer."""
 
     id: str
     created: int
