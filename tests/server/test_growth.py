@@ -21,7 +21,7 @@ from octavo.sampling_params import SamplingParams
 from octavo.server.answers.parts import Part, ReasoningParser, joined
 from octavo.server.answers.tagged_calls import Qwen3CoderFormat
 from octavo.server.answers.tool_format import Function
-from octavo.server.answers.tool_parsers import HermesParser
+from octavo.server.answers.tool_formats import HermesFormat
 from octavo.server.api.anthropic.messages import MessagesRequest
 from octavo.server.api.anthropic.messages import _read_conversation as messages_of
 from octavo.server.api.conversation import read_messages
@@ -54,7 +54,7 @@ def work(size: int) -> dict[str, Callable[[], object]]:
     inputs = engine.input_processor
 
     def read_call(piece: int) -> None:
-        parser = HermesParser([Function("f", {})])
+        parser = HermesFormat().parser([Function("f", {})])
         for start in range(0, len(call), piece):
             parser.feed(call[start : start + piece])
         parser.finish()
@@ -68,7 +68,7 @@ def work(size: int) -> dict[str, Callable[[], object]]:
     turns = ResponsesRequest(input=items)
 
     def read_space() -> None:
-        parser = ReasoningParser(HermesParser([Function("f", {})]), is_open=True)
+        parser = ReasoningParser(HermesFormat().parser([Function("f", {})]), is_open=True)
         parser.feed("a")
         for _ in range(0, size, 8):
             parser.feed(" " * 8)
@@ -90,7 +90,7 @@ def work(size: int) -> dict[str, Callable[[], object]]:
 
     def read_broken() -> None:
         """Repair a call that is followed by blanks and text."""
-        parser = HermesParser([Function("f", {})])
+        parser = HermesFormat().parser([Function("f", {})])
         parser.feed('<tool_call>{"name": "f", "arguments": {"a": "b" c"}}' + " " * size + "x")
         parser.finish()
 

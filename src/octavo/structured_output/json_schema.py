@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from octavo.errors import RequestError
+from octavo.structured_output.merging import properties_of
 
 MAX_OPTIONAL_PROPERTIES = 2000  # per object; llguidance needs four states per property
 _VALUES = {"const", "enum", "default", "examples"}
@@ -40,8 +41,4 @@ def refuse_large_objects(schema: str | dict[str, Any], kind: str, parameter: str
 
 
 def _num_optional(schema: dict[str, Any]) -> int:
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, dict):
-        return 0
-    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-    return len(properties.keys() - names)
+    return sum(not is_required for *_, is_required in properties_of(schema))

@@ -93,6 +93,16 @@ def is_small(schema: Any, root: dict[str, Any]) -> bool:
     return num_seen <= MAX_EXPANDED
 
 
+def properties_of(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Return (name, schema, True if required) for each of a merged schema's properties."""
+    named, required = schema.get("properties"), set(_required(schema))
+    return [(key, part, key in required) for key, part in named.items()] if isinstance(named, dict) else []
+
+
+def _required(schema: dict[str, Any]) -> list[str]:
+    return [name for name in _list(schema, "required") if isinstance(name, str)]
+
+
 def _list(schema: dict[str, Any], key: str) -> list[Any]:
     given = schema.get(key)
     return given if isinstance(given, list) else []
@@ -106,13 +116,12 @@ def _union(parts: list[dict[str, Any]], root: dict[str, Any]) -> dict[str, Any]:
     while left and num_seen <= MAX_EXPANDED:
         part, is_whole = left.pop(0)
         num_seen += 1
-        named, needed = part.get("properties"), part.get("required")
-        for name, value in named.items() if isinstance(named, dict) else ():
+        for name, value, _ in properties_of(part):
             schemas = properties.setdefault(name, [])
             if value not in schemas:
                 schemas.append(value)
         if is_whole:
-            names = [name for name in needed if isinstance(name, str)] if isinstance(needed, list) else []
+            names = _required(part)
             required = names if required is None else [name for name in required if name in names]
         is_closed = is_closed and not is_open(part)
         left += [(merged(option, root), False) for key in _OPTIONS for option in _list(part, key)]

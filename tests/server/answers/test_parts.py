@@ -11,13 +11,13 @@ import pytest
 from octavo.server.answers.parts import Part, PlainParser, ReasoningParser, joined
 from octavo.server.answers.reasoning_forms import REASONING_FORMS
 from octavo.server.answers.tool_format import Function
-from octavo.server.answers.tool_parsers import HermesParser, LlamaParser, MistralParser
+from octavo.server.answers.tool_formats import HermesFormat, LlamaFormat, MistralFormat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.server.answers.call_parser import ToolParser
     from octavo.server.answers.parts import AnswerParser, ReasoningForm
+    from octavo.server.answers.tool_format import ToolFormat
 
 NAMES = [Function(name, {"type": "object"}) for name in ("get_weather", "add", "nothing")]
 ARGUMENTS = '{"city": "Ro\\"me </tool_call> {[", "days": [1, {"a": null}], "ü": "狐"}'
@@ -96,7 +96,7 @@ HERMES = [
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize(("text", "expected"), HERMES)
 def test_hermes_parser_splits_content_and_calls(text: str, expected: list[Part]) -> None:
-    check_every_cut(lambda: HermesParser(NAMES), text, expected)
+    check_every_cut(lambda: HermesFormat().parser(NAMES), text, expected)
 
 
 LLAMA = [
@@ -148,7 +148,7 @@ LLAMA = [
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize(("text", "expected"), LLAMA)
 def test_llama_parser_splits_content_and_calls(text: str, expected: list[Part]) -> None:
-    check_every_cut(lambda: LlamaParser(NAMES), text, expected)
+    check_every_cut(lambda: LlamaFormat().parser(NAMES), text, expected)
 
 
 MISTRAL = [
@@ -176,12 +176,12 @@ MISTRAL = [
 
 @pytest.mark.parametrize(("text", "expected"), MISTRAL)
 def test_mistral_parser_splits_content_and_calls(text: str, expected: list[Part]) -> None:
-    check_every_cut(lambda: MistralParser(NAMES), text, expected)
+    check_every_cut(lambda: MistralFormat().parser(NAMES), text, expected)
 
 
 def test_only_one_returns_first_call_only() -> None:
     text = f"<tool_call>{ADD}</tool_call><tool_call>{WEATHER}</tool_call>"
-    check_every_cut(lambda: HermesParser(NAMES, only_one=True), text, call(0, "add", '{"a": 1, "b": -2.5e3}'))
+    check_every_cut(lambda: HermesFormat().parser(NAMES, only_one=True), text, call(0, "add", '{"a": 1, "b": -2.5e3}'))
 
 
 REASONING = [
@@ -210,7 +210,7 @@ def test_reasoning_parser_splits_reasoning_and_content(text: str, is_open: bool,
 @pytest.mark.parametrize("form", REASONING_FORMS, ids=lambda form: form.name)
 def test_every_reasoning_form_splits_reasoning_content_and_call(form: ReasoningForm) -> None:
     def make(*, is_open: bool) -> AnswerParser:
-        return ReasoningParser(HermesParser(NAMES), is_open=is_open, form=form)
+        return ReasoningParser(HermesFormat().parser(NAMES), is_open=is_open, form=form)
 
     thought = f"Hm, {form.closes[:-1]}\n{form.opens}."
     text = f"{form.opens}\n{thought}\n{form.closes}\n\nYes. <tool_call>\n{ADD}\n</tool_call>"
@@ -223,7 +223,7 @@ def test_every_reasoning_form_splits_reasoning_content_and_call(form: ReasoningF
 def test_tool_call_marker_inside_reasoning_is_text() -> None:
     text = f"<think>I call <tool_call>.</think>\n\n<tool_call>\n{ADD}\n</tool_call>"
     expected = [Part("reasoning", "I call <tool_call>."), *call(0, "add", '{"a": 1, "b": -2.5e3}')]
-    check_every_cut(lambda: ReasoningParser(HermesParser(NAMES), is_open=False), text, expected)
+    check_every_cut(lambda: ReasoningParser(HermesFormat().parser(NAMES), is_open=False), text, expected)
 
 
 def test_random_arguments_are_returned_verbatim() -> None:
@@ -242,23 +242,23 @@ def test_random_arguments_are_returned_verbatim() -> None:
         arguments = json.dumps({"a": value(3), "b": value(2)}, ensure_ascii=rng.random() < 0.5)
         text = f'Hm. <tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
         expected = [*content("Hm."), *call(0, "add", arguments)]
-        assert read(lambda: HermesParser(NAMES), [text]) == expected
+        assert read(lambda: HermesFormat().parser(NAMES), [text]) == expected
         cuts = sorted(rng.sample(range(len(text)), 9))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert read(lambda: HermesParser(NAMES), pieces) == expected
+        assert read(lambda: HermesFormat().parser(NAMES), pieces) == expected
 
 
 LLAMA_CALLS = f"{WEATHER}; {ADD}".replace('"arguments"', '"parameters"')
 HERMES_CALLS = f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{ADD}\n</tool_call>"
 # Parser, answer, and its content; the rest of the answer is two calls.
-CALLS: dict[str, tuple[type[ToolParser], str, str]] = {
-    "hermes": (HermesParser, f"I look.\n{HERMES_CALLS}", "I look.\n"),
-    "hermes, calls alone": (HermesParser, HERMES_CALLS, ""),
-    "llama": (LlamaParser, LLAMA_CALLS, ""),
-    "llama with its tag": (LlamaParser, f"<|python_tag|>{LLAMA_CALLS}", ""),
-    "mistral": (MistralParser, f"Well:[TOOL_CALLS][{WEATHER}, {ADD}]", "Well:"),
+CALLS: dict[str, tuple[type[ToolFormat], str, str]] = {
+    "hermes": (HermesFormat, f"I look.\n{HERMES_CALLS}", "I look.\n"),
+    "hermes, calls alone": (HermesFormat, HERMES_CALLS, ""),
+    "llama": (LlamaFormat, LLAMA_CALLS, ""),
+    "llama with its tag": (LlamaFormat, f"<|python_tag|>{LLAMA_CALLS}", ""),
+    "mistral": (MistralFormat, f"Well:[TOOL_CALLS][{WEATHER}, {ADD}]", "Well:"),
     "mistral with names": (
-        MistralParser,
+        MistralFormat,
         f'[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{{"a": 1, "b": -2.5e3}}',
         "",
     ),
@@ -273,8 +273,8 @@ def test_truncated_call_never_appears_in_content(family: str) -> None:
     whole = [("get_weather", ARGUMENTS), ("add", '{"a": 1, "b": -2.5e3}')]
     num_calls = set()
     for cut in range(len(text) + 1):
-        parts = read(lambda: make(NAMES), [text[:cut]], is_cut=True)
-        assert read(lambda: make(NAMES), list(text[:cut]), is_cut=True) == parts, f"cut at {cut}"
+        parts = read(lambda: make().parser(NAMES), [text[:cut]], is_cut=True)
+        assert read(lambda: make().parser(NAMES), list(text[:cut]), is_cut=True) == parts, f"cut at {cut}"
         told = "".join(part.text for part in parts if part.kind == "content")
         assert before.startswith(told), f"cut at {cut}"
         names = [part.text for part in parts if part.kind == "call"]
@@ -289,30 +289,30 @@ def test_truncated_call_never_appears_in_content(family: str) -> None:
 
 CUT_OFF = [
     # The name is known: the client gets the call without arguments.
-    (HermesParser, 'x\n<tool_call>\n{"name": "add"', [*content("x"), Part("call", "add", 0)]),
-    (HermesParser, '<tool_call>{"name": "add", "arguments": ', [Part("call", "add", 0)]),
-    (HermesParser, '<tool_call>{"arguments": {"a": 1}, "name": "add"', call(0, "add", '{"a": 1}')),
-    (MistralParser, "[TOOL_CALLS]add[ARGS]", [Part("call", "add", 0)]),
-    (LlamaParser, '{"type": "function", "name": "add", "para', [Part("call", "add", 0)]),
-    (HermesParser, '<tool_call>{"name": "rm', []),
-    (MistralParser, "[TOOL_CALLS]ad", []),
+    (HermesFormat, 'x\n<tool_call>\n{"name": "add"', [*content("x"), Part("call", "add", 0)]),
+    (HermesFormat, '<tool_call>{"name": "add", "arguments": ', [Part("call", "add", 0)]),
+    (HermesFormat, '<tool_call>{"arguments": {"a": 1}, "name": "add"', call(0, "add", '{"a": 1}')),
+    (MistralFormat, "[TOOL_CALLS]add[ARGS]", [Part("call", "add", 0)]),
+    (LlamaFormat, '{"type": "function", "name": "add", "para', [Part("call", "add", 0)]),
+    (HermesFormat, '<tool_call>{"name": "rm', []),
+    (MistralFormat, "[TOOL_CALLS]ad", []),
     # A text that cannot be a call is content, as without a cut.
-    (HermesParser, "<tool_call>hello", content("<tool_call>hello")),
-    (HermesParser, '<tool_call>{"name": "rm", "arguments": {"a', content('<tool_call>{"name": "rm", "arguments": {"a')),
-    (HermesParser, "a < b", content("a < b")),
-    (MistralParser, "[TOOL_CALLS] is what opens a call", content("[TOOL_CALLS] is what opens a call")),
-    (LlamaParser, '{"name": "Bob', content('{"name": "Bob')),
-    (LlamaParser, '{"age": 3, "name"', content('{"age": 3, "name"')),
-    (LlamaParser, "<|python_tag|>print(", content("<|python_tag|>print(")),
-    (LlamaParser, "<b>bold", content("<b>bold")),
-    (LlamaParser, "<|python_tag|> ", []),
+    (HermesFormat, "<tool_call>hello", content("<tool_call>hello")),
+    (HermesFormat, '<tool_call>{"name": "rm", "arguments": {"a', content('<tool_call>{"name": "rm", "arguments": {"a')),
+    (HermesFormat, "a < b", content("a < b")),
+    (MistralFormat, "[TOOL_CALLS] is what opens a call", content("[TOOL_CALLS] is what opens a call")),
+    (LlamaFormat, '{"name": "Bob', content('{"name": "Bob')),
+    (LlamaFormat, '{"age": 3, "name"', content('{"age": 3, "name"')),
+    (LlamaFormat, "<|python_tag|>print(", content("<|python_tag|>print(")),
+    (LlamaFormat, "<b>bold", content("<b>bold")),
+    (LlamaFormat, "<|python_tag|> ", []),
 ]
 
 
 @pytest.mark.parametrize(("make", "text", "expected"), CUT_OFF)
-def test_truncated_answer_yields_expected_parts(make: type[ToolParser], text: str, expected: list[Part]) -> None:
-    assert read(lambda: make(NAMES), [text], is_cut=True) == expected
-    assert read(lambda: make(NAMES), list(text), is_cut=True) == expected
+def test_truncated_answer_yields_expected_parts(make: type[ToolFormat], text: str, expected: list[Part]) -> None:
+    assert read(lambda: make().parser(NAMES), [text], is_cut=True) == expected
+    assert read(lambda: make().parser(NAMES), list(text), is_cut=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_truncated_answer_yields_expected_parts(make: type[ToolParser], text: st
 )
 def test_truncated_reasoning_drops_incomplete_marker(text: str, is_open: bool, expected: list[Part]) -> None:
     def make() -> AnswerParser:
-        return ReasoningParser(HermesParser(NAMES), is_open=is_open)
+        return ReasoningParser(HermesFormat().parser(NAMES), is_open=is_open)
 
     assert read(make, [text], is_cut=True) == expected
     assert read(make, list(text), is_cut=True) == expected
@@ -335,8 +335,8 @@ def test_truncated_reasoning_drops_incomplete_marker(text: str, is_open: bool, e
 
 @pytest.mark.sweep(36)
 @pytest.mark.parametrize("part", range(3))
-@pytest.mark.parametrize("make", [HermesParser, LlamaParser, MistralParser])
-def test_random_garbage_parses_equally_whole_and_by_character(make: type[HermesParser], part: int) -> None:
+@pytest.mark.parametrize("make", [HermesFormat, LlamaFormat, MistralFormat])
+def test_random_garbage_parses_equally_whole_and_by_character(make: type[ToolFormat], part: int) -> None:
     rng = random.Random(f"7 {part}")
     words = [
         "<tool_call>",
@@ -352,5 +352,5 @@ def test_random_garbage_parses_equally_whole_and_by_character(make: type[HermesP
     for _ in range(500):
         text = "".join(rng.choice(words) for _ in range(rng.randrange(1, 14)))
         for is_cut in (False, True):
-            whole = read(lambda: make(NAMES), [text], is_cut=is_cut)
-            assert read(lambda: make(NAMES), list(text), is_cut=is_cut) == whole, text
+            whole = read(lambda: make().parser(NAMES), [text], is_cut=is_cut)
+            assert read(lambda: make().parser(NAMES), list(text), is_cut=is_cut) == whole, text

@@ -16,7 +16,7 @@ from octavo.errors import RequestError
 from octavo.sampling_params import MAX_GRAMMAR_CHARS
 from octavo.structured_output.lark import lark_json
 from octavo.structured_output.lookahead import without_lookahead
-from octavo.structured_output.merging import alternatives, is_merged, is_open, merged
+from octavo.structured_output.merging import alternatives, is_merged, is_open, merged, properties_of
 from octavo.structured_output.references import resolve
 from octavo.structured_output.schema_faults import FIELD
 
@@ -69,8 +69,7 @@ def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
     """Return the names of all properties, including names in `$ref`, `anyOf` and `oneOf`."""
-    named = [each.get("properties") for each in alternatives(schema, root)]
-    return list(dict.fromkeys(name for each in named if isinstance(each, dict) for name in each))
+    return list(dict.fromkeys(name for each in alternatives(schema, root) for name, *_ in properties_of(each)))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:

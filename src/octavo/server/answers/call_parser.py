@@ -20,7 +20,7 @@ from octavo.server.answers.parts import MAX_BLANKS, CallStarts, Part, joined, wi
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from octavo.server.answers.tool_format import Function
+    from octavo.server.answers.tool_format import Function, ToolFormat
 
     T = TypeVar("T")
     Wait: TypeAlias = Generator[None, None, T]
@@ -82,7 +82,8 @@ class ToolParser:
     _call_openers: tuple[str, ...] = ()
     _call_closers: tuple[str, ...] = ()
 
-    def __init__(self, functions: Sequence[Function], *, only_one: bool = False) -> None:
+    def __init__(self, form: ToolFormat, functions: Sequence[Function], *, only_one: bool) -> None:
+        self._form = form
         self._names = frozenset(each.name for each in functions)
         self._parameters = {each.name: each.parameters for each in functions}
         self._only_one = only_one
@@ -253,6 +254,11 @@ class ToolParser:
             arguments, _ = found
         self._begin(call)
         self._report("arguments", arguments, call)
+
+    def _object_arguments(self, call: Call) -> Wait[None]:
+        if (yield from self._skip_space()) != "{":
+            raise MalformedError
+        yield from self._report_arguments(call)
 
     def _report_arguments(self, call: Call) -> Wait[None]:
         self._begin(call)

@@ -110,7 +110,7 @@ class SectionParser(ToolParser):
     """Reads calls in sections. A section without a call is content."""
 
     def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
-        super().__init__(functions, only_one=only_one)
+        super().__init__(form, functions, only_one=only_one)
         self._openers = (form.opener, *form.strays, *form.frames)
         self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)

@@ -28,105 +28,6 @@ _MAX_ESCAPE_CHARS = 12  # length of an escaped surrogate pair
 _SYSTEM_ROLES = {"system", "developer"}
 
 
-class GenericFormat(ToolFormat):
-    """An answer is `{"tool_call": {...}}`, `{"tool_calls": [...]}` or `{"response": "..."}`.
-
-    `tool_calls` is allowed only if the client allows several calls.
-    """
-
-    name = "generic"
-    markers = ()
-    takes_one = True
-    needs_grammar = True
-    describes_tools = True
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """See `ToolFormat`."""
-        return _GenericParser(functions, only_one=only_one)
-
-    def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """See `ToolFormat`."""
-        written = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        return json_text({_CALL: written[0]} if len(written) == 1 else {_CALLS: written})
-
-    def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """See `ToolFormat`."""
-        return f"start: {_calls(only_one)}\n{object_rules(functions, 'name', 'arguments')}"
-
-    def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
-        """See `ToolFormat`."""
-        return self.or_content(functions, '{"type": "string"}', only_one=only_one)
-
-    def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
-        """See `ToolFormat`."""
-        start = f"start: {_calls(only_one)} | {_member(_RESPONSE, 'content')}\ncontent: {lark_json(schema)}"
-        return f"{start}\n{object_rules(functions, 'name', 'arguments')}"
-
-    def messages_with_tools(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
-    ) -> list[dict[str, Any]]:
-        """Write calls and results as text, and describe the tools in a system message."""
-        names: dict[str, str] = {}
-        history = [_as_text(message, names) for message in messages]
-        if not tools:
-            return history
-        about = _description(tools, is_required=is_required, only_one=only_one)
-        if history[0]["role"] in _SYSTEM_ROLES:
-            first, *rest = history
-            return [{**first, "content": _with_text(first.get("content"), about)}, *rest]
-        return [{"role": "system", "content": about}, *history]
-
-
-def _calls(only_one: bool) -> str:
-    one, several = _member(_CALL, "call"), _member(_CALLS, '"[" call (COMMA call)* "]"')
-    return one if only_one else f"({one} | {several})"
-
-
-def _member(key: str, rule: str) -> str:
-    return f'"{{" {json.dumps(json.dumps(key))} COLON {rule} "}}"'
-
-
-def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool) -> str:
-    listed = "\n".join(json_text(tool["function"]) for tool in tools)
-    call = '{"name": "the name of a tool", "arguments": {...}}'
-    forms = [f'{{"{_CALL}": {call}}} to call a tool']
-    if not only_one:
-        forms.append(f'{{"{_CALLS}": [{call}, ...]}} to call several')
-    if not is_required:
-        forms.append(f'{{"{_RESPONSE}": "your reply"}} to reply to the user without a tool')
-    return (
-        f"You can call these tools, each described by a JSON schema of its arguments:\n{listed}\n\n"
-        f"Answer with one JSON object and nothing else: {', or '.join(forms)}."
-    )
-
-
-def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        name = message.get("name") or names.get(str(message.get("tool_call_id")))
-        result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
-        return {"role": "user", "content": json_text({_RESULT: result})}
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    written = []
-    for call in calls:
-        function = call["function"]
-        names[str(call.get("id"))] = function["name"]
-        written.append((function["name"], function["arguments"]))
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": _with_text(message.get("content"), GenericFormat().write(written))}
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
-    return content or ""
-
-
-def _with_text(content: Any, text: str) -> str:
-    return "\n\n".join(filter(None, (_text(content), text)))
-
-
 class _GenericParser(ToolParser):
     _is_content = False
 
@@ -216,6 +117,102 @@ class _GenericParser(ToolParser):
         self._parts.append(Part("content", char, start=self._num_reported))
         self._position = len(escape)
         self._drop()
+
+
+class GenericFormat(ToolFormat):
+    """An answer is `{"tool_call": {...}}`, `{"tool_calls": [...]}` or `{"response": "..."}`.
+
+    `tool_calls` is allowed only if the client allows several calls.
+    """
+
+    name = "generic"
+    markers = ()
+    takes_one = True
+    needs_grammar = True
+    describes_tools = True
+    parser_class = _GenericParser
+
+    def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+        """See `ToolFormat`."""
+        written = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        return json_text({_CALL: written[0]} if len(written) == 1 else {_CALLS: written})
+
+    def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        """See `ToolFormat`."""
+        return f"start: {_calls(only_one)}\n{object_rules(functions, 'name', 'arguments')}"
+
+    def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
+        """See `ToolFormat`."""
+        return self.or_content(functions, '{"type": "string"}', only_one=only_one)
+
+    def or_content(self, functions: Sequence[Function], schema: str, *, only_one: bool) -> str:
+        """See `ToolFormat`."""
+        start = f"start: {_calls(only_one)} | {_member(_RESPONSE, 'content')}\ncontent: {lark_json(schema)}"
+        return f"{start}\n{object_rules(functions, 'name', 'arguments')}"
+
+    def messages_with_tools(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool
+    ) -> list[dict[str, Any]]:
+        """Write calls and results as text, and describe the tools in a system message."""
+        names: dict[str, str] = {}
+        history = [_as_text(message, names) for message in messages]
+        if not tools:
+            return history
+        about = _description(tools, is_required=is_required, only_one=only_one)
+        if history[0]["role"] in _SYSTEM_ROLES:
+            first, *rest = history
+            return [{**first, "content": _with_text(first.get("content"), about)}, *rest]
+        return [{"role": "system", "content": about}, *history]
+
+
+def _calls(only_one: bool) -> str:
+    one, several = _member(_CALL, "call"), _member(_CALLS, '"[" call (COMMA call)* "]"')
+    return one if only_one else f"({one} | {several})"
+
+
+def _member(key: str, rule: str) -> str:
+    return f'"{{" {json.dumps(json.dumps(key))} COLON {rule} "}}"'
+
+
+def _description(tools: Sequence[dict[str, Any]], *, is_required: bool, only_one: bool) -> str:
+    listed = "\n".join(json_text(tool["function"]) for tool in tools)
+    call = '{"name": "the name of a tool", "arguments": {...}}'
+    forms = [f'{{"{_CALL}": {call}}} to call a tool']
+    if not only_one:
+        forms.append(f'{{"{_CALLS}": [{call}, ...]}} to call several')
+    if not is_required:
+        forms.append(f'{{"{_RESPONSE}": "your reply"}} to reply to the user without a tool')
+    return (
+        f"You can call these tools, each described by a JSON schema of its arguments:\n{listed}\n\n"
+        f"Answer with one JSON object and nothing else: {', or '.join(forms)}."
+    )
+
+
+def _as_text(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        name = message.get("name") or names.get(str(message.get("tool_call_id")))
+        result = {**({"name": name} if name else {}), "content": _text(message.get("content"))}
+        return {"role": "user", "content": json_text({_RESULT: result})}
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    written = []
+    for call in calls:
+        function = call["function"]
+        names[str(call.get("id"))] = function["name"]
+        written.append((function["name"], function["arguments"]))
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": _with_text(message.get("content"), GenericFormat().write(written))}
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
+def _with_text(content: Any, text: str) -> str:
+    return "\n\n".join(filter(None, (_text(content), text)))
 
 
 def _is_half(escape: str) -> bool:

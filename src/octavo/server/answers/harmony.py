@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from octavo.server.answers.call_parser import MalformedError, ending
+from octavo.server.answers.call_parser import ending
 from octavo.server.answers.message_parser import MessageParser
 from octavo.server.answers.tool_format import ToolFormat, choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, lark_json
@@ -26,6 +26,35 @@ _BARE_HEAD = re.compile(
 _CHANNEL = re.compile(rf"(?:<\|channel\|>|^)\s*({'|'.join(_CHANNELS)})\b")
 
 
+class HarmonyParser(MessageParser):
+    """Reads gpt-oss's messages."""
+
+    begins = (
+        *("<|start|>", "<|channel|>", "to=", _MESSAGE),
+        *(f"assistant{each}" for each in ("<|channel|>", " to=")),
+        *(f"{channel}{mark}" for channel in _CHANNELS for mark in (_MESSAGE, " to=")),
+    )
+    head_parts = ("to=", "<|constrain|>")
+    head_closes, ends, breaks = _MESSAGE, _ENDS, ("<|start|>assistant",)
+    _ends = ending(*_ENDS)
+    _call_openers, _call_closers = ("<|start|>", "<|channel|>"), _ENDS
+
+    def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
+        recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
+        name = None if recipient is None else recipient.group(1).removeprefix("functions.")
+        return name, "reasoning" if channel is not None and channel.group(1) == "analysis" else "content"
+
+    def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
+        found = _BARE_HEAD.match(self._text)
+        if found is None:
+            return None
+        return found.end(), "reasoning" if found.group(1) == "analysis" else "content"
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        yield from self._object_arguments(call)
+        yield from self._takes_message_end()
+
+
 class HarmonyFormat(ToolFormat):
     """A call is a message to a function. The end marker of a call also ends the answer, so an answer has one call."""
 
@@ -33,10 +62,7 @@ class HarmonyFormat(ToolFormat):
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
     takes_one = True
     frames_content = reads_reasoning = True
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> HarmonyParser:
-        """See `ToolFormat`."""
-        return HarmonyParser(functions, only_one=only_one)
+    parser_class = HarmonyParser
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Write calls as the models do. Chat templates write calls differently."""
@@ -83,34 +109,3 @@ class HarmonyFormat(ToolFormat):
     @staticmethod
     def _head(name: str) -> str:
         return f"<|channel|>commentary to=functions.{name} <|constrain|>json{_MESSAGE}"
-
-
-class HarmonyParser(MessageParser):
-    """Reads gpt-oss's messages."""
-
-    begins = (
-        *("<|start|>", "<|channel|>", "to=", _MESSAGE),
-        *(f"assistant{each}" for each in ("<|channel|>", " to=")),
-        *(f"{channel}{mark}" for channel in _CHANNELS for mark in (_MESSAGE, " to=")),
-    )
-    head_parts = ("to=", "<|constrain|>")
-    head_closes, ends, breaks = _MESSAGE, _ENDS, ("<|start|>assistant",)
-    _ends = ending(*_ENDS)
-    _call_openers, _call_closers = ("<|start|>", "<|channel|>"), _ENDS
-
-    def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
-        recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
-        name = None if recipient is None else recipient.group(1).removeprefix("functions.")
-        return name, "reasoning" if channel is not None and channel.group(1) == "analysis" else "content"
-
-    def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        found = _BARE_HEAD.match(self._text)
-        if found is None:
-            return None
-        return found.end(), "reasoning" if found.group(1) == "analysis" else "content"
-
-    def _call_steps(self, call: Call) -> Wait[None]:
-        if (yield from self._skip_space()) != "{":
-            raise MalformedError
-        yield from self._report_arguments(call)
-        yield from self._takes_message_end()

@@ -27,6 +27,29 @@ _ANY_KEY = "/[A-Za-z0-9_.$-]{1,64}/"
 _JSON_TYPES = ("number", "boolean", "null", "object", "array")
 
 
+class KimiK3Parser(TaggedParser):
+    """Reads Kimi K3's tags. Attributes may have any order, and unknown attributes are ignored."""
+
+    def _name(self) -> Wait[str]:
+        attributes = yield from self._attributes()
+        self._position -= len(_SEP)
+        return attributes.get("tool", "")
+
+    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002
+        attributes = yield from self._attributes()
+        if "key" not in attributes:
+            raise MalformedError
+        kind = attributes.get("type")
+        return attributes["key"], None if kind is None else kind == "string"
+
+    def _attributes(self) -> Wait[dict[str, str]]:
+        head = yield from self._head(_SEP)
+        if not _ATTRIBUTES.fullmatch(head):
+            raise MalformedError
+        found = _ATTRIBUTE.findall(head)
+        return {name: value.replace("&quot;", '"').replace("&amp;", "&") for name, value in found}
+
+
 class KimiK3Format(TaggedFormat):
     """Calls are numbered from 1. An argument's tag contains the type of the value."""
 
@@ -38,10 +61,7 @@ class KimiK3Format(TaggedFormat):
     argument_opens, argument_named, value_closes = f"{_OPEN}argument", _SEP, f"{_CLOSE}argument{_SEP}"
     head_pattern = re.compile(r"[^<]*")
     frames = (f"{_OPEN}response{_SEP}", f"{_CLOSE}response{_SEP}", f"{_CLOSE}message{_SEP}")
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> KimiK3Parser:
-        """See `ToolFormat`."""
-        return KimiK3Parser(self, functions, only_one=only_one)
+    parser_class = KimiK3Parser
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
         """See `TaggedFormat`. In an argument's tag, the type may precede the name."""
@@ -100,26 +120,3 @@ def _type_of(value: Any) -> str:
 
 def _types_of(kinds: frozenset[str]) -> tuple[str, ...]:
     return tuple(each for each in _JSON_TYPES if each in kinds or (each == "number" and "integer" in kinds))
-
-
-class KimiK3Parser(TaggedParser):
-    """Reads Kimi K3's tags. Attributes may have any order, and unknown attributes are ignored."""
-
-    def _name(self) -> Wait[str]:
-        attributes = yield from self._attributes()
-        self._position -= len(_SEP)
-        return attributes.get("tool", "")
-
-    def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:  # noqa: ARG002
-        attributes = yield from self._attributes()
-        if "key" not in attributes:
-            raise MalformedError
-        kind = attributes.get("type")
-        return attributes["key"], None if kind is None else kind == "string"
-
-    def _attributes(self) -> Wait[dict[str, str]]:
-        head = yield from self._head(_SEP)
-        if not _ATTRIBUTES.fullmatch(head):
-            raise MalformedError
-        found = _ATTRIBUTE.findall(head)
-        return {name: value.replace("&quot;", '"').replace("&amp;", "&") for name, value in found}

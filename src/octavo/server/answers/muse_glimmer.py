@@ -22,6 +22,26 @@ _ENDS = ("<|eom|>", "<|eot|>")
 _RECIPIENT = re.compile(r"\bto=(\S+?)\s*(?=<\||$)")
 
 
+class MuseGlimmerParser(MessageParser, TaggedParser):
+    """Reads Muse Glimmer's messages."""
+
+    begins, head_closes, ends = ("<|start|>", "to="), _MESSAGE, _ENDS
+
+    def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
+        found = _RECIPIENT.search(head)
+        recipient = "user" if found is None else found.group(1)
+        return (
+            None if recipient in self._form.reserved_names else recipient
+        ), "reasoning" if recipient == "self" else "content"
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        if not (yield from self._takes_all(self._form.opens, self._form.call_opens)):
+            raise MalformedError
+        yield from super(MessageParser, self)._call_steps(call)
+        yield from self._takes_all(self._form.closes)
+        yield from self._takes_message_end()
+
+
 class MuseGlimmerFormat(TaggedFormat):
     """The prompt ends with `<|start|>assistant`, so answers begin with ` to=`."""
 
@@ -44,10 +64,7 @@ class MuseGlimmerFormat(TaggedFormat):
     call_opens, named, call_closes = '<atem:invoke name="', '">\n', "</atem:invoke>"
     argument_opens, argument_named = '<atem:parameter name="', '">'
     value_closes, argument_closes = "</atem:parameter>", "\n"
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> MuseGlimmerParser:
-        """See `ToolFormat`."""
-        return MuseGlimmerParser(self, functions, only_one=only_one)
+    parser_class = MuseGlimmerParser
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """See `ToolFormat`."""
@@ -94,23 +111,3 @@ class MuseGlimmerFormat(TaggedFormat):
     def _call_starts(self) -> str:
         ends = " | ".join(map(self._literal, _ENDS))
         return f"begun: {self._literal(_BEGINS)}\nuser: / ?to=user/ {self._literal(_MESSAGE)}\nend: {ends}"
-
-
-class MuseGlimmerParser(MessageParser, TaggedParser):
-    """Reads Muse Glimmer's messages."""
-
-    begins, head_closes, ends = ("<|start|>", "to="), _MESSAGE, _ENDS
-
-    def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
-        found = _RECIPIENT.search(head)
-        recipient = "user" if found is None else found.group(1)
-        return (
-            None if recipient in MuseGlimmerFormat.reserved_names else recipient
-        ), "reasoning" if recipient == "self" else "content"
-
-    def _call_steps(self, call: Call) -> Wait[None]:
-        if not (yield from self._takes_all(self._form.opens, self._form.call_opens)):
-            raise MalformedError
-        yield from super(MessageParser, self)._call_steps(call)
-        yield from self._takes_all(self._form.closes)
-        yield from self._takes_message_end()

@@ -21,37 +21,6 @@ _NAME = r"(?P<name>[\w.:/-]+)"
 _INDEX_RULE = "/[0-9]{1,3}/"
 
 
-class NamedFormat(SectionFormat):
-    """A call is `call_opens`, a head, `arguments_open`, the arguments and `call_closes`.
-
-    head: Template of a head, with {name} and {index}.
-    """
-
-    head: ClassVar[str] = "{name}"
-    head_pattern: ClassVar[re.Pattern[str]] = re.compile(rf"\s*{_NAME}\s*")
-    arguments_open: ClassVar[str]
-    call_closes: ClassVar[str] = ""
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> NamedParser:
-        """See `ToolFormat`."""
-        return NamedParser(self, functions, only_one=only_one)
-
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """See `SectionFormat`."""
-        head = self.head.replace("{name}", name).replace("{index}", str(index))
-        return f"{self.call_opens}{head}{self.arguments_open}{json_text(arguments)}{self.call_closes}"
-
-    def call_rules(self, functions: Sequence[Function]) -> str:
-        """See `SectionFormat`."""
-        rules = [choice_of(len(functions))]
-        for index, function in enumerate(functions):
-            before, _, after = f"{self.call_opens}{self.head}{self.arguments_open}".partition("{index}")
-            places = [self._literal(each.replace("{name}", function.name)) for each in (before, after)]
-            head = f" {_INDEX_RULE} ".join(each for each in places if each)
-            rules.append(f"call{index}: {head} {lark_json(function.parameters)} {self._literal(self.call_closes)}")
-        return "\n".join(rules)
-
-
 class NamedParser(SectionParser):
     """Reads calls in a `NamedFormat`."""
 
@@ -67,10 +36,36 @@ class NamedParser(SectionParser):
         if head is None:
             raise MalformedError
         call.name = head.group("name")
-        if (yield from self._skip_space()) != "{":
-            raise MalformedError
-        yield from self._report_arguments(call)
+        yield from self._object_arguments(call)
         yield from self._takes_all(self._call_closes)
+
+
+class NamedFormat(SectionFormat):
+    """A call is `call_opens`, a head, `arguments_open`, the arguments and `call_closes`.
+
+    head: Template of a head, with {name} and {index}.
+    """
+
+    head: ClassVar[str] = "{name}"
+    head_pattern: ClassVar[re.Pattern[str]] = re.compile(rf"\s*{_NAME}\s*")
+    arguments_open: ClassVar[str]
+    call_closes: ClassVar[str] = ""
+    parser_class = NamedParser
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
+        """See `SectionFormat`."""
+        head = self.head.replace("{name}", name).replace("{index}", str(index))
+        return f"{self.call_opens}{head}{self.arguments_open}{json_text(arguments)}{self.call_closes}"
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """See `SectionFormat`."""
+        rules = [choice_of(len(functions))]
+        for index, function in enumerate(functions):
+            before, _, after = f"{self.call_opens}{self.head}{self.arguments_open}".partition("{index}")
+            places = [self._literal(each.replace("{name}", function.name)) for each in (before, after)]
+            head = f" {_INDEX_RULE} ".join(each for each in places if each)
+            rules.append(f"call{index}: {head} {lark_json(function.parameters)} {self._literal(self.call_closes)}")
+        return "\n".join(rules)
 
 
 class DeepSeekV3Format(NamedFormat):

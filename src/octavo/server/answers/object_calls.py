@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from octavo.server.answers.call_parser import MalformedError, ending
+from octavo.server.answers.call_parser import ending
 from octavo.server.answers.call_sections import SectionFormat, SectionParser
 from octavo.server.answers.tool_format import choice_of, json_text, object_rules
 from octavo.structured_output.lark import lark_json
@@ -15,29 +15,6 @@ if TYPE_CHECKING:
 
     from octavo.server.answers.call_parser import Call, Wait
     from octavo.server.answers.tool_format import Function
-
-
-class ObjectFormat(SectionFormat):
-    """A call is a JSON object. id_key: Key of the call's number, or None if calls have no numbers."""
-
-    name_key: ClassVar[str] = "name"
-    arguments_key: ClassVar[str] = "arguments"
-    id_key: ClassVar[str | None] = None
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ObjectParser:
-        """See `ToolFormat`."""
-        return ObjectParser(self, functions, only_one=only_one)
-
-    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """See `SectionFormat`."""
-        counted = {} if self.id_key is None else {self.id_key: str(index)}
-        return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
-
-    def call_rules(self, functions: Sequence[Function]) -> str:
-        """See `SectionFormat`."""
-        id_key = json.dumps(json.dumps(self.id_key))
-        counted = "" if self.id_key is None else f'{id_key} COLON /"[0-9]{{1,3}}"/ COMMA '
-        return object_rules(functions, self.name_key, self.arguments_key, counted)
 
 
 class ObjectParser(SectionParser):
@@ -54,6 +31,26 @@ class ObjectParser(SectionParser):
 
     def _has_next_call(self) -> Wait[bool]:
         return (yield from super()._has_next_call()) if self._between else (yield from self._skip_space()) == "{"
+
+
+class ObjectFormat(SectionFormat):
+    """A call is a JSON object. id_key: Key of the call's number, or None if calls have no numbers."""
+
+    name_key: ClassVar[str] = "name"
+    arguments_key: ClassVar[str] = "arguments"
+    id_key: ClassVar[str | None] = None
+    parser_class = ObjectParser
+
+    def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
+        """See `SectionFormat`."""
+        counted = {} if self.id_key is None else {self.id_key: str(index)}
+        return json_text({**counted, self.name_key: name, self.arguments_key: arguments})
+
+    def call_rules(self, functions: Sequence[Function]) -> str:
+        """See `SectionFormat`."""
+        id_key = json.dumps(json.dumps(self.id_key))
+        counted = "" if self.id_key is None else f'{id_key} COLON /"[0-9]{{1,3}}"/ COMMA '
+        return object_rules(functions, self.name_key, self.arguments_key, counted)
 
 
 class GraniteFormat(ObjectFormat):
@@ -140,16 +137,28 @@ class OldGigaChat3Format(GigaChat3Format):
     opener, opens = "function call<|role_sep|>", "function call<|role_sep|>\n"
 
 
+class _KeyedParser(SectionParser):
+    def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
+        super().__init__(form, functions, only_one=only_one)
+        self._ends = ending(self._closes, form.opener, ", {", is_wrapped=True)
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        yield from self._expect("{")
+        yield from self._skip_space()
+        name = yield from self._string()
+        yield from self._expect(":")
+        call.name = name
+        yield from self._object_arguments(call)
+        yield from self._takes_all("}")
+
+
 class ApertusFormat(SectionFormat):
     """Apertus. The only key of a call is the tool's name."""
 
     name = "apertus"
     markers = ("<|tools_prefix|>", "<|tools_suffix|>")
     opener, opens, between, closes = "<|tools_prefix|>", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> SectionParser:
-        """See `ToolFormat`."""
-        return _KeyedParser(self, functions, only_one=only_one)
+    parser_class = _KeyedParser
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
         """See `SectionFormat`."""
@@ -162,20 +171,3 @@ class ApertusFormat(SectionFormat):
             name = json.dumps(json.dumps(function.name))
             rules.append(f'call{index}: "{{" {name} COLON {lark_json(function.parameters)} "}}"')
         return "\n".join(rules)
-
-
-class _KeyedParser(SectionParser):
-    def __init__(self, form: SectionFormat, functions: Sequence[Function], *, only_one: bool) -> None:
-        super().__init__(form, functions, only_one=only_one)
-        self._ends = ending(self._closes, form.opener, ", {", is_wrapped=True)
-
-    def _call_steps(self, call: Call) -> Wait[None]:
-        yield from self._expect("{")
-        yield from self._skip_space()
-        name = yield from self._string()
-        yield from self._expect(":")
-        call.name = name
-        if (yield from self._skip_space()) != "{":
-            raise MalformedError
-        yield from self._report_arguments(call)
-        yield from self._takes_all("}")

@@ -11,12 +11,11 @@ from octavo.server.answers.code_spans import CODE, OUTSIDE
 from octavo.server.answers.python_parser import PythonListParser, PythonParser
 from octavo.server.answers.tool_format import choice_of, json_text, ordered_rules
 from octavo.structured_output.lark import FEW_BLANKS, pattern
-from octavo.structured_output.merging import alternatives, is_open, merged
+from octavo.structured_output.merging import alternatives, is_open, merged, properties_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.server.answers.call_parser import ToolParser
     from octavo.server.answers.tool_format import Function
 
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
@@ -32,10 +31,7 @@ class PythonFormat(SectionFormat):
     """Base class of formats in Python's syntax. Values are JSON or Python's True, False and None."""
 
     between: ClassVar[str] = ", "
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """See `ToolFormat`."""
-        return PythonParser(self, functions, only_one=only_one)
+    parser_class = PythonParser
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:  # noqa: ARG002
         """See `SectionFormat`."""
@@ -63,15 +59,14 @@ def _options_of(index: int, function: Function) -> list[tuple[str, dict[str, Any
 
 
 def _argument_rules(place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
-    properties, required = schema.get("properties"), schema.get("required")
-    named = list(properties.items()) if isinstance(properties, dict) else []
+    named = properties_of(schema)
     if not named:
         if not is_open(schema):
             return "", []
         value = _value_rules(f"value{place}", {}, root)
         return f"(any{place} (COMMA any{place})*)?", [f'any{place}: {_ANY_KEY} "=" value{place}', *value]
-    rules = ordered_rules(place, [isinstance(required, list) and key in required for key, _ in named], "COMMA")
-    for number, (key, part) in enumerate(named):
+    rules = ordered_rules(place, [is_needed for *_, is_needed in named], "COMMA")
+    for number, (key, part, _) in enumerate(named):
         here = f"{place}_{number}"
         value = _value_rules(f"value{here}", merged(part, root), root)
         rules += [f'argument{here}: {json_text(key)} "=" value{here}', *value]
@@ -95,10 +90,7 @@ class PythonicFormat(PythonFormat):
     name = "pythonic"
     markers = ("<|python_start|>", "<|python_end|>")
     opener, opens, closes = "[", "[", "]"
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """See `ToolFormat`."""
-        return PythonListParser(self, functions, only_one=only_one)
+    parser_class = PythonListParser
 
     def optional(self, functions: Sequence[Function], *, only_one: bool) -> str:
         """See `ToolFormat` and `PythonListParser`."""
@@ -129,15 +121,14 @@ class PythonicFormat(PythonFormat):
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
     """For each argument that may come first, return a pattern of the name and the rules that follow the name."""
-    properties, required = schema.get("properties"), schema.get("required")
-    named = list(properties) if isinstance(properties, dict) else []
+    named = properties_of(schema)
     if not named:
         return [(_ANY_KEY.strip("/"), f"value{place} (COMMA any{place})*")] if is_open(schema) else []
     found = []
-    for number, key in enumerate(named):
+    for number, (key, _, is_needed) in enumerate(named):
         further = f"further{place}_{number + 1}" if number + 1 < len(named) else ""
         found.append((pattern(key), f"value{place}_{number} {further}"))
-        if isinstance(required, list) and key in required:
+        if is_needed:
             break
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from octavo.server.answers.call_parser import Call, MalformedError, ToolParser, ending
+from octavo.server.answers.call_parser import Call, ToolParser, ending
 from octavo.server.answers.tool_format import ToolFormat, choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
 
@@ -17,6 +17,35 @@ if TYPE_CHECKING:
 _MARK, _USER = ">>>", "all"
 
 
+class RecipientsParser(ToolParser):
+    """Reads Functionary 3.2's answers. A marker without a known recipient is content."""
+
+    _ends = ending(_MARK)
+    _call_openers = (_MARK,)
+
+    def _read(self) -> Wait[None]:
+        yield from self._part()
+        while (yield from self._content(_MARK)):
+            yield from self._part()
+
+    def _part(self) -> Wait[None]:
+        recipient = yield from self._recipient()
+        if recipient == _USER:
+            self._drop()
+        elif recipient and (yield from self._attempt(call := Call(recipient), self._call_steps(call))):
+            yield from self._drop_space()
+        else:
+            self._report_content()
+
+    def _recipient(self) -> Wait[str]:
+        found = yield from self._follows([f"{name}\n" for name in (_USER, *self._names)])
+        self._position += len(found)
+        return found.strip()
+
+    def _call_steps(self, call: Call) -> Wait[None]:
+        yield from self._object_arguments(call)
+
+
 class RecipientsFormat(ToolFormat):
     """A call is a line with the function's name, followed by JSON. The prompt ends with the first marker."""
 
@@ -24,10 +53,7 @@ class RecipientsFormat(ToolFormat):
     markers = ()
     frames_content = True
     reserved_names = frozenset({_USER})
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> RecipientsParser:
-        """See `ToolFormat`."""
-        return RecipientsParser(functions, only_one=only_one)
+    parser_class = RecipientsParser
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """See `ToolFormat`."""
@@ -71,34 +97,3 @@ def _head(recipient: str, mark: str = "") -> str:
 
 
 _HEAD_RULE = f'head: "{_MARK}"? {_head(_USER)}'
-
-
-class RecipientsParser(ToolParser):
-    """Reads Functionary 3.2's answers. A marker without a known recipient is content."""
-
-    _ends = ending(_MARK)
-    _call_openers = (_MARK,)
-
-    def _read(self) -> Wait[None]:
-        yield from self._part()
-        while (yield from self._content(_MARK)):
-            yield from self._part()
-
-    def _part(self) -> Wait[None]:
-        recipient = yield from self._recipient()
-        if recipient == _USER:
-            self._drop()
-        elif recipient and (yield from self._attempt(call := Call(recipient), self._call_steps(call))):
-            yield from self._drop_space()
-        else:
-            self._report_content()
-
-    def _recipient(self) -> Wait[str]:
-        found = yield from self._follows([f"{name}\n" for name in (_USER, *self._names)])
-        self._position += len(found)
-        return found.strip()
-
-    def _call_steps(self, call: Call) -> Wait[None]:
-        if (yield from self._skip_space()) != "{":
-            raise MalformedError
-        yield from self._report_arguments(call)

@@ -11,7 +11,7 @@ from octavo.server.answers.parts import CallStarts
 from octavo.server.answers.tagged_parser import TaggedParser
 from octavo.server.answers.tool_format import choice_of, json_text
 from octavo.structured_output.lark import FEW_BLANKS, pattern
-from octavo.structured_output.merging import alternatives, is_open, merged
+from octavo.structured_output.merging import alternatives, is_open, merged, properties_of
 
 if TYPE_CHECKING:
     import re
@@ -45,10 +45,7 @@ class TaggedFormat(SectionFormat):
     json_mark: ClassVar[str] = ""
     raw_marks: ClassVar[tuple[str, str] | None] = None
     head_pattern: ClassVar[re.Pattern[str]] = NAME
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> TaggedParser:
-        """See `ToolFormat`."""
-        return TaggedParser(self, functions, only_one=only_one)
+    parser_class = TaggedParser
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
         """Return the texts with which arguments of these names begin."""
@@ -84,11 +81,9 @@ class TaggedFormat(SectionFormat):
         return f"({' | '.join(uses or chr(34) * 2 for uses, _ in found)})", [rule for _, more in found for rule in more]
 
     def _arguments_of(self, place: str, schema: dict[str, Any], root: dict[str, Any]) -> tuple[str, list[str]]:
-        properties, required = schema.get("properties"), schema.get("required")
         uses, rules = list[str](), list[str]()
-        for number, (key, part) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+        for number, (key, part, is_needed) in enumerate(properties_of(schema)):
             name = f"argument{place}_{number}"
-            is_needed = isinstance(required, list) and key in required
             uses.append(name if is_needed else f"{name}?")
             rules += self._argument(name, json.dumps(key), merged(part, root), root)
         if not uses and is_open(schema):

@@ -29,11 +29,12 @@ class TaggedParser(ValueParser):
     has parameters but the call has no argument, the text is content.
     """
 
+    _form: TaggedFormat
     _given: set[str]  # names of the call's arguments so far; empty after a complete call
 
     def __init__(self, form: TaggedFormat, functions: Sequence[Function], *, only_one: bool) -> None:
         super().__init__(form, functions, only_one=only_one)
-        self._form, self.is_padded = form, form.is_padded
+        self.is_padded = form.is_padded
         closes = form.closes if form.one_each else ""
         opens = form.opener if closes else form.call_opens or form.opener
         self._pair = opens.strip(), (closes or form.call_closes).strip()  # markers around a call

@@ -45,6 +45,7 @@ class ToolFormat:
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]]
+    parser_class: ClassVar[type[ToolParser]]
     takes_one: ClassVar[bool] = False
     frames_content: ClassVar[bool] = False
     reads_reasoning: ClassVar[bool] = False
@@ -57,7 +58,7 @@ class ToolFormat:
 
     def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
         """Return a parser. only_one: True to drop all calls after the first."""
-        raise NotImplementedError
+        return self.parser_class(self, functions, only_one=only_one)
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
         """Return the markers that can begin a call within reasoning.

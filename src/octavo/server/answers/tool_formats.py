@@ -13,7 +13,6 @@ from octavo.structured_output.lark import FEW_BLANKS, lark_json, pattern
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.server.answers.call_parser import ToolParser
     from octavo.server.answers.tool_format import Function
 
 
@@ -22,10 +21,7 @@ class HermesFormat(ToolFormat):
 
     name = "hermes"
     markers = (HermesParser.opener, HermesParser.closer)
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """See `ToolFormat`."""
-        return HermesParser(functions, only_one=only_one)
+    parser_class = HermesParser
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """See `ToolFormat`."""
@@ -54,10 +50,7 @@ class LlamaFormat(ToolFormat):
     name = "llama3_json"
     markers = (LlamaParser.opener,)
     takes_one = True
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """See `ToolFormat`."""
-        return LlamaParser(functions, only_one=only_one)
+    parser_class = LlamaParser
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """See `ToolFormat`."""
@@ -92,10 +85,7 @@ class MistralFormat(ToolFormat):
 
     name = "mistral"
     markers = (MistralParser.opener, "[CALL_ID]", MistralParser.arguments_marker)
-
-    def parser(self, functions: Sequence[Function], *, only_one: bool = False) -> ToolParser:
-        """Return a parser that also reads calls in `NamedMistralFormat`."""
-        return MistralParser(functions, only_one=only_one)
+    parser_class = MistralParser
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """See `ToolFormat`."""
