@@ -283,6 +283,12 @@ NB_MODULE(_kernels, m) {
   m.def("xxh64", &octavo::xxh64, Released());
   m.def("rejection_sample", &octavo::rejection_sample, nb::call_guard<nb::gil_scoped_release>());
   m.def("touch_pages", &octavo::touch_pages, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<Ranks>(m, "Ranks")
+      .def(nb::init<Address, int64_t, int, int, int64_t>())
+      .def_prop_ro("address", &Ranks::address)
+      .def_prop_ro("failed_rank", &Ranks::failed_rank)
+      .def("fail", &Ranks::fail);
+  m.attr("ranks_header_bytes") = kRanksHeaderBytes;
   nb::class_<Program> program(m, "Program");
   nb::class_<KernelSet> set(m, "KernelSet");
 #define OCTAVO_METHOD(name, Args) define(set, program, #name, &KernelTable::name, &Args::of);

@@ -14,6 +14,7 @@
 #include "latent.h"
 #include "linear_int4_tiles.h"  // linear, over all of its parts
 #include "packing.h"
+#include "ranks.h"
 #include "rounding.h"
 #include "sampling.h"
 #include "soft_cap.h"
@@ -31,6 +32,8 @@
   KERNEL(add_experts, AddExpertsArgs)       \
   KERNEL(embedding, EmbeddingArgs)          \
   KERNEL(take_rows, TakeArgs)               \
+  KERNEL(gather, GatherArgs)                \
+  KERNEL(share_rows, ShareRowsArgs)         \
   KERNEL(rms_norm, NormArgs)                \
   KERNEL(gate, GateArgs)                    \
   KERNEL(add, AddArgs)                      \

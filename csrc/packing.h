@@ -137,8 +137,8 @@ void embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const Vec scale = splat(args.scale);
   parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      const W* panel = packed + args.ids[row] / kPanelColumns * panel_size<W>(k);
-      const int64_t column = args.ids[row] % kPanelColumns;
+      const W* panel = packed + args.row_of(row) / kPanelColumns * panel_size<W>(k);
+      const int64_t column = args.row_of(row) % kPanelColumns;
       Out* out = static_cast<Out*>(args.out) + row * k;
       for (int64_t i = 0; i < k; i += kLanes) {
         W values[kLanes] = {};
@@ -160,9 +160,9 @@ void int8_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last, int thread) {
     auto *values = static_cast<float*>(pool.local(thread)), *rotated = values + room;
     for (int64_t row = first; row < last; ++row) {
-      const int8_t* panel = weight.panels + args.ids[row] / kPanelColumns * weight.panel_bytes;
-      const int8_t* column = panel + args.ids[row] % kPanelColumns * 4;
-      const Vec scale = splat(weight.scales[args.ids[row]]);
+      const int8_t* panel = weight.panels + args.row_of(row) / kPanelColumns * weight.panel_bytes;
+      const int8_t* column = panel + args.row_of(row) % kPanelColumns * 4;
+      const Vec scale = splat(weight.scales[args.row_of(row)]);
       Out* out = static_cast<Out*>(args.out) + row * k;
       for (int64_t i = 0; i < k; ++i) values[i] = column[i / 4 * kGroupBytes + i % 4];
       rotate_row(static_cast<const float*>(values), k, rotated);
@@ -185,9 +185,9 @@ void int4_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   const Vec factor = splat(args.scale);
   parallel_ranges(pool, args.count, 4, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      const uint8_t* group = weight.panels + args.ids[row] / kPanelColumns * weight.panel_bytes;
-      const int64_t column = args.ids[row] % kPanelColumns;
-      const Vec unit = splat(weight.units[args.ids[row]]);
+      const uint8_t* group = weight.panels + args.row_of(row) / kPanelColumns * weight.panel_bytes;
+      const int64_t column = args.row_of(row) % kPanelColumns;
+      const Vec unit = splat(weight.units[args.row_of(row)]);
       Out* out = static_cast<Out*>(args.out) + row * k;
       for (int64_t start = 0; start < k; start += weight.group) {
         int16_t multiple, zero = 0;  // zero: (zero point - center) * multiple

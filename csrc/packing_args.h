@@ -30,7 +30,9 @@ struct EmbeddingArgs {
   int64_t count;
   const void* packed;  // [n, k]
   DType weight_dtype;
+  int64_t first;  // id of the first row of `packed`; the result has undefined rows for ids that `packed` lacks
   int64_t n;
+  int64_t num_ids;  // of the vocabulary
   int64_t k;
   void* out;  // [count, k], contiguous
   DType out_dtype;
@@ -38,17 +40,25 @@ struct EmbeddingArgs {
   Int4Format int4;  // of an int4 weight
 
   static constexpr auto kRows = &EmbeddingArgs::count;
-  static EmbeddingArgs of(Address ids, int64_t count, Address packed, int weight_dtype, int64_t n, int64_t k, Address out,
-                          int out_dtype, double scale, int64_t group_size, bool has_zeros) {
-    return {at<int64_t>(ids), count, at<void>(packed), DType(weight_dtype), n, k, at<void>(out), DType(out_dtype),
-            static_cast<float>(scale), {group_size, has_zeros}};
+  static EmbeddingArgs of(Address ids, int64_t count, Address packed, int weight_dtype, int64_t first, int64_t n,
+                          int64_t num_ids, int64_t k, Address out, int out_dtype, double scale, int64_t group_size,
+                          bool has_zeros) {
+    return {at<int64_t>(ids), count, at<void>(packed), DType(weight_dtype), first, n, num_ids, k, at<void>(out),
+            DType(out_dtype), static_cast<float>(scale), {group_size, has_zeros}};
+  }
+
+  // The row of `packed` for ids[i]; any row if `packed` lacks this id.
+  int64_t row_of(int64_t i) const {
+    const int64_t row = ids[i] - first;
+    return row < 0 ? 0 : row < n ? row : n - 1;
   }
 
   template <class Table>
   void check(const Table&) const {
     for (int64_t i = 0; i < count; ++i) {
-      if (ids[i] >= 0 && ids[i] < n) continue;
-      throw std::out_of_range("token id " + std::to_string(ids[i]) + " is outside the vocabulary of " + std::to_string(n));
+      if (ids[i] >= 0 && ids[i] < num_ids) continue;
+      throw std::out_of_range("token id " + std::to_string(ids[i]) + " is outside the vocabulary of " +
+                              std::to_string(num_ids));
     }
   }
   bool reads(const StepArgs& step, const BatchArgs&) const { return ids == step.token_ids; }

@@ -177,7 +177,7 @@ void block_embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
   parallel_ranges(pool, args.count, 1, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       Out* out = static_cast<Out*>(args.out) + row * args.k;
-      for_kind(args.weight_dtype, [&](auto kind) { block_row<kind>(weight, args.ids[row], splat(args.scale), out); });
+      for_kind(args.weight_dtype, [&](auto kind) { block_row<kind>(weight, args.row_of(row), splat(args.scale), out); });
     }
   });
 }

@@ -246,6 +246,9 @@ class FakeExecutor:
     def abandon(self) -> None:
         self._result = None
 
+    def check(self) -> None:
+        pass
+
     def shutdown(self) -> None:
         self.is_shut_down = True
 

@@ -44,6 +44,7 @@ class Schedule:
     num_threads: int | None = None
     swap_space_bytes: int = 0
     options: tuple[tuple[str, object], ...] = ()
+    device: tuple[tuple[str, object], ...] = ()
 
 
 FEW_BLOCKS = {"block_size": 2, "num_blocks": 160, "budget": 64}
@@ -137,7 +138,9 @@ def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str, isa: s
             long_prefill_token_threshold=schedule.threshold,
             **{**PRESSING, **dict(schedule.options)},
         ),
-        device_config=DeviceConfig(device="cpu", kernels=kernels, isa=isa, num_threads=schedule.num_threads),
+        device_config=DeviceConfig(
+            device="cpu", kernels=kernels, isa=isa, num_threads=schedule.num_threads, **dict(schedule.device)
+        ),
     )
 
 

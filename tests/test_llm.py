@@ -189,8 +189,8 @@ def test_equal_seed_repeats_run_and_equal_prompts_differ(checkpoint):
 
 
 def test_ineffective_vllm_arguments_warn_and_unknown_ones_are_refused(checkpoint):
-    with pytest.warns(UserWarning, match="gpu_memory_utilization, tensor_parallel_size"):
-        LLM(model=str(checkpoint), max_model_len=64, gpu_memory_utilization=0.5, tensor_parallel_size=1)
+    with pytest.warns(UserWarning, match="gpu_memory_utilization, pipeline_parallel_size"):
+        LLM(model=str(checkpoint), max_model_len=64, gpu_memory_utilization=0.5, pipeline_parallel_size=1)
     for name, accepted in ACCEPTED_ARGUMENTS.items():
         if accepted.values is not None:
             with pytest.raises(ConfigError, match=name):

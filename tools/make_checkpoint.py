@@ -59,6 +59,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 40960,
     },
+    "olmoe-4-layers": _BENCHMARK
+    | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "vocab_size": 50304,
+        "tie_word_embeddings": False,
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "max_position_embeddings": 4096,
+    },
 } | {f"tiny-{name.removesuffix('ForCausalLM').lower()}": tiny_config(name) for name in FAMILIES}
 
 

@@ -36,6 +36,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "architecture": "gpt-oss", "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "experts": 32,
         "chosen": 4, "expert": 2880, "vocabulary": 201088, "has_qk_norm": False, "theta": 150000.0,
     },
+    "glm-4.7-flash": {
+        "architecture": "deepseek2", "hidden": 2048, "heads": 20, "kv_heads": 1, "head_dim": 256, "experts": 64,
+        "chosen": 4, "expert": 1536, "vocabulary": 154880, "has_qk_norm": False, "theta": 1e6, "query": 768,
+        "latent": 512, "rotated": 64, "value": 256, "shared": 1, "dense": 10240,
+    },
 }  # fmt: skip
 
 
@@ -82,6 +87,22 @@ def metadata(shape: dict[str, Any], layers: int) -> dict[str, Any]:
     }
     if shape["architecture"] == "gpt-oss":
         keys["attention.sliding_window"] = 128
+    if "latent" in shape:
+        keys |= {
+            "feed_forward_length": shape["dense"],
+            "leading_dense_block_count": 1,
+            "attention.q_lora_rank": shape["query"],
+            "attention.kv_lora_rank": shape["latent"],
+            "attention.key_length": shape["latent"] + shape["rotated"],
+            "attention.value_length": shape["latent"],
+            "attention.key_length_mla": shape["head_dim"],
+            "attention.value_length_mla": shape["value"],
+            "rope.dimension_count": shape["rotated"],
+            "expert_shared_count": shape["shared"],
+            "expert_weights_scale": 1.8,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,  # sigmoid
+        }
     return {f"{shape['architecture']}.{key}": value for key, value in keys.items()} | vocabulary(shape["vocabulary"])
 
 
@@ -113,6 +134,9 @@ def tensors(shape: dict[str, Any], layers: int, kind: str) -> Iterator[tuple[str
     yield "output_norm.weight", "F32", (hidden,)
     for layer in range(layers):
         name = f"blk.{layer}."
+        if "latent" in shape:
+            yield from latent_layer(name, shape, kind, wide, is_dense=layer == 0)
+            continue
         rows = {"attn_q": q_rows, "attn_k": kv_rows, "attn_v": kv_rows}
         for part, count in rows.items():
             yield f"{name}{part}.weight", wide if part == "attn_v" else dense, (count, hidden)
@@ -133,6 +157,34 @@ def tensors(shape: dict[str, Any], layers: int, kind: str) -> Iterator[tuple[str
                 yield f"{name}{part}.bias", "F32", (count,)
             for part, count in (("gate", inner), ("up", inner), ("down", hidden)):
                 yield f"{name}ffn_{part}_exps.bias", "F32", (experts, count)
+
+
+def latent_layer(
+    name: str, shape: dict[str, Any], kind: str, wide: str, *, is_dense: bool
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield a layer with latent attention. The rows of attn_k_b are no multiple of 256, so it has Q8_0."""
+    hidden, heads, experts, latent = shape["hidden"], shape["heads"], shape["experts"], shape["latent"]
+    plain = shape["head_dim"] - shape["rotated"]
+    yield f"{name}attn_norm.weight", "F32", (hidden,)
+    yield f"{name}attn_q_a.weight", kind, (shape["query"], hidden)
+    yield f"{name}attn_q_a_norm.weight", "F32", (shape["query"],)
+    yield f"{name}attn_q_b.weight", kind, (heads * shape["head_dim"], shape["query"])
+    yield f"{name}attn_kv_a_mqa.weight", kind, (latent + shape["rotated"], hidden)
+    yield f"{name}attn_kv_a_norm.weight", "F32", (latent,)
+    yield f"{name}attn_k_b.weight", "Q8_0", (heads, latent, plain)
+    yield f"{name}attn_v_b.weight", wide, (heads, shape["value"], latent)
+    yield f"{name}attn_output.weight", kind, (hidden, heads * shape["value"])
+    yield f"{name}ffn_norm.weight", "F32", (hidden,)
+    if not is_dense:
+        yield f"{name}ffn_gate_inp.weight", "F32", (experts, hidden)
+        for part in ("gate", "up"):
+            yield f"{name}ffn_{part}_exps.weight", kind, (experts, shape["expert"], hidden)
+        yield f"{name}ffn_down_exps.weight", kind, (experts, hidden, shape["expert"])
+        yield f"{name}exp_probs_b.bias", "F32", (experts,)
+    suffix, inner = ("", shape["dense"]) if is_dense else ("_shexp", shape["shared"] * shape["expert"])
+    for part in ("gate", "up"):
+        yield f"{name}ffn_{part}{suffix}.weight", kind, (inner, hidden)
+    yield f"{name}ffn_down{suffix}.weight", kind, (hidden, inner)
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from dataclasses import replace
@@ -33,6 +34,7 @@ from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.kv_transfer.mooncake_library import check_mooncake
+from octavo.models.split import Share
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.identity import cache_keys, check_fingerprint, find_identity, kv_format
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.models.architecture import Architecture
     from octavo.models.draft_checkpoint import DraftCheckpoint
+    from octavo.ranks.leader import Leader
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.step_modes import StepMode
 
@@ -114,12 +117,26 @@ def build_core(
     has_store = kv_store is not None or config.kv_transfer.names_store
     identity = find_identity(model_config, served) if has_store else None
     draft = find_draft_checkpoint(speculative_config, model_config, served)
+    leader = _start_ranks(config, served, dtype, draft, has_store=has_store)
     worker = _make_worker(
-        config, served, dtype, scheduler_config, speculative_config, draft, grammars, progress, has_store=has_store
+        config,
+        served,
+        dtype,
+        scheduler_config,
+        speculative_config,
+        draft,
+        grammars,
+        progress,
+        leader,
+        has_store=has_store,
     )
-    worker.load()
-    info = worker.plan()
-    worker.allocate()
+    try:
+        worker.load()
+        info = worker.plan()
+        worker.allocate()
+    except BaseException:
+        worker.close()
+        raise
     if reading is not None:
         reading.result()
     fingerprint = check_fingerprint(config, served, worker.take_fingerprint(), info, draft, dtype, identity)
@@ -157,16 +174,17 @@ def _make_worker(
     draft: DraftCheckpoint | None,
     grammars: GrammarCompiler | None,
     progress: Callable[[int, int], None] | None,
+    leader: Leader | None,
     *,
     has_store: bool,
 ) -> Worker:
     model_config = config.model
     return Worker(
         served.checkpoint.weights,
-        served.architecture,
+        served.architecture if leader is None else served.architecture.split(leader.share),
         dtype=dtype,
         max_model_len=served.max_model_len,
-        cache_config=config.cache,
+        cache_config=config.cache.of_rank(config.device.tensor_parallel_size),
         scheduler_config=scheduler_config,
         device_config=_device_config(config),
         load_format=model_config.load_format,
@@ -180,7 +198,27 @@ def _make_worker(
         draft_checkpoint=draft,
         store_bytes=partial(_store_bytes, config.kv_transfer, has_store=has_store),
         staging_bytes=partial(_staging_bytes, config.kv_transfer, has_store=has_store),
+        leader=leader,
     )
+
+
+def _start_ranks(
+    config: EngineConfig, served: ServedModel, dtype: str, draft: DraftCheckpoint | None, *, has_store: bool
+) -> Leader | None:
+    device, count = config.device, config.device.tensor_parallel_size
+    if count == 1:
+        return None
+    is_compiled = importlib.util.find_spec("octavo._kernels") is not None
+    if resolve_device(device.device).type != "cpu" or device.kernels not in {"auto", "cpu"} or not is_compiled:
+        raise ConfigError("tensor_parallel_size above 1 needs the compiled CPU kernels: choose device cpu, kernels cpu")
+    if has_store or config.kv_transfer.role != "both":
+        raise ConfigError("tensor_parallel_size above 1 does not work with KV stores or prefill/decode hand-over yet")
+    if draft is not None and draft.shares_kv:
+        raise ConfigError("tensor_parallel_size above 1 does not work with drafts from the model's own layers yet")
+    served.architecture.split(Share(0, count))  # raises if the model cannot be divided
+    from octavo.ranks.leader import Leader  # noqa: PLC0415
+
+    return Leader(config, dtype)
 
 
 def _create_direct(

@@ -25,7 +25,6 @@ class Accepted:
 
 ACCEPTED_ARGUMENTS: dict[str, Accepted] = {
     "gpu_memory_utilization": Accepted(None, "the KV cache is sized by kv_cache_memory_bytes or from free memory"),
-    "tensor_parallel_size": Accepted((1,), "one process computes"),
     "pipeline_parallel_size": Accepted((1,), "one process computes"),
     "data_parallel_size": Accepted((1,), "one engine"),
     "trust_remote_code": Accepted((False,), "no code of a checkpoint is ever run"),

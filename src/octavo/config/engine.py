@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - read at run time
 from typing import TYPE_CHECKING, Any
 
-from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option
+from octavo.config.fields import QUANTIZATIONS, at_least, check_choices, choice, not_negative, option, within
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.config.speculative import SpeculativeConfig
 from octavo.config.step_defaults import CPU_DEFAULTS, GPU_DEFAULTS, STEP_DEFAULTS
@@ -25,6 +25,7 @@ DEFAULT_GROUP_SIZE = 32
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
 DEFAULT_BLOCK_SIZE = 16
+MOST_RANKS = 64  # csrc/ranks.h
 DEFAULT_MIXED_STEP_MS = 100.0
 DEFAULT_MAX_NUM_WAITING = 1024
 DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
@@ -198,6 +199,15 @@ class CacheConfig:
         at_least("swap_space_bytes", self.swap_space_bytes, 0)
         at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
         at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
+
+    def of_rank(self, num_ranks: int) -> CacheConfig:
+        """Divide the memory among ranks."""
+        configured = self.kv_cache_memory_bytes
+        return replace(
+            self,
+            kv_cache_memory_bytes=None if configured is None else max(1, configured // num_ranks),
+            swap_space_bytes=self.swap_space_bytes // num_ranks,
+        )
 
     @property
     def sets_memory(self) -> bool:
@@ -452,6 +462,19 @@ class DeviceConfig:
         "Number of threads that compute. Default: OMP_NUM_THREADS, else one for each physical core that this "
         "process may use (affinity, cgroup quota).",
     )
+    tensor_parallel_size: int = option(
+        1,
+        "Number of processes, called ranks, that compute the model together. Each has a part of every weight and of "
+        "the KV cache, and of the threads. Tokens do not change. For dense models on a CPU.",
+        unit="RANKS",
+        short="-tp",
+        low=1,
+    )
+    rank_timeout_s: float = option(
+        6.0,
+        "Time after which ranks that wait for another one declare it dead, and the engine restarts.",
+        unit="SECONDS",
+    )
     enforce_eager: bool = option(
         False, "Launch each kernel separately, without CUDA graphs of decode steps. Graphs need kernels triton."
     )
@@ -466,6 +489,8 @@ class DeviceConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         at_least("num_threads", self.num_threads, 1, may_be_none=True)
+        within("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)
+        not_negative("rank_timeout_s", self.rank_timeout_s)
         at_least("max_cudagraph_capture_size", self.max_cudagraph_capture_size, 0, may_be_none=True)
 
 

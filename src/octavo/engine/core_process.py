@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from octavo.engine.local_core import LocalCore
 from octavo.errors import OctavoError, RequestError
 from octavo.runtime import logs
 from octavo.runtime.faults import error_for
+from octavo.runtime.parent_process import wake_when_parent_dies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,6 @@ PREPARE_S = 10.0
 TURN_S = 60.0
 _SAVING_S = 2.0  # limit on saving KV; the parent kills this process 5 s after `Stop`
 _HELD_CHECK_MS = 5
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 
 
@@ -52,7 +51,7 @@ def run_core_process(build: Build) -> None:
     # Only the parent handles these signals, which may reach the whole process group.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
         signal.signal(each, signal.SIG_IGN)
-    _wake_when_parent_dies()
+    wake_when_parent_dies()
     launch = ipc.decode_launch(sys.stdin.buffer.readline())
     logs.configure(launch.log_level, launch.log_format, process="engine")
     folder = Path(launch.outputs_endpoint.removeprefix("ipc://")).parent
@@ -189,12 +188,6 @@ class CoreServer:
 
     def _send(self, message: ipc.ToParent) -> None:
         self._news.send(ipc.encode(message))
-
-
-def _wake_when_parent_dies() -> None:
-    """Have Linux send SIGCONT when the parent dies, because a suspended process cannot exit."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -40,6 +40,10 @@ class Executor(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Raise `EngineDeadError` if no later step can succeed."""
+        ...
+
     def shutdown(self) -> None:
         """Free all resources."""
         ...

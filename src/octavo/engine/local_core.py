@@ -159,7 +159,8 @@ class LocalCore:
         return outputs
 
     def check_when_idle(self) -> None:
-        """Check an idle core's invariants, and log violations."""
+        """Check an idle core's invariants, and log violations. Raises `EngineDeadError` if the executor has failed."""
+        self.core.executor.check()
         for breach in self.core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from octavo.kernels.cpu import Isa
+    from octavo.kernels.ranked import RankGroup
 
 __all__ = [
     "AttentionBatch",
@@ -79,9 +80,13 @@ def are_exact(device: torch.device, backend: str) -> bool:
 
 
 def create_kernels(
-    device: torch.device, backend: str = "auto", num_threads: int | None = None, isa: str = "auto"
+    device: torch.device,
+    backend: str = "auto",
+    num_threads: int | None = None,
+    isa: str = "auto",
+    group: RankGroup | None = None,
 ) -> Kernels:
-    """Return a device's kernels. backend, isa: as in `DeviceConfig`.
+    """Return a device's kernels. backend, isa: as in `DeviceConfig`. group: ranks with compiled CPU kernels.
 
     Raises ConfigError if the backend or instruction set is unknown or not supported.
     """
@@ -108,15 +113,7 @@ def create_kernels(
         return _triton_kernels(device, backend)
     if wants_compiled:
         if compiled:
-            from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415
-
-            if isa == "auto" and (refusal := _refused_tiles()):
-                logger.warning(
-                    "%s; slower kernels are used. Their results differ in the last bits from those of engines with "
-                    "AMX, so they share no KV with such engines",
-                    refusal,
-                )
-            return CpuKernels(cast("Isa", isa), num_threads=num_threads)
+            return _cpu_kernels(cast("Isa", isa), num_threads, group)
         warnings.warn(
             "octavo was installed without its compiled kernels: it runs on plain torch, several times slower, and "
             "tokens may depend on the batch. Reinstall octavo with a C++ compiler; OCTAVO_REQUIRE_KERNELS=1 makes "
@@ -127,6 +124,22 @@ def create_kernels(
     from octavo.kernels.reference import ReferenceKernels  # noqa: PLC0415
 
     return ReferenceKernels()
+
+
+def _cpu_kernels(isa: Isa, num_threads: int | None, group: RankGroup | None) -> Kernels:
+    if isa == "auto" and (refusal := _refused_tiles()):
+        logger.warning(
+            "%s; slower kernels are used. Their results differ in the last bits from those of engines with AMX, so "
+            "they share no KV with such engines",
+            refusal,
+        )
+    if group is not None:
+        from octavo.kernels.ranked import RankedKernels  # noqa: PLC0415
+
+        return RankedKernels(group, isa, num_threads)
+    from octavo.kernels.cpu import CpuKernels  # noqa: PLC0415
+
+    return CpuKernels(isa, num_threads)
 
 
 def _refused_tiles() -> str:

@@ -333,6 +333,12 @@ class CpuKernels:
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """See `Kernels`."""
+        return self._embedding(token_ids, packed, dtype, scale, range(packed.out_features), packed.out_features)
+
+    def _embedding(
+        self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float, ids: range, num_ids: int
+    ) -> Tensor:
+        """Return rows of which those with other ids than `ids`, which are the weight's rows, are undefined."""
         storage: PanelWeight = (
             packed.storage.vocabulary() if isinstance(packed.storage, BlockPanels) else packed.storage
         )
@@ -340,8 +346,8 @@ class CpuKernels:
         assert not storage.int4.has_order
         out = self._empty(token_ids.numel(), packed.in_features, dtype=dtype)
         self._calls.embedding(
-            token_ids.data_ptr(), token_ids.numel(), storage.data.data_ptr(), storage.dtype_number, packed.out_features,
-            packed.in_features, out.data_ptr(), DTYPE_NUMBERS[dtype], scale, storage.int4.group_size,
+            token_ids.data_ptr(), token_ids.numel(), storage.data.data_ptr(), storage.dtype_number, ids.start, len(ids),
+            num_ids, packed.in_features, out.data_ptr(), DTYPE_NUMBERS[dtype], scale, storage.int4.group_size,
             storage.int4.has_zeros,
         )  # fmt: skip
         return out

@@ -41,6 +41,19 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitLinear(PackedLinear):
+    """A weight that ranks divide along out_features.
+
+    own: this rank's part. inputs: the input's first column of each rank, then in_features, or None if each rank has
+    the whole input. outputs: the same for the result, or None if each rank needs only its own columns.
+    """
+
+    own: PackedLinear
+    inputs: tuple[int, ...] | None
+    outputs: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class PackedGroups:
     """Weights of equal shape, one per group of rows."""
 
@@ -49,6 +62,7 @@ class PackedGroups:
     in_features: int
     storage: Any
     num_bytes: int
+    inputs: tuple[int, ...] | None = None  # see `SplitLinear`
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,4 +399,12 @@ class Kernels(Protocol):
 
     def top_tokens(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest of float32 [n, vocab], and their int64 ids. The lowest of tied ids comes first."""
+        ...
+
+
+class RanksKernels(Kernels, Protocol):
+    """Kernels of several ranks."""
+
+    def join(self, x: Tensor, borders: tuple[int, ...]) -> Tensor:
+        """Put the columns of all ranks side by side. borders: first column of each rank, then the total."""
         ...

@@ -7,12 +7,14 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from octavo.errors import ConfigError
 from octavo.models.attention import AttentionConfig
 from octavo.models.declared import Linear, Norm, Table, in_order
 from octavo.models.experts import ExpertsConfig
 from octavo.models.kv_layout import KVLayout
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.quantization_config import read_quantization_config
+from octavo.models.split import Share, split_layer
 from octavo.models.stored_floats import StoredFloats
 from octavo.models.stored_quantization import SCALE_NAMES, StoredQuantization, StoredTensor
 
@@ -51,6 +53,7 @@ class Architecture:
     text_part_of       class of the whole model, if only its text part is served
     logits_scaling     divisor of the logits
     num_position_dims  see `AttentionBatch.rotary_positions`
+    share              one rank's share, or None for the whole model, which is then `whole`
     """
 
     name: str
@@ -73,11 +76,20 @@ class Architecture:
     text_part_of: str | None = None
     logits_scaling: float = 1.0
     num_position_dims: int = 1
+    share: Share | None = None
+    whole: Architecture | None = None
+
+    def split(self, share: Share) -> Architecture:
+        """Return a rank's share. Raises `ConfigError` if the model cannot be divided so."""
+        most = min(self.hidden_size, self.vocab_size)
+        if share.count > most:
+            raise ConfigError(f"tensor_parallel_size {share.count} is more than the model's {most} features")
+        return replace(self, layers=tuple(split_layer(layer, share) for layer in self.layers), share=share, whole=self)
 
     def tensors(self) -> ModelTensors:
         """Declare all tensors."""
-        vocabulary = Linear(((_EMBEDDING, self.vocab_size),), self.hidden_size)
-        head = Linear(((_HEAD, self.vocab_size),), self.hidden_size)
+        wholes = [Linear(((name, self.vocab_size),), self.hidden_size) for name in (_EMBEDDING, _HEAD)]
+        vocabulary, head = wholes if self.share is None else map(self.share.rows, wholes)
         return ModelTensors(
             embedding=vocabulary,
             layer_inputs=None if self.embeddings is None else self.embeddings.tensors(self.hidden_size),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from octavo.kernels.operations.add import add
 from octavo.kernels.operations.add_experts import add_experts
@@ -13,7 +13,7 @@ from octavo.models.gated_mlp import GatedMLP, GatedMLPConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.interface import AttentionBatch, PackedGroups
+    from octavo.kernels.interface import AttentionBatch, PackedGroups, RanksKernels
     from octavo.models.experts import ExpertsConfig, ExpertsTensors
     from octavo.models.layers import ModelContext
 
@@ -51,7 +51,7 @@ class Experts:
 
     def forward(self, hidden: Tensor, batch: AttentionBatch, routed: Tensor | None = None) -> Tensor:
         """See `MLP`. routed: the router's input, if it is not `hidden`."""
-        kernels, router, (num_tokens, width) = self.kernels, self.config.router, hidden.shape
+        kernels, router, num_tokens = self.kernels, self.config.router, hidden.shape[0]
         num_chosen, integers = router.num_chosen, batch.query_start
         logits = kernels.linear(hidden if routed is None else routed, self.router, float32_out=True)
         nothing = logits[:0]
@@ -76,9 +76,10 @@ class Experts:
             shared = kernels.linear(inner, self.shared_down, float32_out=True)
         if self.shared_gate is not None:
             shared_gate = kernels.linear(hidden, self.shared_gate, float32_out=True)
-        out = kernels.empty(num_tokens, width, like=hidden)
+        out = kernels.empty(num_tokens, self.down.out_features, like=hidden)
         add_experts(kernels, outputs, ids, places, weights, shared, shared_gate, out, router.num_experts)
-        return out
+        borders = self.config.outputs
+        return out if borders is None else cast("RanksKernels", kernels).join(out, borders)
 
 
 class ExpertBranches:

@@ -141,6 +141,11 @@ class ExpertsConfig:
         return self.router.num_chosen * (self.expert_size + self.hidden_size) + (self.shared_size or 0)
 
     @property
+    def outputs(self) -> tuple[int, ...] | None:
+        """See `SplitLinear`."""
+        return None
+
+    @property
     def num_idle_parameters(self) -> int:
         """Weights not used for a token."""
         idle = self.router.num_experts - self.router.num_chosen

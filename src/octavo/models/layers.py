@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from octavo.kernels.interface import SplitLinear
 from octavo.kernels.operations.divide import divide
 from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.models.decoder_layer import DecoderLayer
+from octavo.models.split import RowsPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,13 +81,20 @@ class ModelContext:
 
     def linear(self, declared: Linear) -> PackedLinear:
         """See `Weights`."""
-        self.linears.append(self.weights.linear(declared))
-        return self.linears[-1]
+        packed = self.weights.linear(declared)
+        if isinstance(declared, RowsPart) and (declared.inputs or declared.outputs):
+            num_outputs = packed.out_features if declared.outputs is None else declared.whole.out_features
+            whole = num_outputs, packed.in_features, packed.storage, packed.bias, packed.num_bytes
+            packed = SplitLinear(*whole, own=packed, inputs=declared.inputs, outputs=declared.outputs)
+        self.linears.append(packed)
+        return packed
 
     def grouped(self, declared: Sequence[Linear]) -> PackedGroups:
         """Return equal linear layers as groups of rows, such as experts."""
         packed = [self.weights.linear(each) for each in declared]
         groups = self.kernels.pack_groups(packed)
+        if isinstance(declared[0], RowsPart):
+            groups = replace(groups, inputs=declared[0].inputs)
         if isinstance(groups.storage, torch.Tensor):  # a copy, so the parts can be freed
             packed = [replace(each, storage=own) for each, own in zip(packed, groups.storage, strict=True)]
         self.linears.extend(packed)

@@ -30,6 +30,7 @@ from octavo.models.packed_cache import FORMAT_VERSION, Identity, KeptWeights, Pa
 from octavo.models.quantized_weights import READING_VERSION, StoredIntegers, read_quantized, refuse_broken_scales
 from octavo.models.random_weights import RandomWeights
 from octavo.models.rope import make_cos_sin, make_query_scale
+from octavo.models.split_tensors import SplitTensors
 from octavo.models.weight_bytes import rounded_bits, weight_bytes
 from octavo.runtime.process_memory import return_free_memory
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm, Table, Vector
+    from octavo.models.split import Share
     from octavo.models.weight_source import StoredTensors, StoredWeight, TableRows, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -83,7 +85,9 @@ def load_model(
         )
     start_vector_math()
     is_dummy = load_format == "dummy"
-    source = _open_source(weights, architecture, kernels, dtype, seed if is_dummy else None)
+    source = _open_source(weights, architecture.whole or architecture, kernels, dtype, seed if is_dummy else None)
+    if architecture.share is not None:
+        source = SplitTensors(source, architecture)
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")
     keeps_fp8 = not is_dummy and kernels.multiplies_fp8 and quantization in {None, "fp8"}
@@ -101,7 +105,9 @@ def load_model(
         total,
         progress,
     )
-    kept = None if packed_cache is None or is_dummy else _kept_weights(packed_cache, weights, packer, dtype)
+    kept = None
+    if packed_cache is not None and not is_dummy:
+        kept = _kept_weights(packed_cache, weights, packer, dtype, architecture.share)
     context = ModelContext(
         architecture=architecture,
         kernels=kernels,
@@ -204,10 +210,13 @@ def _log_small_floats(
     )
 
 
-def _kept_weights(cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str) -> KeptWeights | None:
+def _kept_weights(
+    cache: PackedCache, weights: WeightSource, packer: _Packer, dtype: str, share: Share | None
+) -> KeptWeights | None:
     if not packer.has_integers or packer.kernels.layout is None:
         return None
-    formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size)
+    of_share = () if share is None else (f"rank {share.rank} of {share.count}",)
+    formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size, *of_share)
     versions = (ROUNDING_VERSION, READING_VERSION, FORMAT_VERSION)
     files = [*weights.config_files(), *weights.weight_files()]
     identity = Identity(files, (*formats, *versions), cache.hashes(), packer.report_progress)
@@ -266,7 +275,7 @@ class _Packer:
             return self._of_head(declared)
         names = {f"{name}.weight": rows * declared.in_features for name, rows in declared.parts}
         if not self.keeps_format:
-            return self._of_floats(next(iter(names)), (self._counted(self.source.tensor(n), names[n]) for n in names))
+            return self._of_floats(names, (self._counted(self.source.tensor(n), names[n]) for n in names))
         stored = {name: self._counted(self.source.weight(name), size) for name, size in names.items()}
         floats = [each for each in stored.values() if isinstance(each, Tensor)]
         if floats and len(floats) < len(stored):
@@ -274,7 +283,7 @@ class _Packer:
                 raise _mixed(stored)
             floats = [each if isinstance(each, Tensor) else self.source.tensor(n) for n, each in stored.items()]
         if floats:
-            return self._of_floats(next(iter(names)), floats)
+            return self._of_floats(names, floats)
         return self._fused(stored)
 
     def _of_head(self, declared: HeadPart) -> WeightToPack:
@@ -298,18 +307,21 @@ class _Packer:
             )
         return fuse_quantized(parts)
 
-    def _of_floats(self, name: str, parts: Iterable[Tensor]) -> WeightToPack:
-        bits = rounded_bits(name, self.quantization)
+    def _of_floats(self, names: Iterable[str], parts: Iterable[Tensor]) -> WeightToPack:
+        bits = rounded_bits(next(iter(names)), self.quantization)
         placed = (part.to(self.device, self.dtype) for part in parts)
         if bits is None:
             return list(placed)
-        rounded = fuse_quantized([self._round_quantized(part, bits) for part in placed])
+        rounded = fuse_quantized([self._round_quantized(n, part, bits) for n, part in zip(names, placed, strict=True)])
         self.source.release()  # before packing, because the vocabulary's weight is the largest
         return rounded
 
-    def _round_quantized(self, weight: Tensor, bits: int) -> QuantizedWeight:
+    def _round_quantized(self, name: str, weight: Tensor, bits: int) -> QuantizedWeight:
         if self.quantization == "fp8":
             return quantize_fp8(weight)
+        if bits == 4 and isinstance(self.source, SplitTensors):  # the whole weight decides whether it gets minima
+            whole = self.source.whole.tensor(name).to(self.device, self.dtype)
+            return self.source.rows(name, self.kernels.round_weight(whole, bits, self.group_size))
         return self.kernels.round_weight(weight, bits, self.group_size)
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:

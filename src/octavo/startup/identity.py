@@ -76,6 +76,7 @@ def _describe_engine(
         "kernels": [info.kernels, info.kernel_layout],
         "lengths": [served.max_model_len, info.num_warm_up_tokens],
         **describe_installation(),
+        **({} if (count := config.device.tensor_parallel_size) == 1 else {"ranks": count}),
     }
 
 

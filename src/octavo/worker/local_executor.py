@@ -81,6 +81,10 @@ class LocalExecutor:
         self._submitted.clear()
         self._mode.abandon()
 
+    def check(self) -> None:
+        """See `Executor`."""
+        self.worker.check()
+
     def wake(self) -> None:
         """End a step that only waits for KV. Thread-safe."""
         self.ended_transfers.put(None)
@@ -95,7 +99,8 @@ class LocalExecutor:
         return [each for each in ended if each is not None]
 
     def shutdown(self) -> None:
-        """Close the store. Drop weights and KV."""
+        """Close the store. Drop weights and KV. End other ranks."""
+        self.worker.close()
         self._mode.shutdown()
         kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
         kv_mover.shutdown()

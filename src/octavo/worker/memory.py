@@ -87,15 +87,17 @@ def largest_batch(
     num_speculative_tokens: int = 0,
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
+    num_ranks: int = 1,
 ) -> int:
     """Return max_num_batched_tokens, or fewer tokens if step and KV cache would not fit, but at least max_num_seqs.
 
     If the configuration does not set the cache's size, the cache must hold the step's tokens.
     scratch_bytes(num_tokens): memory of kernels, drafting and graphs. store_bytes: memory of KV stores on the device.
+    num_ranks: processes that share the free memory.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     configured_blocks, configured_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
-    free = _free_for_step(device, cache_config, store_bytes)
+    free = _free_for_step(device, cache_config, store_bytes, num_ranks)
     budget = free if cache_config.sets_memory else _share(free, device)
 
     def is_too_large(num_tokens: int) -> bool:
@@ -120,8 +122,10 @@ def largest_batch(
     return least + bisect_left(range(least + 1, most + 1), True, key=is_too_large)
 
 
-def _free_for_step(device: torch.device, cache_config: CacheConfig, store_bytes: int) -> int:
-    return free_bytes(device) - store_bytes - (cache_config.swap_space_bytes if device.type == "cpu" else 0)
+def _free_for_step(device: torch.device, cache_config: CacheConfig, store_bytes: int, num_ranks: int) -> int:
+    return (
+        free_bytes(device) // num_ranks - store_bytes - (cache_config.swap_space_bytes if device.type == "cpu" else 0)
+    )
 
 
 def _share(free: int, device: torch.device) -> int:
@@ -141,6 +145,7 @@ def decide_kv_size(
     num_speculative_tokens: int = 0,
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
+    num_ranks: int = 1,
 ) -> KVSize:
     """Return the number of blocks of each KV group, after loading weights. Arguments are as in `largest_batch`.
 
@@ -158,7 +163,7 @@ def decide_kv_size(
         draft_block_bytes=draft_block_bytes,
     )
     longest = -(-max_model_len // cache_config.block_size)
-    free = _free_for_step(device, cache_config, store_bytes)
+    free = _free_for_step(device, cache_config, store_bytes, num_ranks)
     if cache_config.num_gpu_blocks is not None:
         size, reason = plan.with_blocks(cache_config.num_gpu_blocks), "num_gpu_blocks"
     elif cache_config.kv_cache_memory_bytes is not None:
@@ -173,7 +178,7 @@ def decide_kv_size(
         activations = activation_bytes(architecture, num_tokens, num_logits_rows, dtype)
         budget = _share(free, device) - activations - scratch_bytes
         if device.type == "cpu":
-            budget = min(DEFAULT_KV_CACHE_BYTES, budget)
+            budget = min(DEFAULT_KV_CACHE_BYTES // num_ranks, budget)
         budget = max(budget, 0)
         size, reason = plan.within(budget, plan.num_usable_blocks(budget, longest)), "free memory"
     if size.num_blocks < 1:
@@ -194,9 +199,10 @@ def decide_num_host_blocks(
     kv_dtype: str,
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
+    num_ranks: int = 1,
 ) -> int:
     """Return how many blocks fit in `swap_space_bytes`. Raises `ConfigError` if host memory is too small."""
-    wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu"))
+    wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu")) // num_ranks
     if wanted + store_bytes > free:
         of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""
         raise ConfigError(f"swap_space_bytes is {wanted:,}{of_stores}, but only {free:,} bytes of host memory are free")

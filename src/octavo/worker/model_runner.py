@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from octavo.worker.draft_model import DraftModel
     from octavo.worker.kv_cache import PagedKVCache
     from octavo.worker.sampler import Sampled
+    from octavo.worker.step_leader import StepLeader
     from octavo.worker.transfer_threads import KVMover
     from octavo.worker.verification import Verification
 
@@ -47,6 +48,7 @@ class ModelRunner:
     """Runs steps on one device.
 
     draft: used if `proposer` finds nothing. draft_cache: KV cache of `draft`, with the block ids of `kv_cache`.
+    leader: sends steps to other ranks.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class ModelRunner:
         verification: Verification | None = None,
         decodes: DecodePlan | None = None,
         share_tokens: Callable[[torch.Tensor], torch.Tensor] = lambda token_ids: token_ids,
+        leader: StepLeader | None = None,
     ) -> None:
         self.model = model
+        self._leader = leader
         self.kernels = kernels
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -146,6 +150,8 @@ class ModelRunner:
 
     def _launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
         self.copies.begin()
+        if self._leader is not None:
+            self._leader.announce(scheduled)
         if self._newest is not None:
             self._await(self._newest)
         step = LaunchedStep(scheduled, self.kv_cache.copy(scheduled.copies))
@@ -198,6 +204,8 @@ class ModelRunner:
         """
         with torch.inference_mode():
             self.copies.begin()
+            if self._leader is not None:
+                self._leader.announce(scheduled)
             self._follow(scheduled)
             inputs = self.batch.prepare_inputs(scheduled)
             hidden = self.forward(inputs)
@@ -252,6 +260,8 @@ class ModelRunner:
             self._read(step, step.inputs, step.chosen.read(), without, tokens, logprobs)
         if tokens:
             self.batch.append_sampled(tokens)
+            if self._leader is not None:
+                self._leader.take_sampled(tokens)
         if errors:
             self.batch.fail(each for each in requests if each.request_id in errors)
         experts, drafting = None, self.drafting

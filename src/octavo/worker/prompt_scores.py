@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,15 +14,36 @@ from octavo.runtime.faults import log_fault
 from octavo.worker.memory import PROMPT_LOGPROBS_SLICE_ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     import torch
+    from numpy.typing import NDArray
 
     from octavo.data.model_output import TokenLogprobs
     from octavo.models.layers import CausalLM
     from octavo.worker.host_copies import HostCopies
     from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
     from octavo.worker.sampler import LogprobRows, Sampler
+
+
+def slices_of(
+    inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+    """Yield (next tokens, hidden states) of the prompts to score, at most PROMPT_LOGPROBS_SLICE_ROWS rows at a time."""
+    for request, (first, end) in zip(inputs.requests, pairwise(inputs.output_start.tolist()), strict=True):
+        if request.sampling_params.prompt_logprobs is not None:
+            yield from _slices(request, hidden[first:end], batch)
+
+
+def _slices(
+    request: RequestRow, hidden: torch.Tensor, batch: InputBatch
+) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+    position = int(batch.num_computed_tokens[request.row])
+    num_rows = min(len(hidden), request.num_prompt_tokens - 1 - position)
+    targets = batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].astype(np.int64)
+    for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):
+        part = targets[start : start + PROMPT_LOGPROBS_SLICE_ROWS]
+        yield part, hidden[start : start + len(part)].clone()  # aligned; otherwise another kernel would be compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +82,8 @@ class PromptScorer:
         return result
 
     def _score(self, request: RequestRow, hidden: torch.Tensor, num_best: int) -> list[tuple[list[int], LogprobRows]]:
-        position = int(self._batch.num_computed_tokens[request.row])
-        num_rows = min(len(hidden), request.num_prompt_tokens - 1 - position)
-        targets = self._batch.token_ids[request.row, position + 1 : position + 1 + max(num_rows, 0)].astype(np.int64)
         parts: list[tuple[list[int], LogprobRows]] = []
-        for start in range(0, len(targets), PROMPT_LOGPROBS_SLICE_ROWS):
-            part = targets[start : start + PROMPT_LOGPROBS_SLICE_ROWS]
-            rows = hidden[start : start + len(part)].clone()  # aligned; otherwise another kernel would be compiled
+        for part, rows in _slices(request, hidden, self._batch):
             logprobs = self._model.compute_logits(rows)
             log_softmax(self._model.kernels, logprobs)
             token_ids, counts = self._copies.to_device(part), [num_best] * len(part)

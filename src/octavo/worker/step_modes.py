@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.data.model_output import ModelOutput
-from octavo.errors import ExecutionError
+from octavo.errors import EngineDeadError, ExecutionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +51,9 @@ class StepMode(ABC):
             return ExecutionError("the previous step failed")
         try:
             return part(argument)
+        except EngineDeadError:
+            self._failed = step
+            raise
         except Exception as error:  # fails only this step's requests
             self._failed = step
             logger.exception("step %d failed", step)

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from octavo.structured_output.grammars import GrammarCompiler
     from octavo.worker.kv_plan import KVSize
     from octavo.worker.launched_step import LaunchedStep
+    from octavo.worker.step_leader import StepLeader
     from octavo.worker.transfer_threads import KVMover
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Worker:
     """Loads a model and computes steps. Call `load`, `plan` and `allocate` once, in this order.
 
     store_bytes(block_bytes): host memory of KV stores. staging_bytes(block_bytes): GPU memory of KV stores. Raises
-    `ConfigError` if the device or kernels are missing.
+    `ConfigError` if the device or kernels are missing. leader: of the other ranks, if `architecture` is a share.
     """
 
     def __init__(
@@ -91,10 +92,15 @@ class Worker:
         draft_checkpoint: DraftCheckpoint | None = None,
         store_bytes: Callable[[int], int] = lambda _block_bytes: 0,
         staging_bytes: Callable[[int], int] = lambda _block_bytes: 0,
+        leader: StepLeader | None = None,
     ) -> None:
         self.device = resolve_device(device_config.device)
         use_device(self.device)
-        self.kernels = create_kernels(self.device, device_config.kernels, device_config.num_threads, device_config.isa)
+        num_threads, group = device_config.num_threads, None
+        if leader is not None:
+            num_threads, group = leader.num_threads, leader.group
+        self.kernels = create_kernels(self.device, device_config.kernels, num_threads, device_config.isa, group)
+        self._leader, self._num_ranks = leader, device_config.tensor_parallel_size
         check_kernels_have(self.kernels, cache_config.kv_cache_dtype)
         if self.device.type == "cpu" and not self.kernels.has_own_threads:
             torch.set_num_threads(device_config.num_threads or default_num_threads())
@@ -137,6 +143,8 @@ class Worker:
         )
         self.verification = create_verification(self._speculative_config, self.kernels)
         self.draft = None if self._draft_checkpoint is None else self._load_draft(self._draft_checkpoint)
+        if self._leader is not None:
+            self._leader.await_loaded(self.kernels.identity)
 
     def plan(self) -> WorkerInfo:
         """Divide the free memory between steps and KV groups. Allocates nothing.
@@ -159,6 +167,8 @@ class Worker:
         """Allocate KV and warm up."""
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
+        if self._leader is not None:
+            self._leader.allocate(self.info, self.num_speculative_tokens)
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
         if self.runner.expert_tally is not None:
             self.runner.expert_tally.reset()
@@ -239,6 +249,7 @@ class Worker:
             kv_dtype=self.kv_dtype,
             draft_block_bytes=draft_block_bytes,
             store_bytes=self._store_bytes,
+            num_ranks=self._num_ranks,
         )
         size = decide_kv_size(
             architecture,
@@ -252,6 +263,7 @@ class Worker:
             num_speculative_tokens=self.num_speculative_tokens,
             draft_block_bytes=draft_block_bytes,
             store_bytes=self._store_bytes_on_device,
+            num_ranks=self._num_ranks,
         )
         return size, num_host_blocks
 
@@ -305,6 +317,7 @@ class Worker:
             draft_cache=draft_cache,
             verification=self.verification,
             decodes=self._decodes,
+            leader=self._leader,
         )
 
     def _make_cache(
@@ -355,11 +368,30 @@ class Worker:
             num_speculative_tokens=self.num_speculative_tokens,
             draft_block_bytes=0 if self.draft is None else self.draft.bytes_per_block,
             store_bytes=self._store_bytes_on_device,
+            num_ranks=self._num_ranks,
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """See `ModelRunner.execute`."""
-        return self._with_compilations(self._on_device(lambda: self.runner.execute(scheduled)))
+        """See `ModelRunner.execute`. With several ranks, an error ends all of them and raises `EngineDeadError`."""
+        if self._leader is None:
+            return self._with_compilations(self._on_device(lambda: self.runner.execute(scheduled)))
+        try:
+            return self._on_device(lambda: self.runner.execute(scheduled))
+        except Exception as error:
+            logger.error("step %d failed on rank 0: %s", scheduled.step, error)  # noqa: TRY400 - the cause follows
+            if self._leader.failure() is None:
+                self._leader.group.fail(0)
+            raise self._leader.failure() or error from error
+
+    def check(self) -> None:
+        """Raise `EngineDeadError` if a rank has failed."""
+        if self._leader is not None and (failure := self._leader.failure()) is not None:
+            raise failure
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self._leader is not None:
+            self._leader.shutdown()
 
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """See `ModelRunner.needs_sampled_tokens`."""

@@ -1,0 +1,126 @@
+"""CPU kernels of ranks: processes on one machine that compute a model together (see `octavo.models.split`)."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.interface import SplitLinear
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.cpu import Isa
+    from octavo.kernels.interface import PackedGroups, PackedLinear
+
+AREA_BYTES = 16 << 20  # of the two areas of csrc/ranks.h; longer results are exchanged in pieces of whole rows
+
+
+def create_shared_memory() -> int:
+    """Return the descriptor of memory for `RankGroup`, which child processes may inherit. Raises `OSError`."""
+    from octavo import _kernels  # noqa: PLC0415
+
+    memory = os.memfd_create("octavo-ranks")
+    os.ftruncate(memory, _kernels.ranks_header_bytes + 2 * AREA_BYTES)
+    return memory
+
+
+class RankGroup:
+    """The shared memory of `count` ranks.
+
+    memory: descriptor from `create_shared_memory`. timeout_s: how long a rank waits for another one in an exchange.
+    Exchanges raise `RuntimeError` after this time, or after `fail`.
+    """
+
+    def __init__(self, memory: int, rank: int, count: int, timeout_s: float) -> None:
+        from octavo import _kernels  # noqa: PLC0415
+
+        self.rank, self.count = rank, count
+        self._mapped = mmap.mmap(memory, 0)
+        self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        self._native = _kernels.Ranks(self._bytes.data_ptr(), len(self._mapped), rank, count, round(1000 * timeout_s))
+        self.address: int = self._native.address
+
+    @property
+    def failed_rank(self) -> int | None:
+        """The rank that failed first, or None."""
+        failed = int(self._native.failed_rank)
+        return None if failed < 0 else failed
+
+    def fail(self, rank: int) -> None:
+        """Declare that `rank` has failed. All exchanges then fail."""
+        self._native.fail(rank)
+
+
+class RankedKernels(CpuKernels):
+    """`CpuKernels` that exchange the inputs and results of a `SplitLinear`. Only rank 0 gets float32 results."""
+
+    def __init__(self, group: RankGroup, isa: Isa = "auto", num_threads: int | None = None) -> None:
+        super().__init__(isa, num_threads)
+        self.group = group
+        self._borders: dict[tuple[tuple[int, ...], int], array[int]] = {}
+
+    def linear(
+        self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """See `Kernels`."""
+        if not isinstance(packed, SplitLinear):
+            return super().linear(x, packed, float32_out=float32_out, out=out)
+        if packed.inputs is not None:
+            x = self.join(x, packed.inputs)
+        if packed.outputs is None:
+            return super().linear(x, packed.own, float32_out=float32_out, out=out)
+        own = super().linear(x, packed.own, float32_out=float32_out)
+        if out is None:
+            out = self._empty(x.shape[0], packed.out_features, dtype=own.dtype)
+        return self._gather(own, packed.outputs, out, is_needed=not float32_out or self.group.rank == 0)
+
+    def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
+        """See `Kernels`."""
+        if not isinstance(packed, SplitLinear):
+            return super().embedding(token_ids, packed, dtype, scale)
+        assert packed.outputs is not None
+        ids = range(packed.outputs[self.group.rank], packed.outputs[self.group.rank + 1])
+        rows = self._embedding(token_ids, packed.own, dtype, scale, ids, packed.out_features)
+        self._calls.share_rows(
+            self.group.address, token_ids.data_ptr(), rows.shape[0], self._address(packed.outputs, 1), rows.data_ptr(),
+            rows.shape[1] * dtype.itemsize,
+        )  # fmt: skip
+        return rows
+
+    def grouped_linear(
+        self,
+        x: Tensor,
+        packed: PackedGroups,
+        group_start: Tensor,
+        *,
+        sources: Tensor | None = None,
+        float32_out: bool = False,
+    ) -> Tensor:
+        """See `Kernels`."""
+        if packed.inputs is not None:
+            x = self.join(x, packed.inputs)
+        return super().grouped_linear(x, packed, group_start, sources=sources, float32_out=float32_out)
+
+    def join(self, x: Tensor, borders: tuple[int, ...]) -> Tensor:
+        """See `Kernels`."""
+        return self._gather(x, borders, self._empty(x.shape[0], borders[-1], dtype=x.dtype))
+
+    def _gather(self, own: Tensor, borders: tuple[int, ...], out: Tensor, *, is_needed: bool = True) -> Tensor:
+        size = own.dtype.itemsize
+        self._calls.gather(
+            self.group.address, own.data_ptr(), own.stride(0) * size, own.shape[0], self._address(borders, size),
+            out.data_ptr() if is_needed else 0,
+        )  # fmt: skip
+        return out
+
+    def _address(self, borders: tuple[int, ...], size: int) -> int:
+        """Return the address of `borders` times `size` as int64. It stays valid, because recorded calls have it."""
+        if (borders, size) not in self._borders:
+            self._borders[borders, size] = array("q", [size * border for border in borders])
+        return self._borders[borders, size].buffer_info()[0]

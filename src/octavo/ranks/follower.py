@@ -1,0 +1,145 @@
+"""The process of a rank other than rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+from octavo import __version__
+from octavo.errors import ConfigError, OctavoError
+from octavo.kernels import create_kernels
+from octavo.kernels.ranked import RankGroup
+from octavo.models.loader import load_model, open_packed_cache
+from octavo.models.split import Share
+from octavo.ranks import channel, messages
+from octavo.runtime import logs
+from octavo.runtime.parent_process import wake_when_parent_dies
+from octavo.runtime.process_memory import returning_free_memory
+from octavo.startup.launch import ServedModel
+from octavo.worker.forward_pass import ForwardPass
+from octavo.worker.input_batch import InputBatch
+from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.prompt_scores import slices_of
+
+if TYPE_CHECKING:
+    from octavo.kernels.interface import Kernels
+    from octavo.models.layers import CausalLM
+
+logger = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+
+
+class FollowingRunner:
+    """Computes a rank's share of steps. Rank 0 samples the tokens."""
+
+    def __init__(
+        self, model: CausalLM, kernels: Kernels, allocate: messages.Allocate, *, block_size: int, max_model_len: int
+    ) -> None:
+        self._model = model
+        self._cache = PagedKVCache(
+            model.architecture.kv_layout,
+            num_blocks=allocate.num_blocks,
+            block_size=block_size,
+            dtype=getattr(torch, allocate.kv_dtype),
+            device=_CPU,
+            num_host_blocks=allocate.num_host_blocks,
+            allocate=kernels.allocate,
+        )
+        self._pass = ForwardPass(model, kernels, self._cache, allocate.max_num_batched_tokens)
+        self._batch = InputBatch(
+            max_num_seqs=allocate.max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_groups=len(self._cache.groups),
+            num_position_dims=model.architecture.num_position_dims,
+        )
+        self._most_rows = allocate.max_num_seqs * (1 + allocate.num_speculative_tokens)
+
+    def compute(self, step: messages.Step) -> None:
+        """Take part in all exchanges of rank 0's step."""
+        scheduled, batch = step.to_scheduled(), self._batch
+        batch.append_sampled(step.sampled)
+        self._cache.copy(scheduled.copies)
+        batch.update(scheduled)
+        if not scheduled.num_scheduled_tokens:
+            return
+        inputs = batch.prepare_inputs(scheduled)
+        hidden = self._pass(inputs.token_ids, inputs.attention)
+        for _, rows in slices_of(inputs, hidden, batch):
+            self._model.compute_logits(rows)
+        if inputs.sampled:
+            rows = hidden if inputs.logits_indices is None else hidden[inputs.logits_indices]
+            self._pass.compute_logits(rows, self._most_rows)
+
+
+def main() -> None:
+    """Serve rank 0 until it closes the socket, whose descriptor is the first argument."""
+    wake_when_parent_dies()
+    for each in (signal.SIGINT, signal.SIGTERM):  # only the engine handles signals of the process group
+        signal.signal(each, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    with contextlib.suppress(channel.ClosedError):
+        end = socket.socket(fileno=int(sys.argv[1]))
+        launch = messages.decode_to_rank(channel.receive(end))
+        assert isinstance(launch, messages.Launch)
+        logs.configure(launch.log_level, launch.log_format, process=f"rank {launch.rank}")
+        serve(end, launch)
+
+
+def serve(end: socket.socket, launch: messages.Launch) -> None:
+    """Load a rank's share, and compute steps. Raises `ClosedError` when rank 0 closes the socket."""
+    group = RankGroup(launch.memory, launch.rank, launch.count, launch.config.device.rank_timeout_s)
+    try:
+        runner = _prepare(end, launch, group)
+    except OctavoError as error:
+        channel.send(end, messages.encode(messages.Failed(str(error))))
+        return
+    channel.send(end, messages.encode(messages.Ready()))
+    with torch.inference_mode():
+        while True:
+            step = messages.decode_to_rank(channel.receive(end))
+            assert isinstance(step, messages.Step)
+            try:
+                runner.compute(step)
+            except BaseException:
+                group.fail(launch.rank)
+                logger.exception("a step failed")
+                raise
+
+
+def _prepare(end: socket.socket, launch: messages.Launch, group: RankGroup) -> FollowingRunner:
+    if launch.version != __version__:
+        raise ConfigError(f"rank {launch.rank} is octavo {__version__}, but rank 0 is {launch.version}: restart")
+    config, model_config = launch.config, launch.config.model
+    kernels = create_kernels(_CPU, config.device.kernels, launch.num_threads, config.device.isa, group)
+    served = ServedModel.find(model_config)
+    model = load_model(
+        served.checkpoint.weights,
+        served.architecture.split(Share(launch.rank, launch.count)),
+        kernels,
+        dtype=launch.dtype,
+        device=_CPU,
+        max_model_len=served.max_model_len,
+        load_format=model_config.load_format,
+        quantization=model_config.quantization,
+        group_size=model_config.group_size,
+        seed=model_config.seed,
+        packed_cache=open_packed_cache(model_config.packed_cache_bytes),
+    )
+    channel.send(end, messages.encode(messages.Loaded(kernels.identity)))
+    allocate = messages.decode_to_rank(channel.receive(end))
+    assert isinstance(allocate, messages.Allocate)
+    return FollowingRunner(
+        model, kernels, allocate, block_size=config.cache.block_size, max_model_len=served.max_model_len
+    )
+
+
+if __name__ == "__main__":
+    with returning_free_memory():
+        main()

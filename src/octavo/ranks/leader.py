@@ -1,0 +1,169 @@
+"""Starts the other ranks, and sends them the steps of rank 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from octavo import __version__
+from octavo.errors import ConfigError, EngineDeadError, ModelError
+from octavo.kernels.machine import default_num_threads
+from octavo.kernels.ranked import RankGroup, create_shared_memory
+from octavo.models.split import Share
+from octavo.ranks import channel, messages
+from octavo.runtime import logs
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.data.scheduler_output import SchedulerOutput
+    from octavo.data.worker_info import WorkerInfo
+
+logger = logging.getLogger(__name__)
+_STANDARD_ERROR = 2
+_END_S = 5.0
+
+
+class Leader:
+    """Rank 0's connection to the other ranks.
+
+    group, share: rank 0's. num_threads: of each rank. After a rank has ended or hangs, steps raise `EngineDeadError`.
+    """
+
+    def __init__(self, config: EngineConfig, dtype: str) -> None:
+        count = config.device.tensor_parallel_size
+        self.share = Share(0, count)
+        self.num_threads = max(1, (config.device.num_threads or default_num_threads()) // count)
+        try:
+            memory = create_shared_memory()
+        except OSError as error:
+            raise ConfigError(f"the system gives ranks no shared memory: {error.strerror}") from None
+        self.group = RankGroup(memory, 0, count, config.device.rank_timeout_s)
+        self._sampled: dict[str, list[int]] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ends: list[socket.socket] = []
+        self._is_over = threading.Event()
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._ends, self._is_over)
+        try:
+            for rank in range(1, count):
+                self._start(rank, config, memory, dtype)
+        except BaseException:
+            self.shutdown()
+            raise
+        finally:
+            os.close(memory)
+
+    def _start(self, rank: int, config: EngineConfig, memory: int, dtype: str) -> None:
+        own, other = socket.socketpair()
+        with other:
+            process = start_process(other, memory)
+        self._processes.append(process)
+        self._ends.append(own)
+        launch = messages.Launch(
+            config, rank, self.share.count, memory, dtype, self.num_threads, __version__, *logs.in_use()
+        )
+        try:
+            channel.send(own, messages.encode(launch))
+        except channel.ClosedError:
+            raise _ended(rank) from None
+        watch = threading.Thread(target=_watch, args=[process, rank, self.group, self._is_over], daemon=True)
+        watch.start()
+
+    def await_loaded(self, kernels: str) -> None:
+        """Wait until all ranks have loaded their weights. kernels: identity of rank 0's kernels.
+
+        Raises `ModelError` if a rank fails, and `ConfigError` if its kernels differ.
+        """
+        for rank in range(1, self.share.count):
+            loaded = self._receive(rank)
+            if isinstance(loaded, messages.Loaded) and loaded.kernels != kernels:
+                raise ConfigError(f"rank {rank} has kernels {loaded.kernels}, but rank 0 has {kernels}: set isa")
+
+    def allocate(self, info: WorkerInfo, num_speculative_tokens: int) -> None:
+        """Have all ranks allocate as many blocks as rank 0. Raises `ModelError`."""
+        limits = info.scheduler_config
+        order = messages.Allocate(
+            [group.spec.num_blocks for group in info.kv_groups],
+            info.num_host_blocks,
+            info.kv_dtype,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            num_speculative_tokens,
+        )
+        self._send(messages.encode(order))
+        for rank in range(1, self.share.count):
+            self._receive(rank)
+
+    def announce(self, scheduled: SchedulerOutput) -> None:
+        """Send a step to all ranks. Call it before rank 0 computes the step. Raises `EngineDeadError`."""
+        self._send(messages.encode(messages.Step.of(scheduled, self._sampled)))
+        self._sampled = {}
+
+    def take_sampled(self, tokens: dict[str, list[int]]) -> None:
+        """Send these tokens with the next step."""
+        for name, token_ids in tokens.items():
+            self._sampled.setdefault(name, []).extend(token_ids)
+
+    def failure(self) -> EngineDeadError | None:
+        """Return an error if a rank has failed."""
+        rank = self.group.failed_rank
+        if rank is None:
+            return None
+        return EngineDeadError(f"rank {rank} of {self.share.count} ended or hangs; the engine needs a restart")
+
+    def shutdown(self) -> None:
+        """Kill the other ranks."""
+        self._finalizer()
+
+    def _send(self, message: bytes) -> None:
+        for rank, end in enumerate(self._ends, start=1):
+            try:
+                channel.send(end, message)
+            except channel.ClosedError:
+                self.group.fail(rank)
+                raise EngineDeadError(f"rank {rank} has ended; the engine needs a restart") from None
+
+    def _receive(self, rank: int) -> messages.FromRank:
+        try:
+            message = messages.decode_from_rank(channel.receive(self._ends[rank - 1]))
+        except channel.ClosedError:
+            raise _ended(rank) from None
+        if isinstance(message, messages.Failed):
+            raise ModelError(f"rank {rank}: {message.message}")
+        return message
+
+
+def _ended(rank: int) -> ModelError:
+    return ModelError(f"the process of rank {rank} ended while it started; see its log lines")
+
+
+def start_process(end: socket.socket, memory: int) -> subprocess.Popen[bytes]:
+    """Start a rank that inherits its end of the socket pair and the shared memory. Raises `OSError`."""
+    return subprocess.Popen(  # noqa: S603 - not from users
+        [sys.executable, "-P", "-m", "octavo.ranks.follower", str(end.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=_STANDARD_ERROR,
+        pass_fds=(end.fileno(), memory),
+    )
+
+
+def _watch(process: subprocess.Popen[bytes], rank: int, group: RankGroup, is_over: threading.Event) -> None:
+    status = process.wait()
+    if not is_over.is_set():
+        logger.error("the process of rank %d ended with status %d", rank, status)
+        group.fail(rank)
+
+
+def _end(processes: list[subprocess.Popen[bytes]], ends: list[socket.socket], is_over: threading.Event) -> None:
+    is_over.set()
+    for process in processes:
+        process.kill()
+    for end in ends:
+        end.close()
+    for process in processes:
+        process.wait(_END_S)

@@ -1,0 +1,152 @@
+"""Messages between rank 0 and another rank, encoded as msgpack, never as pickle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.config import EngineConfig  # noqa: TC001 - msgspec reads these types
+from octavo.data.scheduler_output import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Launch(msgspec.Struct, frozen=True, tag=True):
+    """Starts a rank. memory: the inherited descriptor of `RankGroup`. version: of octavo."""
+
+    config: EngineConfig
+    rank: int
+    count: int
+    memory: int
+    dtype: str
+    num_threads: int
+    version: str
+    log_level: int
+    log_format: str
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """A rank has loaded its weights. kernels: see `Kernels.identity`."""
+
+    kernels: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A rank cannot start."""
+
+    message: str
+
+
+class Allocate(msgspec.Struct, frozen=True, tag=True):
+    """Sizes of the KV cache and of steps. num_blocks: by KV group."""
+
+    num_blocks: list[int]
+    num_host_blocks: int
+    kv_dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_speculative_tokens: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A rank waits for steps."""
+
+
+class NewSequence(msgspec.Struct, frozen=True):
+    """A sequence with all of its tokens, sent when it starts or resumes."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_ids: list[list[int]]
+    num_computed_tokens: int
+    prompt_logprobs: int | None
+    pooling: str | None
+    rotary_positions: list[list[int]] | None
+
+    @classmethod
+    def of(cls, data: NewRequestData) -> NewSequence:
+        """Omit what only the sampler needs."""
+        return cls(
+            data.request_id,
+            data.token_ids,
+            data.num_prompt_tokens,
+            data.block_ids,
+            data.num_computed_tokens,
+            data.sampling_params.prompt_logprobs,
+            data.sampling_params.pooling,
+            data.rotary_positions,
+        )
+
+    def to_data(self) -> NewRequestData:
+        """Return the request, with plain sampling parameters."""
+        return NewRequestData(
+            self.request_id,
+            self.token_ids,
+            self.num_prompt_tokens,
+            SamplingParams(prompt_logprobs=self.prompt_logprobs, pooling=self.pooling),
+            0,
+            0,
+            frozenset(),
+            self.block_ids,
+            self.num_computed_tokens,
+            rotary_positions=self.rotary_positions,
+        )
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """A step to compute. Of a known sequence, only new tokens and blocks are sent.
+
+    sampled: tokens that rank 0 has sampled since the previous message.
+    """
+
+    new: list[NewSequence]
+    known: CachedRequestData
+    num_scheduled_tokens: dict[str, int]
+    ended: list[str]
+    drafts: dict[str, list[int]]
+    copies: BlockCopies
+    sampled: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, scheduled: SchedulerOutput, sampled: Mapping[str, list[int]]) -> Step:
+        """Select what the other ranks need."""
+        return cls(
+            [NewSequence.of(each) for each in scheduled.scheduled_new_reqs],
+            scheduled.scheduled_cached_reqs,
+            scheduled.num_scheduled_tokens,
+            [*scheduled.finished_req_ids, *scheduled.preempted_req_ids],
+            scheduled.scheduled_spec_decode_tokens,
+            scheduled.copies,
+            dict(sampled),
+        )
+
+    def to_scheduled(self) -> SchedulerOutput:
+        """Return the scheduler's output."""
+        return SchedulerOutput(
+            0,
+            [each.to_data() for each in self.new],
+            self.known,
+            self.num_scheduled_tokens,
+            sum(self.num_scheduled_tokens.values()),
+            finished_req_ids=set(self.ended),
+            scheduled_spec_decode_tokens=self.drafts,
+            copies=self.copies,
+        )
+
+
+ToRank = Launch | Allocate | Step
+FromRank = Loaded | Failed | Ready
+
+
+def _decoded(kind: type, value: Any) -> Any:
+    return Path(value) if kind is Path else value
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=str).encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank, dec_hook=_decoded).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank, dec_hook=_decoded).decode

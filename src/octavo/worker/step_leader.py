@@ -1,0 +1,42 @@
+"""The interface through which rank 0 leads the other ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from octavo.data.scheduler_output import SchedulerOutput
+    from octavo.data.worker_info import WorkerInfo
+    from octavo.errors import EngineDeadError
+    from octavo.kernels.ranked import RankGroup
+
+
+class StepLeader(Protocol):
+    """Leads the other ranks; see `octavo.ranks.leader`. num_threads: of each rank."""
+
+    group: RankGroup
+    num_threads: int
+
+    def await_loaded(self, kernels: str) -> None:
+        """Wait until all ranks have loaded their weights."""
+        ...
+
+    def allocate(self, info: WorkerInfo, num_speculative_tokens: int) -> None:
+        """Have all ranks allocate KV."""
+        ...
+
+    def announce(self, scheduled: SchedulerOutput) -> None:
+        """Send a step that rank 0 is about to compute."""
+        ...
+
+    def take_sampled(self, tokens: dict[str, list[int]]) -> None:
+        """Send tokens with the next step."""
+        ...
+
+    def failure(self) -> EngineDeadError | None:
+        """Return an error if a rank has failed."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the other ranks."""
+        ...

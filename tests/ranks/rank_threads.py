@@ -1,0 +1,36 @@
+"""Ranks as threads of the test's process. They start at once, and fail a test with their own traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from octavo.ranks import channel, follower, messages
+
+if TYPE_CHECKING:
+    import socket
+
+
+class RankThread:
+    """Looks like the process of a rank."""
+
+    def __init__(self, end: socket.socket, memory: int) -> None:
+        self._end, self._memory = end.dup(), os.dup(memory)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._end, contextlib.suppress(channel.ClosedError):
+            launch = messages.decode_to_rank(channel.receive(self._end))
+            assert isinstance(launch, messages.Launch)
+            follower.serve(self._end, messages.msgspec.structs.replace(launch, memory=self._memory))
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the thread's end, which follows from the closed socket."""
+        self._thread.join(timeout)
+        return 0
+
+    def kill(self) -> None:
+        """Do nothing: closing the socket ends the thread."""

@@ -1,0 +1,163 @@
+"""Ranks as processes: their start, their end, and a rank that is killed or suspended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rank_threads import RankThread
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError, EngineDeadError, ModelError
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.ranks import leader, messages
+
+PROMPT = {"prompt_token_ids": [3, 1, 4, 1, 5, 9, 2, 6]}
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_checkpoint(tmp_path / "model", tiny_config("Qwen3ForCausalLM"), std=0.1)
+
+
+def make_llm(path, num_ranks=2, **options):
+    return LLM(
+        str(path), tensor_parallel_size=num_ranks, skip_tokenizer_init=True, max_model_len=64,
+        kv_cache_memory_bytes=4 << 20, num_threads=1, **options,
+    )  # fmt: skip
+
+
+def tokens(llm):
+    return llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def processes_of(llm):
+    return llm.llm_engine.core.executor.worker._leader._processes
+
+
+def is_alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.02)
+
+
+def test_processes_give_tokens_of_one_process_and_end_with_the_engine(checkpoint):
+    alone = make_llm(checkpoint, 1)
+    expected = tokens(alone)
+    llm = make_llm(checkpoint)
+    assert [tokens(llm), tokens(llm)] == [expected, expected]
+    (process,) = processes_of(llm)
+    llm.llm_engine.shutdown()
+    assert process.poll() is not None
+
+
+@pytest.mark.turn(2)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_rank_raises_error_and_leaves_no_process(checkpoint, how):
+    llm = make_llm(checkpoint, rank_timeout_s=1.0)
+    expected = tokens(llm)
+    (process,) = processes_of(llm)
+    os.kill(process.pid, how)
+    with pytest.raises(EngineDeadError, match="rank 1 "):
+        tokens(llm)
+    llm.llm_engine.shutdown()
+    wait_until(lambda: not is_alive(process.pid))
+    assert tokens(make_llm(checkpoint)) == expected
+
+
+@pytest.mark.turn(4)
+def test_rank_ends_with_its_parent(checkpoint, tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os, sys\nfrom octavo import LLM\n"
+        f"llm = LLM({str(checkpoint)!r}, tensor_parallel_size=2, skip_tokenizer_init=True, max_model_len=64)\n"
+        "print(llm.llm_engine.core.executor.worker._leader._processes[0].pid, flush=True)\nos._exit(9)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 9
+    wait_until(lambda: not is_alive(int(done.stdout)))
+
+
+@pytest.mark.turn(4)
+def test_idle_engine_notices_lost_rank(checkpoint):
+    llm = make_llm(checkpoint)
+    (process,) = processes_of(llm)
+    process.kill()
+    core = llm.llm_engine.core
+    wait_until(lambda: core.executor.worker._leader.failure() is not None)
+    with pytest.raises(EngineDeadError, match="rank 1 "):
+        core.executor.check()
+
+
+@pytest.mark.turn(4)
+def test_rank_of_another_version_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(leader, "__version__", "0.0.1")
+    with pytest.raises(ModelError, match=r"rank 1 is octavo .* but rank 0 is 0\.0\.1"):
+        make_llm(checkpoint)
+
+
+def test_rank_that_ends_while_it_starts_is_reported(checkpoint, monkeypatch):
+    start = leader.start_process
+
+    def start_and_kill(end, memory):
+        process = start(end, memory)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(leader, "start_process", start_and_kill)
+    with pytest.raises(ModelError, match="the process of rank 1 ended while it started"):
+        make_llm(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 0}, "tensor_parallel_size must be an integer from 1 to 64"),
+        ({"num_ranks": 65}, "tensor_parallel_size must be an integer from 1 to 64"),
+        ({"num_ranks": 5}, "does not suit a model with 4 query heads and 2 heads"),
+        ({"kernels": "reference"}, "needs the compiled CPU kernels"),
+        ({"kv_disk_dir": "/tmp/octavo-of-ranks"}, "does not work with KV stores"),
+        ({"rank_timeout_s": -1.0}, "rank_timeout_s must be a number of 0 or more"),
+    ],
+)
+def test_unsupported_options_are_refused_before_a_process_starts(checkpoint, monkeypatch, options, message):
+    monkeypatch.setattr(leader, "start_process", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(ConfigError, match=message):
+        make_llm(checkpoint, **options)
+
+
+@pytest.mark.parametrize("family", ["OlmoeForCausalLM", "GptOssForCausalLM", "Olmo2ForCausalLM"])
+def test_models_that_cannot_be_divided_are_refused(tmp_path, monkeypatch, family):
+    monkeypatch.setattr(leader, "start_process", lambda *_: pytest.fail("a process was started"))
+    path = write_checkpoint(tmp_path / "model", tiny_config(family), std=0.1)
+    with pytest.raises(ConfigError, match="tensor_parallel_size above 1"):
+        make_llm(path)
+
+
+def test_message_of_decode_step_does_not_grow_with_context(checkpoint, monkeypatch):
+    sizes = []
+    encode = messages.encode
+
+    def measure(message):
+        data = encode(message)
+        if isinstance(message, messages.Step) and message.num_scheduled_tokens:
+            sizes.append((bool(message.new), len(data)))
+        return data
+
+    monkeypatch.setattr(leader, "start_process", RankThread)
+    monkeypatch.setattr(messages, "encode", measure)
+    llm = make_llm(checkpoint, block_size=4)
+    llm.generate([PROMPT], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True), use_tqdm=False)
+    decodes = [size for is_new, size in sizes if not is_new]
+    assert len(decodes) >= 38
+    assert max(decodes) - min(decodes) <= 24  # a step may have a new block

@@ -1,0 +1,152 @@
+"""Any number of ranks gives the tokens and log probabilities of one process, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+from gguf_files import write_gguf
+from kernels_available import INSTRUCTION_SETS
+from rank_threads import RankThread
+from test_exactness import (
+    EVERYWHERE,
+    NUM_REQUESTS_EVERYWHERE,
+    Schedule,
+    answers,
+    check,
+    make_engine,
+    make_requests,
+)
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.registry import FAMILIES
+from octavo.ranks import leader
+
+PROMPTS = [[(7 * i * i + 3 * i + k) % 320 for i in range(n)] for k, n in enumerate((1, 5, 33, 90))]
+REFUSED = {
+    "OlmoeForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "GptOssForCausalLM",
+    "Gemma4ForCausalLM",
+}  # see docs/ranks.md
+FORMATS = ["float32", "bfloat16", "int8", "int4", "int4_all"]
+
+
+@pytest.fixture(autouse=True)
+def _ranks_are_threads(monkeypatch):
+    monkeypatch.setattr(leader, "start_process", RankThread)
+
+
+def results(path, num_ranks, **options):
+    """Return tokens and log probabilities of greedy, sampled and scored requests."""
+    llm = LLM(
+        str(path), tensor_parallel_size=num_ranks, skip_tokenizer_init=True, max_model_len=160, max_num_seqs=3,
+        max_num_batched_tokens=40, kv_cache_memory_bytes=8 << 20, num_threads=1, packed_cache_bytes=0,
+        rank_timeout_s=60.0, **options,
+    )  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=12, temperature=0.0, logprobs=3),
+        SamplingParams(max_tokens=12, temperature=0.8, top_k=20, seed=5),
+        SamplingParams(max_tokens=6, temperature=0.9, top_p=0.7, seed=6, prompt_logprobs=2),
+        SamplingParams(max_tokens=12, temperature=0.0, repetition_penalty=1.3),
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    found = [(each.outputs[0].token_ids, each.outputs[0].logprobs, each.prompt_logprobs) for each in outputs]
+    llm.llm_engine.shutdown()
+    del llm
+    gc.collect()
+    return found
+
+
+def eight_heads(tmp_path, **more):
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "hidden_size": 128,
+             "intermediate_size": 288, "vocab_size": 500}  # fmt: skip
+    return write_checkpoint(tmp_path / "model", tiny_config("Qwen3ForCausalLM", **sizes | more), std=0.1)
+
+
+@pytest.mark.turn(5)
+@pytest.mark.parametrize("number_format", FORMATS)
+def test_ranks_give_tokens_and_logprobs_of_one_process(number_format, tmp_path):
+    path = eight_heads(tmp_path)
+    is_dtype = number_format in {"float32", "bfloat16"}
+    options = {"dtype": number_format} if is_dtype else {"dtype": "bfloat16", "quantization": number_format}
+    expected = results(path, 1, **options)
+    for count in (2, 3, 4, 8):
+        assert results(path, count, **options) == expected, count
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_ranks_give_tokens_of_one_process_with_every_instruction_set(isa, quantization, tmp_path):
+    path = eight_heads(tmp_path)
+    options = {"dtype": "bfloat16", "quantization": quantization, "isa": isa}
+    assert results(path, 2, **options) == results(path, 1, **options)
+
+
+@pytest.mark.sweep(16)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_of_every_family_give_tokens_of_one_process(family, count, tmp_path):
+    path = write_checkpoint(tmp_path / "model", tiny_config(family, vocab_size=500), std=0.1)
+    options = {"dtype": "bfloat16"}
+    if family in REFUSED:
+        with pytest.raises(ConfigError, match="tensor_parallel_size above 1"):
+            results(path, count, **options)
+        return
+    assert results(path, count, **options) == results(path, 1, **options)
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_ranks_of_quantized_experts_give_tokens_of_one_process(family, quantization, tmp_path):
+    path = write_checkpoint(tmp_path / "model", tiny_config(family, vocab_size=500), std=0.1)
+    options = {"dtype": "bfloat16", "quantization": quantization}
+    assert results(path, 2, **options) == results(path, 1, **options)
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "Q6_K", "Q4_0"])
+def test_ranks_give_tokens_of_one_process_from_gguf(kind, tmp_path):
+    """19 superblocks of 256 values are no multiple of the number of ranks."""
+    sizes = {"hidden_size": 256, "intermediate_size": 19 * 256, "head_dim": 64, "vocab_size": 320}
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("Qwen2ForCausalLM", **sizes), std=0.1)
+    path = write_gguf(folder, tmp_path / "model.gguf", kind=kind)
+    expected = results(path, 1)
+    for count in (2, 4):
+        assert results(path, count) == expected, count
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "bfloat16 with int8 KV"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_give_equal_tokens_with_chunks_swaps_and_preemptions(dtype, count, tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", vocab_size=1500), std=0.1)
+    alone = make_engine(path, dtype, Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")
+    expected = answers(alone, make_requests()[:NUM_REQUESTS_EVERYWHERE])
+    schedule = replace(EVERYWHERE, device=(("tensor_parallel_size", count), ("rank_timeout_s", 60.0)))
+    engine = make_engine(path, dtype, schedule, "cpu")
+    check(engine, schedule, expected)
+    engine.shutdown()
+
+
+@pytest.mark.turn(2)
+def test_drafts_of_ranks_do_not_change_tokens(tmp_path):
+    path = eight_heads(tmp_path)
+    repeated = {"prompt_token_ids": [5, 6, 7, 8] * 8}
+    found = []
+    for count, method in ((1, "none"), (2, "ngram")):
+        llm = LLM(
+            str(path), tensor_parallel_size=count, skip_tokenizer_init=True, max_model_len=160, num_threads=1,
+            kv_cache_memory_bytes=8 << 20, speculative_config={"method": method}, rank_timeout_s=60.0,
+        )  # fmt: skip
+        found.append(llm.generate([repeated], SamplingParams(max_tokens=40, temperature=0.0), use_tqdm=False))
+        if count == 2:
+            assert llm.llm_engine.core.metrics.stats.drafts.num_draft_tokens > 0
+        llm.llm_engine.shutdown()
+    assert found[0][0].outputs[0].token_ids == found[1][0].outputs[0].token_ids
