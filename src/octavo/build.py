@@ -117,26 +117,10 @@ def build_core(
     has_store = kv_store is not None or config.kv_transfer.names_store
     identity = find_identity(model_config, served) if has_store else None
     draft = find_draft_checkpoint(speculative_config, model_config, served)
-    leader = _start_ranks(config, served, dtype, draft, has_store=has_store)
     worker = _make_worker(
-        config,
-        served,
-        dtype,
-        scheduler_config,
-        speculative_config,
-        draft,
-        grammars,
-        progress,
-        leader,
-        has_store=has_store,
+        config, served, dtype, scheduler_config, speculative_config, draft, grammars, progress, has_store=has_store
     )
-    try:
-        worker.load()
-        info = worker.plan()
-        worker.allocate()
-    except BaseException:
-        worker.close()
-        raise
+    info = worker.start()
     if reading is not None:
         reading.result()
     fingerprint = check_fingerprint(config, served, worker.take_fingerprint(), info, draft, dtype, identity)
@@ -174,11 +158,10 @@ def _make_worker(
     draft: DraftCheckpoint | None,
     grammars: GrammarCompiler | None,
     progress: Callable[[int, int], None] | None,
-    leader: Leader | None,
     *,
     has_store: bool,
 ) -> Worker:
-    model_config = config.model
+    model_config, leader = config.model, _start_ranks(config, served, dtype, draft, has_store=has_store)
     return Worker(
         served.checkpoint.weights,
         served.architecture if leader is None else served.architecture.split(leader.share),

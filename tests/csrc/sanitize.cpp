@@ -218,11 +218,29 @@ void embed(Run& run, const Weight& weight, DType out_dtype) {
   const int64_t count = 1 + random.below(9);
   const Memory ids(count * 8);
   for (int64_t i = 0; i < count; ++i) ids.as<int64_t>()[i] = random.below(weight.n);
-  EmbeddingArgs args{ids.as<int64_t>(), count, weight.packed.as(), weight.type, weight.n, weight.k, nullptr, out_dtype,
-                     1.5f, weight.int4};
+  EmbeddingArgs args{ids.as<int64_t>(), count, weight.packed.as(), weight.type, 0, weight.n, weight.n, weight.k, nullptr,
+                     out_dtype, 1.5f, weight.int4};
   run.same("embedding", count * weight.k * size_of(out_dtype), [&](ThreadPool& pool, const Memory& out) {
     args.out = out.as();
     run.table.embedding(pool, args);
+  });
+}
+
+// Exchanges of a single rank, whose areas have room for a few rows only.
+void exchanges(Run& run) {
+  Random& random = run.random;
+  const int64_t rows = 1 + random.below(20), width = 8 * (1 + random.below(40)), stride = width + 8 * random.below(3);
+  const Memory x = random.reals(DType::kFloat32, rows * stride / 4), ids(rows * 8);
+  for (int64_t i = 0; i < rows; ++i) ids.as<int64_t>()[i] = random.below(100);
+  const int64_t bytes = kRanksHeaderBytes + 2 * 64 * up(3 * width, 64);
+  const int64_t columns[] = {0, width}, all_ids[] = {0, 100};
+  run.same("gather", rows * width, [&](ThreadPool& pool, const Memory& out) {
+    const Memory shared(bytes);
+    std::memset(shared.as(), 0, bytes);
+    Ranks ranks(reinterpret_cast<Address>(shared.as()), bytes, 0, 1, 1000);
+    run.table.gather(pool, {&ranks, x.as(), stride, rows, columns, out.as()});
+    run.table.gather(pool, {&ranks, x.as(), stride, rows, columns, nullptr});
+    run.table.share_rows(pool, {&ranks, ids.as<int64_t>(), rows, all_ids, out.as(), width});
   });
 }
 
@@ -581,6 +599,7 @@ int main(int argc, char** argv) {
       Random random(static_cast<uint64_t>(round) + 1);
       Run run(*table, random);
       products(run);
+      exchanges(run);
       round_weights(run);
       elementwise(run);
       attention(run);

@@ -24,8 +24,8 @@ class RankThread:
     def _serve(self) -> None:
         with self._end, contextlib.suppress(channel.ClosedError):
             launch = messages.decode_to_rank(channel.receive(self._end))
-            assert isinstance(launch, messages.Launch)
-            follower.serve(self._end, messages.msgspec.structs.replace(launch, memory=self._memory))
+            if isinstance(launch, messages.Launch):
+                follower.serve(self._end, messages.msgspec.structs.replace(launch, memory=self._memory))
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the thread's end, which follows from the closed socket."""

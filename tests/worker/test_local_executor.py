@@ -120,6 +120,9 @@ class Gate:
     def __init__(self, fails=None):
         self.gate, self.begun, self.computed, self.fails = threading.Event(), threading.Event(), [], fails
 
+    def close(self):
+        pass
+
     def execute(self, scheduled):
         self.computed.append(scheduled.step)
         self.begun.set()

@@ -100,7 +100,6 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         """Close the store. Drop weights and KV. End other ranks."""
-        self.worker.close()
         self._mode.shutdown()
         kv_mover, self._kv_mover = self._kv_mover, NoKVMover()
         kv_mover.shutdown()

@@ -43,8 +43,10 @@ class StepMode(ABC):
         """Drop uncollected steps. Return when no step is being computed."""
 
     def shutdown(self) -> None:
-        """Drop the worker."""
-        self.__dict__.pop("worker", None)
+        """Close and drop the worker."""
+        worker: Worker | None = self.__dict__.pop("worker", None)
+        if worker is not None:
+            worker.close()
 
     def _run(self, step: int, part: Callable[[ArgumentT], ResultT], argument: ArgumentT) -> ResultT | ExecutionError:
         if self._failed is not None and step > self._failed:
