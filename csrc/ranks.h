@@ -3,6 +3,8 @@
 // Exchanges are numbered from 1. In exchange n a rank waits until all ranks have announced n - 1, writes its part into area n % 2,
 // announces n, and, if it needs the result, waits until all ranks have announced n and reads their parts. The area is free again for
 // exchange n + 2, because each rank announces n + 1 after it has read the parts of exchange n.
+//
+// Each rank also announces the size of the result. If sizes differ, the ranks compute different steps, and all of them fail.
 #pragma once
 
 #include <atomic>
@@ -48,17 +50,27 @@ class Ranks {
   int64_t area_bytes() const { return area_bytes_; }
   Address address() const { return reinterpret_cast<Address>(this); }
 
-  // Begins the next exchange; returns its area. Throws as `wait`.
-  uint8_t* begin() {
+  // Begins the next exchange, whose result has `bytes` bytes in all; returns its area. Throws as `wait`.
+  uint8_t* begin(int64_t bytes) {
     wait();
+    bytes_ = bytes;
     return areas_ + (++number_ % 2) * area_bytes_;
   }
 
-  void announce() { lines_[rank_].number.store(number_, std::memory_order_release); }
+  void announce() {
+    lines_[rank_].bytes[number_ % 2] = bytes_;
+    lines_[rank_].number.store(number_, std::memory_order_release);
+  }
 
   // Waits for the parts of all ranks in the newest exchange. Throws std::runtime_error if a rank fails or takes too long.
   void wait() {
-    for (int other = 0; other < count_; ++other) wait_for(other);
+    for (int other = 0; other < count_; ++other) {
+      wait_for(other);
+      if (number_ == 0 || lines_[other].bytes[number_ % 2] == bytes_) continue;
+      fail(other);
+      throw std::runtime_error("rank " + std::to_string(other) + " computes another step than rank " +
+                               std::to_string(rank_));
+    }
   }
 
   // Makes all ranks fail in their next exchange.
@@ -71,6 +83,7 @@ class Ranks {
   using Clock = std::chrono::steady_clock;
   struct alignas(64) Line {
     std::atomic<uint64_t> number;  // of the newest exchange whose part is written
+    int64_t bytes[2];              // of the results of the exchanges with an even and an odd number
   };
   static constexpr int kSpins = 4096, kYields = 1 << 14;
 
@@ -106,6 +119,7 @@ class Ranks {
   const int count_;
   const std::chrono::milliseconds timeout_;
   uint64_t number_ = 0;
+  int64_t bytes_ = 0;  // of the result of this exchange
 };
 
 // Puts the columns of all ranks side by side.
@@ -161,7 +175,7 @@ inline void gather(ThreadPool& pool, const GatherArgs& args) {
     const int64_t rows = smaller(at_once, args.rows - row);
     const int64_t least = kCopyBytes / width + 1;
     const uint8_t* x = static_cast<const uint8_t*>(args.x) + row * args.x_stride;
-    uint8_t* area = ranks.begin();  // the parts one after the other, each [rows, its columns]
+    uint8_t* area = ranks.begin(rows * width);  // the parts one after the other, each [rows, its columns]
     parallel_ranges(pool, rows, least, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) std::memcpy(area + rows * first + i * own, x + i * args.x_stride, own);
     });
@@ -190,7 +204,7 @@ inline void share_rows(ThreadPool& pool, const ShareRowsArgs& args) {
     const int64_t least = kCopyBytes / args.row_bytes + 1;
     const int64_t* ids = args.ids + row;
     uint8_t* x = static_cast<uint8_t*>(args.x) + row * args.row_bytes;
-    uint8_t* area = ranks.begin();
+    uint8_t* area = ranks.begin(rows * args.row_bytes);
     const auto copy = [&](bool owned, uint8_t* to, const uint8_t* from) {
       parallel_ranges(pool, rows, least, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from rank_threads import RankThread
 
 from octavo import LLM, SamplingParams
@@ -142,6 +144,50 @@ def test_models_that_cannot_be_divided_are_refused(tmp_path, monkeypatch, family
     path = write_checkpoint(tmp_path / "model", tiny_config(family), std=0.1)
     with pytest.raises(ConfigError, match="tensor_parallel_size above 1"):
         make_llm(path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("num_times", [0, 2])
+def test_lost_or_doubled_message_ends_all_ranks_without_wrong_token(checkpoint, monkeypatch, num_times):
+    expected = tokens(make_llm(checkpoint, 1))
+    monkeypatch.setattr(leader, "start_process", RankThread)
+    llm = make_llm(checkpoint, rank_timeout_s=1.0, speculative_config={"method": "none"})  # eight steps
+    assert tokens(llm) == expected
+    send, sent = leader.channel.send, []
+
+    def send_some(end, message):
+        sent.append(message)
+        for _ in range(num_times if len(sent) == 2 else 1):
+            send(end, message)
+
+    monkeypatch.setattr(leader.channel, "send", send_some)
+    with pytest.raises(EngineDeadError, match="rank"):
+        tokens(llm)
+    llm.llm_engine.shutdown()
+
+
+def test_ranks_that_compute_different_steps_fail(tmp_path):
+    """Their results have different sizes, although both wait for the same exchange."""
+    from octavo.kernels.ranked import RankedKernels, RankGroup, create_shared_memory
+
+    memory = create_shared_memory()
+    ranks = [RankedKernels(RankGroup(memory, rank, 2, 5.0, []), num_threads=1) for rank in (0, 1)]
+    errors = []
+
+    def exchange(kernels, rows):
+        try:
+            kernels.join(torch.zeros(rows, 4), (0, 4, 8))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=exchange, args=[kernels, 1 + index]) for index, kernels in enumerate(ranks)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert errors
+    assert all("computes another step" in error or "failed" in error for error in errors)
+    os.close(memory)
 
 
 def test_message_of_decode_step_does_not_grow_with_context(checkpoint, monkeypatch):

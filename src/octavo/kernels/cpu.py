@@ -53,7 +53,8 @@ _FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # with fewer chunks per thread, chu
 class CpuKernels:
     """Compiled kernels for one instruction set, on their own pool of threads.
 
-    All threads except the caller's are pinned if each usable core has a thread. Otherwise no thread is pinned.
+    All threads except the caller's are pinned if each of `cores` has a thread. Otherwise no thread is pinned. cores: by
+    default all usable ones.
     """
 
     name = "cpu"
@@ -62,12 +63,12 @@ class CpuKernels:
     has_fp8_weights = multiplies_fp8 = False
     warm_up_rows: tuple[int, ...] = ()
 
-    def __init__(self, isa: Isa = "auto", num_threads: int | None = None) -> None:
+    def __init__(self, isa: Isa = "auto", num_threads: int | None = None, cores: Sequence[int] | None = None) -> None:
         from octavo import _kernels  # noqa: PLC0415
 
         self._module = _kernels
         self.isa = cast("Isa", default_instruction_set()) if isa == "auto" else isa
-        self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), usable_cores())
+        self.kernel_set = _kernels.KernelSet(self.isa, num_threads or default_num_threads(), cores or usable_cores())
         self._calls: Any = self.kernel_set
         self._empty: Callable[..., Tensor] = torch.empty
         weakref.finalize(self, self.kernel_set.shutdown)

@@ -35,6 +35,17 @@ def usable_cores() -> list[int]:
     return list(cores.values())
 
 
+def cores_of_rank(rank: int, count: int) -> list[int]:
+    """Return a rank's part of the usable cores. Cores of one NUMA node are neighbours."""
+    cores = sorted(usable_cores(), key=lambda cpu: (_numa_node(cpu), cpu))
+    return cores[len(cores) * rank // count : len(cores) * (rank + 1) // count] or cores
+
+
+def _numa_node(cpu: int) -> int:
+    nodes = (path.name.removeprefix("node") for path in (_CPUS / f"cpu{cpu}").glob("node*"))
+    return next((int(node) for node in nodes if node.isdigit()), 0)
+
+
 def processor_name() -> str:
     """Return the name."""
     return _describe_processor().get("model name", "") or platform.processor() or platform.machine()

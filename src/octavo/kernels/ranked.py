@@ -13,6 +13,8 @@ from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.interface import SplitLinear
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from octavo.kernels.cpu import Isa
@@ -34,13 +36,13 @@ class RankGroup:
     """The shared memory of `count` ranks.
 
     memory: descriptor from `create_shared_memory`. timeout_s: how long a rank waits for another one in an exchange.
-    Exchanges raise `RuntimeError` after this time, or after `fail`.
+    cores: for this rank's threads. Exchanges raise `RuntimeError` after this time, or after `fail`.
     """
 
-    def __init__(self, memory: int, rank: int, count: int, timeout_s: float) -> None:
+    def __init__(self, memory: int, rank: int, count: int, timeout_s: float, cores: Sequence[int]) -> None:
         from octavo import _kernels  # noqa: PLC0415
 
-        self.rank, self.count = rank, count
+        self.rank, self.count, self.cores = rank, count, cores
         self._mapped = mmap.mmap(memory, 0)
         self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
         self._native = _kernels.Ranks(self._bytes.data_ptr(), len(self._mapped), rank, count, round(1000 * timeout_s))
@@ -61,7 +63,7 @@ class RankedKernels(CpuKernels):
     """`CpuKernels` that exchange the inputs and results of a `SplitLinear`. Only rank 0 gets float32 results."""
 
     def __init__(self, group: RankGroup, isa: Isa = "auto", num_threads: int | None = None) -> None:
-        super().__init__(isa, num_threads)
+        super().__init__(isa, num_threads, group.cores)
         self.group = group
         self._borders: dict[tuple[tuple[int, ...], int], array[int]] = {}
 

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from octavo.errors import ConfigError
 from octavo.models.attention import AttentionConfig
 from octavo.models.declared import Linear, Norm, Table, in_order
 from octavo.models.experts import ExpertsConfig
@@ -81,9 +80,6 @@ class Architecture:
 
     def split(self, share: Share) -> Architecture:
         """Return a rank's share. Raises `ConfigError` if the model cannot be divided so."""
-        most = min(self.hidden_size, self.vocab_size)
-        if share.count > most:
-            raise ConfigError(f"tensor_parallel_size {share.count} is more than the model's {most} features")
         return replace(self, layers=tuple(split_layer(layer, share) for layer in self.layers), share=share, whole=self)
 
     def tensors(self) -> ModelTensors:

@@ -34,7 +34,12 @@ class Share:
     count: int
 
     def borders(self, size: int, unit: int = _UNIT) -> Borders:
-        """Divide `size` as equally as multiples of `unit` allow. Halves `unit` if there are too few of them."""
+        """Divide `size` as equally as multiples of `unit` allow. Halves `unit` if there are too few of them.
+
+        Raises `ConfigError` if a rank would have nothing.
+        """
+        if size < self.count:
+            raise ConfigError(f"tensor_parallel_size {self.count} is more than {size}, a size of the model")
         while unit > 1 and size < unit * self.count:
             unit //= 2
         units = -(-size // unit)
@@ -198,8 +203,6 @@ class SplitLatentAttention(LatentAttentionConfig):
     @classmethod
     def of(cls, whole: LatentAttentionConfig, share: Share) -> SplitLatentAttention:
         """Take the rank's heads. Raises `ConfigError`."""
-        if share.count > whole.num_heads:
-            raise ConfigError(f"tensor_parallel_size {share.count} is more than the model's {whole.num_heads} heads")
         first, end = share.own(share.borders(whole.num_heads, 1))
         options = {name: getattr(whole, name) for name in LatentAttentionConfig.__dataclass_fields__}
         return cls(**options | {"num_heads": end - first}, whole=whole, share=share)

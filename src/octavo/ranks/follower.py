@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -59,10 +60,14 @@ class FollowingRunner:
             num_groups=len(self._cache.groups),
             num_position_dims=model.architecture.num_position_dims,
         )
+        self._num_steps = 0
         self._most_rows = allocate.max_num_seqs * (1 + allocate.num_speculative_tokens)
 
     def compute(self, step: messages.Step) -> None:
-        """Take part in all exchanges of rank 0's step."""
+        """Take part in all exchanges of rank 0's step. Raises `ValueError` if a step is missing."""
+        self._num_steps += 1
+        if step.number != self._num_steps:
+            raise ValueError(f"step {step.number} came, but step {self._num_steps} is next")
         scheduled, batch = step.to_scheduled(), self._batch
         batch.append_sampled(step.sampled)
         self._cache.copy(scheduled.copies)
@@ -89,12 +94,14 @@ def main() -> None:
         launch = messages.decode_to_rank(channel.receive(end))
         assert isinstance(launch, messages.Launch)
         logs.configure(launch.log_level, launch.log_format, process=f"rank {launch.rank}")
+        os.sched_setaffinity(0, launch.cores)
         serve(end, launch)
 
 
 def serve(end: socket.socket, launch: messages.Launch) -> None:
     """Load a rank's share, and compute steps. Raises `ClosedError` when rank 0 closes the socket."""
-    group = RankGroup(launch.memory, launch.rank, launch.count, launch.config.device.rank_timeout_s)
+    timeout_s = launch.config.device.rank_timeout_s
+    group = RankGroup(launch.memory, launch.rank, launch.count, timeout_s, launch.cores)
     try:
         runner = _prepare(end, launch, group)
     except OctavoError as error:

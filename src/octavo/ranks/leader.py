@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from octavo import __version__
 from octavo.errors import ConfigError, EngineDeadError, ModelError
-from octavo.kernels.machine import default_num_threads
+from octavo.kernels.machine import cores_of_rank, default_num_threads
 from octavo.kernels.ranked import RankGroup, create_shared_memory
 from octavo.models.split import Share
 from octavo.ranks import channel, messages
@@ -43,8 +43,9 @@ class Leader:
             memory = create_shared_memory()
         except OSError as error:
             raise ConfigError(f"the system gives ranks no shared memory: {error.strerror}") from None
-        self.group = RankGroup(memory, 0, count, config.device.rank_timeout_s)
+        self.group = RankGroup(memory, 0, count, config.device.rank_timeout_s, cores_of_rank(0, count))
         self._sampled: dict[str, list[int]] = {}
+        self._num_steps = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ends: list[socket.socket] = []
         self._is_over = threading.Event()
@@ -65,7 +66,15 @@ class Leader:
         self._processes.append(process)
         self._ends.append(own)
         launch = messages.Launch(
-            config, rank, self.share.count, memory, dtype, self.num_threads, __version__, *logs.in_use()
+            config,
+            rank,
+            self.share.count,
+            memory,
+            dtype,
+            self.num_threads,
+            cores_of_rank(rank, self.share.count),
+            __version__,
+            *logs.in_use(),
         )
         try:
             channel.send(own, messages.encode(launch))
@@ -101,7 +110,8 @@ class Leader:
 
     def announce(self, scheduled: SchedulerOutput) -> None:
         """Send a step to all ranks. Call it before rank 0 computes the step. Raises `EngineDeadError`."""
-        self._send(messages.encode(messages.Step.of(scheduled, self._sampled)))
+        self._num_steps += 1
+        self._send(messages.encode(messages.Step.of(self._num_steps, scheduled, self._sampled)))
         self._sampled = {}
 
     def take_sampled(self, tokens: dict[str, list[int]]) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """Starts a rank. memory: the inherited descriptor of `RankGroup`. version: of octavo."""
+    """Starts a rank. memory: the inherited descriptor of `RankGroup`. cores: for the rank. version: of octavo."""
 
     config: EngineConfig
     rank: int
@@ -24,6 +24,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     memory: int
     dtype: str
     num_threads: int
+    cores: list[int]
     version: str
     log_level: int
     log_format: str
@@ -101,9 +102,10 @@ class NewSequence(msgspec.Struct, frozen=True):
 class Step(msgspec.Struct, frozen=True, tag=True):
     """A step to compute. Of a known sequence, only new tokens and blocks are sent.
 
-    sampled: tokens that rank 0 has sampled since the previous message.
+    number: counts the steps from 1. sampled: tokens that rank 0 has sampled since the previous message.
     """
 
+    number: int
     new: list[NewSequence]
     known: CachedRequestData
     num_scheduled_tokens: dict[str, int]
@@ -113,9 +115,10 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     sampled: dict[str, list[int]]
 
     @classmethod
-    def of(cls, scheduled: SchedulerOutput, sampled: Mapping[str, list[int]]) -> Step:
+    def of(cls, number: int, scheduled: SchedulerOutput, sampled: Mapping[str, list[int]]) -> Step:
         """Select what the other ranks need."""
         return cls(
+            number,
             [NewSequence.of(each) for each in scheduled.scheduled_new_reqs],
             scheduled.scheduled_cached_reqs,
             scheduled.num_scheduled_tokens,
