@@ -50,7 +50,7 @@ class Ranks {
   int64_t area_bytes() const { return area_bytes_; }
   Address address() const { return reinterpret_cast<Address>(this); }
 
-  // Begins the next exchange, whose result has `bytes` bytes in all; returns its area. Throws as `wait`.
+  // Begins the next exchange; returns its area. bytes: of the whole result. Throws as `wait`.
   uint8_t* begin(int64_t bytes) {
     wait();
     bytes_ = bytes;
@@ -73,8 +73,11 @@ class Ranks {
     }
   }
 
-  // Makes all ranks fail in their next exchange.
-  void fail(int rank) { failed().store(1 + static_cast<uint64_t>(rank), std::memory_order_release); }
+  // Makes all ranks fail in their next exchange. Only the first call has an effect.
+  void fail(int rank) {
+    uint64_t none = 0;
+    failed().compare_exchange_strong(none, 1 + static_cast<uint64_t>(rank), std::memory_order_acq_rel);
+  }
 
   // The rank that failed first; -1: none.
   int failed_rank() const { return static_cast<int>(failed().load(std::memory_order_acquire)) - 1; }
@@ -82,23 +85,27 @@ class Ranks {
  private:
   using Clock = std::chrono::steady_clock;
   struct alignas(64) Line {
-    std::atomic<uint64_t> number;  // of the newest exchange whose part is written
+    std::atomic<uint64_t> number;  // of the newest exchange in which the part is written
     int64_t bytes[2];              // of the results of the exchanges with an even and an odd number
   };
   static constexpr int kSpins = 4096, kYields = 1 << 14;
+  static constexpr std::chrono::milliseconds kLongestTurn{100};
 
   std::atomic<uint64_t>& failed() const { return lines_[kMaxRanks].number; }
 
   void wait_for(int other) {
-    Clock::time_point end{};
+    Clock::time_point last{};
+    Clock::duration waited{};  // without the time in which this process was stopped
     for (int turns = 0; lines_[other].number.load(std::memory_order_acquire) < number_; ++turns) {
       if (failed_rank() >= 0) throw std::runtime_error("rank " + std::to_string(failed_rank()) + " failed");
       if (turns < kSpins) {
         pause_a_moment();
         continue;
       }
-      if (turns == kSpins) end = Clock::now() + timeout_;
-      if (Clock::now() > end) {
+      const Clock::time_point now = Clock::now();
+      if (turns > kSpins) waited += now - last < kLongestTurn ? now - last : kLongestTurn;
+      last = now;
+      if (waited > timeout_) {
         fail(other);
         throw std::runtime_error("rank " + std::to_string(other) + " has not answered for " +
                                  std::to_string(timeout_.count()) + " ms");
@@ -107,7 +114,7 @@ class Ranks {
         std::this_thread::yield();
       } else {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
-        turns = kSpins + kYields;
+        turns = kSpins + kYields - 1;
       }
     }
   }

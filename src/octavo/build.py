@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import time
@@ -117,36 +118,52 @@ def build_core(
     has_store = kv_store is not None or config.kv_transfer.names_store
     identity = find_identity(model_config, served) if has_store else None
     draft = find_draft_checkpoint(speculative_config, model_config, served)
-    worker = _make_worker(
-        config, served, dtype, scheduler_config, speculative_config, draft, grammars, progress, has_store=has_store
-    )
-    info = worker.start()
-    if reading is not None:
-        reading.result()
-    fingerprint = check_fingerprint(config, served, worker.take_fingerprint(), info, draft, dtype, identity)
-    scheduler_config = fit_reservation(info.scheduler_config, info.num_kv_tokens)
-    keys = cache_keys(config, info, dtype, identity, fingerprint)
-    direct = _create_direct(config, info.stored_block_bytes, keys)
-    capacity = _capacity(info, scheduler_config, speculative_config, config, direct, keys, fingerprint)
-    part_bytes = info.block_bytes if info.bounded_groups else None
-    store = create_store(config.kv_transfer, info.stored_block_bytes, kv_store, direct, part_bytes)
-    executor = _make_executor(config, info, worker, store)
-    connector, recorded = _connect(config, store, executor, direct, [spec.kind for spec in info.bounded_groups])
-    clock, metrics, recent = RecordedClock(time.monotonic), EngineMetrics(_stats(store, worker)), RecentEvents()
-    scheduler = Scheduler(
-        scheduler_config,
-        config.cache,
-        num_blocks=info.num_blocks,
-        max_model_len=served.max_model_len,
-        clock=clock,
-        sink=FanOut([metrics, recent, sink or NullSink()]),
-        num_host_blocks=info.num_host_blocks,
-        bounded_groups=info.bounded_groups,
-        cache_keys=keys,
-        connector=connector,
-    )
-    journaled = _recorded(scheduler, clock, config.record, recorded, fingerprint)
-    return EngineCore(journaled, executor, metrics, recent, capacity)
+    with contextlib.ExitStack() as failing:
+        leader = _start_ranks(config, served, dtype, draft, has_store=has_store)
+        if leader is not None:
+            failing.callback(leader.shutdown)
+        worker = _make_worker(
+            config,
+            served,
+            dtype,
+            scheduler_config,
+            speculative_config,
+            draft,
+            grammars,
+            progress,
+            leader,
+            has_store=has_store,
+        )
+        worker.load()
+        info = worker.plan()
+        worker.allocate()
+        if reading is not None:
+            reading.result()
+        fingerprint = check_fingerprint(config, served, worker.take_fingerprint(), info, draft, dtype, identity)
+        scheduler_config = fit_reservation(info.scheduler_config, info.num_kv_tokens)
+        keys = cache_keys(config, info, dtype, identity, fingerprint)
+        direct = _create_direct(config, info.stored_block_bytes, keys)
+        capacity = _capacity(info, scheduler_config, speculative_config, config, direct, keys, fingerprint)
+        part_bytes = info.block_bytes if info.bounded_groups else None
+        store = create_store(config.kv_transfer, info.stored_block_bytes, kv_store, direct, part_bytes)
+        executor = _make_executor(config, info, worker, store)
+        connector, recorded = _connect(config, store, executor, direct, [spec.kind for spec in info.bounded_groups])
+        clock, metrics, recent = RecordedClock(time.monotonic), EngineMetrics(_stats(store, worker)), RecentEvents()
+        scheduler = Scheduler(
+            scheduler_config,
+            config.cache,
+            num_blocks=info.num_blocks,
+            max_model_len=served.max_model_len,
+            clock=clock,
+            sink=FanOut([metrics, recent, sink or NullSink()]),
+            num_host_blocks=info.num_host_blocks,
+            bounded_groups=info.bounded_groups,
+            cache_keys=keys,
+            connector=connector,
+        )
+        journaled = _recorded(scheduler, clock, config.record, recorded, fingerprint)
+        failing.pop_all()
+        return EngineCore(journaled, executor, metrics, recent, capacity)
 
 
 def _make_worker(
@@ -158,10 +175,11 @@ def _make_worker(
     draft: DraftCheckpoint | None,
     grammars: GrammarCompiler | None,
     progress: Callable[[int, int], None] | None,
+    leader: Leader | None,
     *,
     has_store: bool,
 ) -> Worker:
-    model_config, leader = config.model, _start_ranks(config, served, dtype, draft, has_store=has_store)
+    model_config = config.model
     return Worker(
         served.checkpoint.weights,
         served.architecture if leader is None else served.architecture.split(leader.share),
@@ -201,7 +219,9 @@ def _start_ranks(
     served.architecture.split(Share(0, count))  # raises if the model cannot be divided
     from octavo.ranks.leader import Leader  # noqa: PLC0415
 
-    return Leader(config, dtype)
+    if config.model.model is not None:  # a hub id may refer to other files later
+        config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
+    return Leader(config, served.architecture, dtype)
 
 
 def _create_direct(
@@ -217,7 +237,8 @@ def _create_direct(
 
 
 def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store: TieredStore | None) -> LocalExecutor:
-    mode: type[StepMode] = ComputesAtOnce
+    # In a thread, an interrupt of the caller does not leave the other ranks in the middle of a step.
+    mode: type[StepMode] = ComputesAtOnce if config.device.tensor_parallel_size == 1 else ComputesInBackground
     if info.scheduler_config.async_scheduling:
         mode = ComputesInBackground if info.device == "cpu" else LaunchesAhead
     return LocalExecutor(worker, store, num_threads=num_load_threads(config.kv_transfer), mode=mode)

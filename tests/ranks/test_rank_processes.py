@@ -14,7 +14,7 @@ import pytest
 import torch
 from rank_threads import RankThread
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, build
 from octavo.errors import ConfigError, EngineDeadError, ModelError
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.ranks import leader, messages
@@ -78,12 +78,17 @@ def test_lost_rank_raises_error_and_leaves_no_process(checkpoint, how):
 
 
 @pytest.mark.turn(4)
-def test_rank_ends_with_its_parent(checkpoint, tmp_path):
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_rank_ends_with_its_parent(checkpoint, tmp_path, is_loading):
+    end = "print(process.pid, flush=True); os._exit(9)"
     script = tmp_path / "parent.py"
     script.write_text(
-        "import os, sys\nfrom octavo import LLM\n"
-        f"llm = LLM({str(checkpoint)!r}, tensor_parallel_size=2, skip_tokenizer_init=True, max_model_len=64)\n"
-        "print(llm.llm_engine.core.executor.worker._leader._processes[0].pid, flush=True)\nos._exit(9)\n"
+        "import os\nfrom octavo import LLM\nfrom octavo.ranks import leader\n"
+        "start = leader.start_process\n"
+        "def started(*arguments):\n    global process\n    process = start(*arguments)\n"
+        f"    {end if is_loading else 'return process'}\n"
+        "leader.start_process = started\n"
+        f"LLM({str(checkpoint)!r}, tensor_parallel_size=2, skip_tokenizer_init=True, max_model_len=64)\n{end}\n"
     )
     done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 9
@@ -130,6 +135,7 @@ def test_rank_that_ends_while_it_starts_is_reported(checkpoint, monkeypatch):
         ({"kernels": "reference"}, "needs the compiled CPU kernels"),
         ({"kv_disk_dir": "/tmp/octavo-of-ranks"}, "does not work with KV stores"),
         ({"rank_timeout_s": -1.0}, "rank_timeout_s must be a number of 0 or more"),
+        ({"rank_timeout_s": 0.0}, "rank_timeout_s must be at least 0.1"),
     ],
 )
 def test_unsupported_options_are_refused_before_a_process_starts(checkpoint, monkeypatch, options, message):
@@ -188,6 +194,44 @@ def test_ranks_that_compute_different_steps_fail(tmp_path):
     assert errors
     assert all("computes another step" in error or "failed" in error for error in errors)
     os.close(memory)
+
+
+@pytest.mark.turn(4)
+def test_long_prompt_does_not_block_rank_0_if_another_rank_is_suspended(tmp_path):
+    """The message is larger than the buffer of the socket."""
+    config = tiny_config("Qwen3ForCausalLM", max_position_embeddings=400_000, vocab_size=70_000)
+    path = write_checkpoint(tmp_path / "model", config, std=0.1)
+    llm = LLM(
+        str(path), tensor_parallel_size=2, skip_tokenizer_init=True, num_threads=1, rank_timeout_s=1.0,
+        kv_cache_memory_bytes=256 << 20,
+    )  # fmt: skip
+    (process,) = processes_of(llm)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="rank 1 receives no steps"):
+        llm.generate([{"prompt_token_ids": [66_000] * 200_000}], GREEDY, use_tqdm=False)
+    llm.llm_engine.shutdown()
+    assert not is_alive(process.pid)
+
+
+@pytest.mark.turn(2)
+def test_error_names_the_rank_that_ended_first(checkpoint):
+    llm = make_llm(checkpoint, 4, rank_timeout_s=5.0)
+    processes_of(llm)[1].kill()
+    with pytest.raises(EngineDeadError, match="rank 2"):
+        tokens(llm)
+    llm.llm_engine.shutdown()
+
+
+def test_failed_start_ends_the_other_ranks(checkpoint, monkeypatch):
+    def fail(*_):
+        raise ConfigError("the journal cannot be written")
+
+    monkeypatch.setattr(build, "_recorded", fail)
+    started, start = [], leader.start_process
+    monkeypatch.setattr(leader, "start_process", lambda *args: started.append(start(*args)) or started[-1])
+    with pytest.raises(ConfigError, match="journal"):
+        make_llm(checkpoint)
+    assert started[0].poll() is not None
 
 
 def test_message_of_decode_step_does_not_grow_with_context(checkpoint, monkeypatch):

@@ -42,7 +42,7 @@ def _ranks_are_threads(monkeypatch):
 
 
 def results(path, num_ranks, **options):
-    """Return tokens and log probabilities of greedy, sampled and scored requests."""
+    """Return tokens and log probabilities of greedy, sampled and scored requests, and embeddings."""
     llm = LLM(
         str(path), tensor_parallel_size=num_ranks, skip_tokenizer_init=True, max_model_len=160, max_num_seqs=3,
         max_num_batched_tokens=40, kv_cache_memory_bytes=8 << 20, num_threads=1, packed_cache_bytes=0,
@@ -54,8 +54,10 @@ def results(path, num_ranks, **options):
         SamplingParams(max_tokens=6, temperature=0.9, top_p=0.7, seed=6, prompt_logprobs=2),
         SamplingParams(max_tokens=12, temperature=0.0, repetition_penalty=1.3),
     ]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     found = [(each.outputs[0].token_ids, each.outputs[0].logprobs, each.prompt_logprobs) for each in outputs]
+    found += [each.outputs.embedding for each in llm.embed(prompts, use_tqdm=False)]
     llm.llm_engine.shutdown()
     del llm
     gc.collect()
@@ -77,6 +79,20 @@ def test_ranks_give_tokens_and_logprobs_of_one_process(number_format, tmp_path):
     expected = results(path, 1, **options)
     for count in (2, 3, 4, 8):
         assert results(path, count, **options) == expected, count
+
+
+def test_memory_of_all_ranks_is_the_configured_memory(tmp_path):
+    """Three ranks divide eight KV heads into 3, 3 and 2."""
+    path = eight_heads(tmp_path, num_key_value_heads=8)
+    sizes = []
+    for count in (1, 3):
+        llm = LLM(
+            str(path), tensor_parallel_size=count, skip_tokenizer_init=True, max_model_len=160, num_threads=1,
+            kv_cache_memory_bytes=3 << 20, max_num_seqs=64, rank_timeout_s=60.0,
+        )  # fmt: skip
+        sizes.append(llm.llm_engine.core.executor.worker.info.kv_cache_bytes)
+        llm.llm_engine.shutdown()
+    assert sizes[0] * 0.85 < 8 / 3 * sizes[1] <= sizes[0]
 
 
 @pytest.mark.turn(4)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -161,28 +160,6 @@ def test_sampled_tokens_are_fed_on_device_before_collect(make_runner, asked):
     assert outputs == expected
     assert num_ahead == len(steps) - 1
     assert len({token for output in outputs for token in output.sampled_token_ids["a"]}) > 2
-
-
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_second_rank_continues_with_broadcast_tokens(make_runner, is_ahead):
-    """A stub of ranks. The second rank alone would choose other tokens, because its requests have other seeds."""
-    steps, sent = decodes({"temperature": 1.0}), deque()
-
-    def send(token_ids):
-        sent.append(token_ids.clone())
-        return token_ids
-
-    def run(steps, share):
-        runner, queue = make_runner(share_tokens=share)
-        return ahead(runner, steps, queue)[0] if is_ahead else one_by_one(runner, steps)
-
-    expected = run(steps, send)
-    new, *others = steps
-    seeds = [replace(each, seed=each.seed + 100) for each in new.scheduled_new_reqs]
-    second = [replace(new, scheduled_new_reqs=seeds), *others]
-    assert run(second, lambda token_ids: token_ids) != expected
-    assert run(second, lambda _: sent.popleft()) == expected
-    assert not sent
 
 
 def test_decode_step_copies_to_device_once(make_runner):

@@ -25,6 +25,7 @@ DEFAULT_GROUP_SIZE = 32
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _KV_CACHE_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}
 DEFAULT_BLOCK_SIZE = 16
+LEAST_RANK_TIMEOUT_S = 0.1
 MOST_RANKS = 64  # csrc/ranks.h
 DEFAULT_MIXED_STEP_MS = 100.0
 DEFAULT_MAX_NUM_WAITING = 1024
@@ -201,7 +202,7 @@ class CacheConfig:
         at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
 
     def of_rank(self, num_ranks: int) -> CacheConfig:
-        """Divide the memory among ranks."""
+        """Return a copy with one rank's share of `kv_cache_memory_bytes` and `swap_space_bytes`."""
         configured = self.kv_cache_memory_bytes
         return replace(
             self,
@@ -464,8 +465,8 @@ class DeviceConfig:
     )
     tensor_parallel_size: int = option(
         1,
-        "Number of processes, called ranks, that compute the model together. Each has a part of every weight and of "
-        "the KV cache, and of the threads. Tokens do not change. For dense models on a CPU.",
+        "Number of processes, called ranks, that compute the model together, on a CPU. Each has a part of the "
+        "weights, the KV cache and the threads. Tokens do not change.",
         unit="RANKS",
         short="-tp",
         low=1,
@@ -491,6 +492,8 @@ class DeviceConfig:
         at_least("num_threads", self.num_threads, 1, may_be_none=True)
         within("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)
         not_negative("rank_timeout_s", self.rank_timeout_s)
+        if self.rank_timeout_s < LEAST_RANK_TIMEOUT_S:
+            raise ConfigError(f"rank_timeout_s must be at least {LEAST_RANK_TIMEOUT_S}, got {self.rank_timeout_s}")
         at_least("max_cudagraph_capture_size", self.max_cudagraph_capture_size, 0, may_be_none=True)
 
 

@@ -339,7 +339,7 @@ class CpuKernels:
     def _embedding(
         self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float, ids: range, num_ids: int
     ) -> Tensor:
-        """Return rows of which those with other ids than `ids`, which are the weight's rows, are undefined."""
+        """Return a row for each token id. ids: the ids of the weight's rows. Rows of other ids are undefined."""
         storage: PanelWeight = (
             packed.storage.vocabulary() if isinstance(packed.storage, BlockPanels) else packed.storage
         )

@@ -45,7 +45,8 @@ class SplitLinear(PackedLinear):
     """A weight that ranks divide along out_features.
 
     own: this rank's part. inputs: the input's first column of each rank, then in_features, or None if each rank has
-    the whole input. outputs: the same for the result, or None if each rank needs only its own columns.
+    the whole input. outputs: the first column of each rank in the result, then out_features, or None if each rank
+    needs only its own columns.
     """
 
     own: PackedLinear
@@ -407,4 +408,8 @@ class RanksKernels(Kernels, Protocol):
 
     def join(self, x: Tensor, borders: tuple[int, ...]) -> Tensor:
         """Put the columns of all ranks side by side. borders: first column of each rank, then the total."""
+        ...
+
+    def round_rows_to_int4(self, rows: Tensor, whole: Tensor, group_size: int) -> QuantizedWeight:
+        """Quantize some rows as `round_weight` quantizes the whole weight, of which it reads only sampled rows."""
         ...

@@ -245,9 +245,14 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
     """Return True if minima reduce the squared error of `round_rows(rows, minima)` below half, on sampled rows."""
-    rows = weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)].float()
+    rows = sampled_rows(weight).float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
     return bool(errors[1] < 0.5 * errors[0])
+
+
+def sampled_rows(weight: Tensor) -> Tensor:
+    """Return the rows that `minima_pay` tries. They are their own sample."""
+    return weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)]
 
 
 def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.interface import SplitLinear
+from octavo.kernels.quantization import minima_pay, sampled_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from octavo.kernels.cpu import Isa
     from octavo.kernels.interface import PackedGroups, PackedLinear
+    from octavo.kernels.quantization import QuantizedWeight
 
 AREA_BYTES = 16 << 20  # of the two areas of csrc/ranks.h; longer results are exchanged in pieces of whole rows
 
@@ -60,7 +62,10 @@ class RankGroup:
 
 
 class RankedKernels(CpuKernels):
-    """`CpuKernels` that exchange the inputs and results of a `SplitLinear`. Only rank 0 gets float32 results."""
+    """`CpuKernels` that exchange the inputs and results of a `SplitLinear`.
+
+    Only rank 0 gets whole float32 results, which are logits. Other ranks get their own columns.
+    """
 
     def __init__(self, group: RankGroup, isa: Isa = "auto", num_threads: int | None = None) -> None:
         super().__init__(isa, num_threads, group.cores)
@@ -78,9 +83,11 @@ class RankedKernels(CpuKernels):
         if packed.outputs is None:
             return super().linear(x, packed.own, float32_out=float32_out, out=out)
         own = super().linear(x, packed.own, float32_out=float32_out)
+        if float32_out and self.group.rank != 0:
+            return self._gather(own, packed.outputs, None)
         if out is None:
             out = self._empty(x.shape[0], packed.out_features, dtype=own.dtype)
-        return self._gather(own, packed.outputs, out, is_needed=not float32_out or self.group.rank == 0)
+        return self._gather(own, packed.outputs, out)
 
     def embedding(self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float = 1.0) -> Tensor:
         """See `Kernels`."""
@@ -109,17 +116,24 @@ class RankedKernels(CpuKernels):
             x = self.join(x, packed.inputs)
         return super().grouped_linear(x, packed, group_start, sources=sources, float32_out=float32_out)
 
+    def round_rows_to_int4(self, rows: Tensor, whole: Tensor, group_size: int) -> QuantizedWeight:
+        """See `RanksKernels`."""
+        sampled = sampled_rows(whole).to(rows.dtype)
+        minima = minima_pay(sampled, lambda some, tried: self.round_to_int4(some, group_size, minima=tried))
+        return self.round_to_int4(rows, group_size, minima=minima)
+
     def join(self, x: Tensor, borders: tuple[int, ...]) -> Tensor:
         """See `Kernels`."""
         return self._gather(x, borders, self._empty(x.shape[0], borders[-1], dtype=x.dtype))
 
-    def _gather(self, own: Tensor, borders: tuple[int, ...], out: Tensor, *, is_needed: bool = True) -> Tensor:
+    def _gather(self, own: Tensor, borders: tuple[int, ...], out: Tensor | None) -> Tensor:
+        """Return `out`, which gets the columns of all ranks, or `own` if `out` is None."""
         size = own.dtype.itemsize
         self._calls.gather(
             self.group.address, own.data_ptr(), own.stride(0) * size, own.shape[0], self._address(borders, size),
-            out.data_ptr() if is_needed else 0,
+            0 if out is None else out.data_ptr(),
         )  # fmt: skip
-        return out
+        return own if out is None else out
 
     def _address(self, borders: tuple[int, ...], size: int) -> int:
         """Return the address of `borders` times `size` as int64. It stays valid, because recorded calls have it."""

@@ -52,7 +52,8 @@ class Architecture:
     text_part_of       class of the whole model, if only its text part is served
     logits_scaling     divisor of the logits
     num_position_dims  see `AttentionBatch.rotary_positions`
-    share              one rank's share, or None for the whole model, which is then `whole`
+    share              this rank's share, or None
+    whole              the undivided model, if `share` is set
     """
 
     name: str

@@ -6,7 +6,7 @@ import logging
 import math
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from octavo.runtime.process_memory import return_free_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from octavo.kernels.interface import Kernels, PackedLinear, WeightToPack
+    from octavo.kernels.interface import Kernels, PackedLinear, RanksKernels, WeightToPack
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm, Table, Vector
@@ -319,9 +319,9 @@ class _Packer:
     def _round_quantized(self, name: str, weight: Tensor, bits: int) -> QuantizedWeight:
         if self.quantization == "fp8":
             return quantize_fp8(weight)
-        if bits == 4 and isinstance(self.source, SplitTensors):  # the whole weight decides whether it gets minima
-            whole = self.source.whole.tensor(name).to(self.device, self.dtype)
-            return self.source.rows(name, self.kernels.round_weight(whole, bits, self.group_size))
+        if bits == 4 and isinstance(self.source, SplitTensors):
+            kernels = cast("RanksKernels", self.kernels)
+            return kernels.round_rows_to_int4(weight, self.source.whole.tensor(name), self.group_size)
         return self.kernels.round_weight(weight, bits, self.group_size)
 
     def _refuse_biases(self, names: tuple[str, ...]) -> None:

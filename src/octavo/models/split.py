@@ -33,17 +33,17 @@ class Share:
     rank: int
     count: int
 
-    def borders(self, size: int, unit: int = _UNIT) -> Borders:
-        """Divide `size` as equally as multiples of `unit` allow. Halves `unit` if there are too few of them.
+    def borders(self, size: int, unit: int = _UNIT, what: str = "features in a layer") -> Borders:
+        """Divide `size` as equally as multiples of `unit` allow. Rank 0 has the largest part.
 
-        Raises `ConfigError` if a rank would have nothing.
+        Halves `unit` if there are too few of them. Raises `ConfigError` if a rank would have nothing.
         """
         if size < self.count:
-            raise ConfigError(f"tensor_parallel_size {self.count} is more than {size}, a size of the model")
+            raise ConfigError(f"tensor_parallel_size {self.count} is more than {size}, the model's {what}")
         while unit > 1 and size < unit * self.count:
             unit //= 2
         units = -(-size // unit)
-        return tuple(min(size, unit * (units * rank // self.count)) for rank in range(self.count + 1))
+        return tuple(min(size, unit * -(-units * rank // self.count)) for rank in range(self.count + 1))
 
     def own(self, borders: Borders) -> tuple[int, int]:
         """Return this rank's first and end index."""
@@ -80,7 +80,7 @@ class Share:
                 f"heads of keys and values: choose a number up to {num_kv_heads}, or a multiple of it up to {num_heads}"
             )
         kv_heads = [rank // together for rank in range(count)]
-        queries = (group * head + group * (rank % together) // together for rank, head in enumerate(kv_heads))
+        queries = (group * head - (-group * (rank % together) // together) for rank, head in enumerate(kv_heads))
         return (*queries, num_heads), [(head, head + 1) for head in kv_heads]
 
 
@@ -203,7 +203,7 @@ class SplitLatentAttention(LatentAttentionConfig):
     @classmethod
     def of(cls, whole: LatentAttentionConfig, share: Share) -> SplitLatentAttention:
         """Take the rank's heads. Raises `ConfigError`."""
-        first, end = share.own(share.borders(whole.num_heads, 1))
+        first, end = share.own(share.borders(whole.num_heads, 1, "attention heads"))
         options = {name: getattr(whole, name) for name in LatentAttentionConfig.__dataclass_fields__}
         return cls(**options | {"num_heads": end - first}, whole=whole, share=share)
 
@@ -260,13 +260,13 @@ class SplitExperts(ExpertsConfig):
 
 def split_layer(layer: LayerConfig, share: Share) -> LayerConfig:
     """Take a rank's share of a layer. Raises `ConfigError` if the layer cannot be divided."""
+    if layer.embeddings is not None:
+        raise ConfigError("tensor_parallel_size above 1 does not support models with embeddings of layers")
     parts: list[Any] = []
     for whole in (layer.attention, layer.mlp):
         kind: Any = _KINDS.get(type(whole))
-        if kind is None or layer.embeddings is not None:
-            raise ConfigError(
-                "tensor_parallel_size above 1 supports neither embeddings of layers nor this kind of layer"
-            )
+        if kind is None:
+            raise ConfigError(f"tensor_parallel_size above 1 does not support {type(whole).__name__}")
         parts.append(kind.of(whole, share))
     return replace(layer, attention=parts[0], mlp=parts[1])
 

@@ -1,13 +1,10 @@
-"""The process of a rank other than rank 0."""
+"""A rank other than rank 0."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import signal
-import socket
-import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +17,6 @@ from octavo.models.loader import load_model, open_packed_cache
 from octavo.models.split import Share
 from octavo.ranks import channel, messages
 from octavo.runtime import logs
-from octavo.runtime.parent_process import wake_when_parent_dies
-from octavo.runtime.process_memory import returning_free_memory
 from octavo.startup.launch import ServedModel
 from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.input_batch import InputBatch
@@ -29,6 +24,8 @@ from octavo.worker.kv_cache import PagedKVCache
 from octavo.worker.prompt_scores import slices_of
 
 if TYPE_CHECKING:
+    import socket
+
     from octavo.kernels.interface import Kernels
     from octavo.models.layers import CausalLM
 
@@ -61,7 +58,6 @@ class FollowingRunner:
             num_position_dims=model.architecture.num_position_dims,
         )
         self._num_steps = 0
-        self._most_rows = allocate.max_num_seqs * (1 + allocate.num_speculative_tokens)
 
     def compute(self, step: messages.Step) -> None:
         """Take part in all exchanges of rank 0's step. Raises `ValueError` if a step is missing."""
@@ -80,17 +76,13 @@ class FollowingRunner:
             self._model.compute_logits(rows)
         if inputs.sampled:
             rows = hidden if inputs.logits_indices is None else hidden[inputs.logits_indices]
-            self._pass.compute_logits(rows, self._most_rows)
+            self._model.compute_logits(rows)
 
 
-def main() -> None:
-    """Serve rank 0 until it closes the socket, whose descriptor is the first argument."""
-    wake_when_parent_dies()
-    for each in (signal.SIGINT, signal.SIGTERM):  # only the engine handles signals of the process group
-        signal.signal(each, signal.SIG_IGN)
+def run(end: socket.socket) -> None:
+    """Serve rank 0 until it closes the socket."""
     torch.set_num_threads(1)
     with contextlib.suppress(channel.ClosedError):
-        end = socket.socket(fileno=int(sys.argv[1]))
         launch = messages.decode_to_rank(channel.receive(end))
         assert isinstance(launch, messages.Launch)
         logs.configure(launch.log_level, launch.log_format, process=f"rank {launch.rank}")
@@ -114,10 +106,14 @@ def serve(end: socket.socket, launch: messages.Launch) -> None:
             assert isinstance(step, messages.Step)
             try:
                 runner.compute(step)
-            except BaseException:
+            except RuntimeError as error:
+                logger.error("a step failed: %s", error)  # noqa: TRY400 - an exchange, or torch
                 group.fail(launch.rank)
+                return
+            except BaseException:
                 logger.exception("a step failed")
-                raise
+                group.fail(launch.rank)
+                return
 
 
 def _prepare(end: socket.socket, launch: messages.Launch, group: RankGroup) -> FollowingRunner:
@@ -139,14 +135,9 @@ def _prepare(end: socket.socket, launch: messages.Launch, group: RankGroup) -> F
         seed=model_config.seed,
         packed_cache=open_packed_cache(model_config.packed_cache_bytes),
     )
-    channel.send(end, messages.encode(messages.Loaded(kernels.identity)))
+    channel.send(end, messages.encode(messages.Loaded(kernels.identity, messages.model_digest(served.architecture))))
     allocate = messages.decode_to_rank(channel.receive(end))
     assert isinstance(allocate, messages.Allocate)
     return FollowingRunner(
         model, kernels, allocate, block_size=config.cache.block_size, max_model_len=served.max_model_len
     )
-
-
-if __name__ == "__main__":
-    with returning_free_memory():
-        main()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -23,19 +25,22 @@ if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.data.worker_info import WorkerInfo
+    from octavo.models.architecture import Architecture
 
 logger = logging.getLogger(__name__)
 _STANDARD_ERROR = 2
 _END_S = 5.0
+_POLL_S = 0.5
 
 
 class Leader:
     """Rank 0's connection to the other ranks.
 
     group, share: rank 0's. num_threads: of each rank. After a rank has ended or hangs, steps raise `EngineDeadError`.
+    Raises `ConfigError` if a process cannot be started, and `ModelError` if it ends at once.
     """
 
-    def __init__(self, config: EngineConfig, dtype: str) -> None:
+    def __init__(self, config: EngineConfig, architecture: Architecture, dtype: str) -> None:
         count = config.device.tensor_parallel_size
         self.share = Share(0, count)
         self.num_threads = max(1, (config.device.num_threads or default_num_threads()) // count)
@@ -44,6 +49,9 @@ class Leader:
         except OSError as error:
             raise ConfigError(f"the system gives ranks no shared memory: {error.strerror}") from None
         self.group = RankGroup(memory, 0, count, config.device.rank_timeout_s, cores_of_rank(0, count))
+        self._timeout_s = config.device.rank_timeout_s
+        self._model = messages.model_digest(architecture)
+        self._why = ""
         self._sampled: dict[str, list[int]] = {}
         self._num_steps = 0
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -62,7 +70,11 @@ class Leader:
     def _start(self, rank: int, config: EngineConfig, memory: int, dtype: str) -> None:
         own, other = socket.socketpair()
         with other:
-            process = start_process(other, memory)
+            try:
+                process = start_process(other, memory)
+            except OSError as error:
+                own.close()
+                raise ConfigError(f"rank {rank} cannot be started: {error.strerror}") from None
         self._processes.append(process)
         self._ends.append(own)
         launch = messages.Launch(
@@ -80,18 +92,22 @@ class Leader:
             channel.send(own, messages.encode(launch))
         except channel.ClosedError:
             raise _ended(rank) from None
-        watch = threading.Thread(target=_watch, args=[process, rank, self.group, self._is_over], daemon=True)
+        watch = threading.Thread(target=_watch, args=[weakref.ref(self), process, rank, self._is_over], daemon=True)
         watch.start()
 
     def await_loaded(self, kernels: str) -> None:
         """Wait until all ranks have loaded their weights. kernels: identity of rank 0's kernels.
 
-        Raises `ModelError` if a rank fails, and `ConfigError` if its kernels differ.
+        Raises `ModelError` if a rank fails or has another model, and `ConfigError` if its kernels differ.
         """
         for rank in range(1, self.share.count):
             loaded = self._receive(rank)
-            if isinstance(loaded, messages.Loaded) and loaded.kernels != kernels:
+            if not isinstance(loaded, messages.Loaded):
+                continue
+            if loaded.kernels != kernels:
                 raise ConfigError(f"rank {rank} has kernels {loaded.kernels}, but rank 0 has {kernels}: set isa")
+            if loaded.model != self._model:
+                raise ModelError(f"rank {rank} has read another configuration than rank 0; start again")
 
     def allocate(self, info: WorkerInfo, num_speculative_tokens: int) -> None:
         """Have all ranks allocate as many blocks as rank 0. Raises `ModelError`."""
@@ -107,9 +123,12 @@ class Leader:
         self._send(messages.encode(order))
         for rank in range(1, self.share.count):
             self._receive(rank)
+            self._ends[rank - 1].settimeout(self._timeout_s)
 
     def announce(self, scheduled: SchedulerOutput) -> None:
         """Send a step to all ranks. Call it before rank 0 computes the step. Raises `EngineDeadError`."""
+        if (failure := self.failure()) is not None:
+            raise failure
         self._num_steps += 1
         self._send(messages.encode(messages.Step.of(self._num_steps, scheduled, self._sampled)))
         self._sampled = {}
@@ -119,12 +138,25 @@ class Leader:
         for name, token_ids in tokens.items():
             self._sampled.setdefault(name, []).extend(token_ids)
 
+    def failed(self, error: BaseException) -> EngineDeadError:
+        """End all ranks after an error of rank 0's step. Return the error to raise."""
+        if self.group.failed_rank is None:
+            self._fail(0, f"rank 0 failed in a step: {type(error).__name__}: {error}")
+        elif not self._why:
+            self._fail(0, str(error))  # of an exchange
+        return self.failure() or EngineDeadError(self._why)
+
     def failure(self) -> EngineDeadError | None:
         """Return an error if a rank has failed."""
         rank = self.group.failed_rank
         if rank is None:
             return None
-        return EngineDeadError(f"rank {rank} of {self.share.count} ended or hangs; the engine needs a restart")
+        return EngineDeadError(f"{self._why or f'rank {rank} failed'}; the engine needs a restart")
+
+    def _fail(self, rank: int, why: str) -> None:
+        self._why = self._why or why
+        logger.error("%s", why)
+        self.group.fail(rank)
 
     def shutdown(self) -> None:
         """Kill the other ranks."""
@@ -134,11 +166,13 @@ class Leader:
         for rank, end in enumerate(self._ends, start=1):
             try:
                 channel.send(end, message)
-            except channel.ClosedError:
-                self.group.fail(rank)
-                raise EngineDeadError(f"rank {rank} has ended; the engine needs a restart") from None
+            except (channel.ClosedError, TimeoutError):
+                self._fail(rank, f"rank {rank} receives no steps")
+                raise self.failed(TimeoutError()) from None
 
     def _receive(self, rank: int) -> messages.FromRank:
+        while self.group.failed_rank is None and not select.select([self._ends[rank - 1]], [], [], _POLL_S)[0]:
+            pass
         try:
             message = messages.decode_from_rank(channel.receive(self._ends[rank - 1]))
         except channel.ClosedError:
@@ -155,18 +189,18 @@ def _ended(rank: int) -> ModelError:
 def start_process(end: socket.socket, memory: int) -> subprocess.Popen[bytes]:
     """Start a rank that inherits its end of the socket pair and the shared memory. Raises `OSError`."""
     return subprocess.Popen(  # noqa: S603 - not from users
-        [sys.executable, "-P", "-m", "octavo.ranks.follower", str(end.fileno())],
+        [sys.executable, "-P", "-m", "octavo.ranks.main", str(end.fileno())],
         stdin=subprocess.DEVNULL,
         stdout=_STANDARD_ERROR,
         pass_fds=(end.fileno(), memory),
     )
 
 
-def _watch(process: subprocess.Popen[bytes], rank: int, group: RankGroup, is_over: threading.Event) -> None:
+def _watch(leader: weakref.ref[Leader], process: subprocess.Popen[bytes], rank: int, is_over: threading.Event) -> None:
     status = process.wait()
-    if not is_over.is_set():
-        logger.error("the process of rank %d ended with status %d", rank, status)
-        group.fail(rank)
+    found = leader()
+    if found is not None and not is_over.is_set():
+        found._fail(rank, f"the process of rank {rank} ended with status {status}")  # noqa: SLF001
 
 
 def _end(processes: list[subprocess.Popen[bytes]], ends: list[socket.socket], is_over: threading.Event) -> None:
@@ -176,4 +210,5 @@ def _end(processes: list[subprocess.Popen[bytes]], ends: list[socket.socket], is
     for end in ends:
         end.close()
     for process in processes:
-        process.wait(_END_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)

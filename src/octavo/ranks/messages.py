@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from octavo.models.architecture import Architecture
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
@@ -31,9 +34,10 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A rank has loaded its weights. kernels: see `Kernels.identity`."""
+    """A rank has loaded its weights. kernels: see `Kernels.identity`. model: see `model_digest`."""
 
     kernels: str
+    model: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -89,7 +93,7 @@ class NewSequence(msgspec.Struct, frozen=True):
             self.request_id,
             self.token_ids,
             self.num_prompt_tokens,
-            SamplingParams(prompt_logprobs=self.prompt_logprobs, pooling=self.pooling),
+            SamplingParams(max_tokens=1, prompt_logprobs=self.prompt_logprobs, pooling=self.pooling),
             0,
             0,
             frozenset(),
@@ -148,6 +152,11 @@ FromRank = Loaded | Failed | Ready
 
 def _decoded(kind: type, value: Any) -> Any:
     return Path(value) if kind is Path else value
+
+
+def model_digest(architecture: Architecture) -> str:
+    """Return a hash of an undivided model's configuration."""
+    return hashlib.sha256(repr(architecture).encode()).hexdigest()
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=str).encode

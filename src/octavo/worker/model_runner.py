@@ -66,7 +66,6 @@ class ModelRunner:
         draft_cache: PagedKVCache | None = None,
         verification: Verification | None = None,
         decodes: DecodePlan | None = None,
-        share_tokens: Callable[[torch.Tensor], torch.Tensor] = lambda token_ids: token_ids,
         leader: StepLeader | None = None,
     ) -> None:
         self.model = model
@@ -80,7 +79,7 @@ class ModelRunner:
         self.kv_mover: KVMover = NoKVMover()
         self.copies = copies = create_host_copies(kv_cache.device)
         self.expert_tally = ExpertTally(model.experts, kv_cache.device) if model.experts else None
-        self.sampler = Sampler(kernels, copies, share_tokens)
+        self.sampler = Sampler(kernels, copies)
         self.verification = verification or ExactVerification(kernels)
         self._pooler = Pooler()
         self._newest: LaunchedStep | None = None  # not yet collected
@@ -93,7 +92,7 @@ class ModelRunner:
             num_groups=len(kv_cache.groups),
             num_position_dims=model.architecture.num_position_dims,
         )
-        self._prompts = PromptScorer(model, self.batch, self.sampler, copies)
+        self._prompts = PromptScorer(model, self.batch, self.sampler, copies, has_ranks=leader is not None)
         self._tasks = SampleTasks(self.batch, grammars)
         self.drafting = Drafting(PredictionProposer(proposer or NoProposer()), self.batch, self._tasks)
         self.draft_runner: DraftRunner | None = None

@@ -55,9 +55,12 @@ class PromptScores:
 
 
 class PromptScorer:
-    """Computes `SamplingParams.prompt_logprobs`."""
+    """Computes `SamplingParams.prompt_logprobs`. has_ranks: True if the step fails together with a request."""
 
-    def __init__(self, model: CausalLM, batch: InputBatch, sampler: Sampler, copies: HostCopies) -> None:
+    def __init__(
+        self, model: CausalLM, batch: InputBatch, sampler: Sampler, copies: HostCopies, *, has_ranks: bool = False
+    ) -> None:
+        self._has_ranks = has_ranks
         self._model = model
         self._batch = batch
         self._sampler = sampler
@@ -73,7 +76,9 @@ class PromptScorer:
             first_row, end_row = (int(row) for row in inputs.output_start[index : index + 2])
             try:
                 parts = self._score(request, hidden[first_row:end_row], count)
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
+                if self._has_ranks:  # the others have no error, and compute the remaining slices
+                    raise
                 log_fault(request.request_id, "its prompt was scored", error)
                 errors[request.request_id] = ErrorCode.REQUEST_FAILED
                 continue

@@ -192,20 +192,11 @@ class Choices:
 
 
 class Sampler:
-    """Chooses one token per row. Only typical sampling waits for the device.
+    """Chooses one token per row. Only typical sampling waits for the device."""
 
-    share_tokens(token_ids): called with the chosen ids, int64 [n] on the device. Returns the ids to use instead.
-    """
-
-    def __init__(
-        self,
-        kernels: Kernels,
-        copies: HostCopies | None = None,
-        share_tokens: Callable[[Tensor], Tensor] = lambda ids: ids,
-    ) -> None:
+    def __init__(self, kernels: Kernels, copies: HostCopies | None = None) -> None:
         self._kernels = kernels
         self._copies = copies or SharedMemory()
-        self._share = share_tokens
 
     def choose(
         self,
@@ -217,7 +208,7 @@ class Sampler:
         """Choose a token for each row of float32 [n, vocab]. Mutates the logits. sample: replaces `Kernels.sample`."""
         copies = self._copies
         if not tasks:
-            token_ids = self._share((sample or self._kernels.sample)(logits, rows))
+            token_ids = (sample or self._kernels.sample)(logits, rows)
             return Choices(token_ids, copies.to_host(token_ids), [], None, [], {})
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         indices = copies.to_device(np.array(with_logprobs)) if with_logprobs else None
@@ -229,7 +220,7 @@ class Sampler:
         are_numbers = None
         if restricted:
             are_numbers = copies.to_host(~logits[copies.to_device(np.array(restricted))].isnan().any(dim=-1))
-        token_ids = self._share((sample or self._kernels.sample)(logits, rows))
+        token_ids = (sample or self._kernels.sample)(logits, rows)
         logprobs: list[tuple[list[int], LogprobRows]] = []
         if raw_logprobs is not None:
             counts = [tasks[row].sampling_params.logprobs or 0 for row in with_logprobs]

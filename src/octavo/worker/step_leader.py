@@ -33,6 +33,10 @@ class StepLeader(Protocol):
         """Send tokens with the next step."""
         ...
 
+    def failed(self, error: BaseException) -> EngineDeadError:
+        """End all ranks after an error of rank 0's step. Return the error to raise."""
+        ...
+
     def failure(self) -> EngineDeadError | None:
         """Return an error if a rank has failed."""
         ...

@@ -65,7 +65,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Worker:
-    """Loads a model and computes steps. Call `start`, or `load`, `plan` and `allocate` once, in this order.
+    """Loads a model and computes steps. Call `load`, `plan` and `allocate` once, in this order.
 
     store_bytes(block_bytes): host memory of KV stores. staging_bytes(block_bytes): GPU memory of KV stores. Raises
     `ConfigError` if the device or kernels are missing. leader: of the other ranks, if `architecture` is a share.
@@ -123,17 +123,6 @@ class Worker:
             seed=seed,
             progress=progress,
         )
-
-    def start(self) -> WorkerInfo:
-        """Call `load`, `plan` and `allocate`. Other ranks are ended if one of them fails."""
-        try:
-            self.load()
-            info = self.plan()
-            self.allocate()
-        except BaseException:
-            self.close()
-            raise
-        return info
 
     def load(self) -> None:
         """Load and pack all weights. Raises `ModelError`."""
@@ -383,16 +372,13 @@ class Worker:
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """See `ModelRunner.execute`. With several ranks, an error ends all of them and raises `EngineDeadError`."""
+        """See `ModelRunner.execute`. With several ranks, an error ends all of them, and raises `EngineDeadError`."""
         if self._leader is None:
             return self._with_compilations(self._on_device(lambda: self.runner.execute(scheduled)))
         try:
             return self._on_device(lambda: self.runner.execute(scheduled))
-        except Exception as error:
-            logger.error("step %d failed on rank 0: %s", scheduled.step, error)  # noqa: TRY400 - the cause follows
-            if self._leader.failure() is None:
-                self._leader.group.fail(0)
-            raise self._leader.failure() or error from error
+        except BaseException as error:
+            raise self._leader.failed(error) from error
 
     def check(self) -> None:
         """Raise `EngineDeadError` if a rank has failed."""
