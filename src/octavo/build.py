@@ -105,12 +105,11 @@ def build_core(
     check_mooncake(config.kv_transfer)
     model_config = config.model
     served = served or ServedModel.find(model_config)
-    architecture = served.architecture
-    device_config = _device_config(config)
+    device_config, architecture = _device_config(config), served.architecture
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)
-    device_type, has_drafts = resolve_device(device_config.device).type, config.speculative.is_requested
-    limits = config.scheduler.resolved(device_type, has_drafts=has_drafts)
+    device_type = resolve_device(device_config.device).type
+    limits = config.scheduler.resolved(device_type, has_drafts=config.speculative.is_requested)
     scheduler_config = resolve_scheduler(limits, architecture, model_config.quantization, isa)
     speculative_config = None if scheduler_config.async_scheduling else _resolve_speculative(config, device_config)
     grammars = make_grammars(model_config, served)
@@ -134,9 +133,7 @@ def build_core(
             leader,
             has_store=has_store,
         )
-        worker.load()
-        info = worker.plan()
-        worker.allocate()
+        info = worker.start()
         if reading is not None:
             reading.result()
         fingerprint = check_fingerprint(config, served, worker.take_fingerprint(), info, draft, dtype, identity)

@@ -37,7 +37,7 @@ class Leader:
     """Rank 0's connection to the other ranks.
 
     group, share: rank 0's. num_threads: of each rank. After a rank has ended or hangs, steps raise `EngineDeadError`.
-    Raises `ConfigError` if a process cannot be started, and `ModelError` if it ends at once.
+    Raises `ConfigError` if a process cannot be started, and `ModelError` if it ends immediately.
     """
 
     def __init__(self, config: EngineConfig, architecture: Architecture, dtype: str) -> None:

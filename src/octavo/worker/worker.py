@@ -65,7 +65,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Worker:
-    """Loads a model and computes steps. Call `load`, `plan` and `allocate` once, in this order.
+    """Loads a model and computes steps. Call `start`, or `load`, `plan` and `allocate`, once.
 
     store_bytes(block_bytes): host memory of KV stores. staging_bytes(block_bytes): GPU memory of KV stores. Raises
     `ConfigError` if the device or kernels are missing. leader: of the other ranks, if `architecture` is a share.
@@ -123,6 +123,13 @@ class Worker:
             seed=seed,
             progress=progress,
         )
+
+    def start(self) -> WorkerInfo:
+        """Call `load`, `plan` and `allocate`."""
+        self.load()
+        info = self.plan()
+        self.allocate()
+        return info
 
     def load(self) -> None:
         """Load and pack all weights. Raises `ModelError`."""
