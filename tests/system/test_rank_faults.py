@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import httpx
 import psutil
@@ -41,7 +41,7 @@ class Clients:
     slowest_s: float = 0.0
     _is_over: threading.Event = field(default_factory=threading.Event)
 
-    def __enter__(self) -> Clients:
+    def __enter__(self) -> Self:
         self._threads = [threading.Thread(target=self._ask, args=[number]) for number in range(NUM_CLIENTS)]
         for each in self._threads:
             each.start()
@@ -112,5 +112,4 @@ def test_lost_rank_ends_requests_and_all_ranks_start_again(server, expected, ran
     assert clients.wrong == []
     assert clients.num_errors > 0
     assert psutil.wait_procs(ranks, timeout=10)[1] == [], "no orphan is left"
-    print(f"rank {rank} {how.name} {repetition}: terminal after {terminal_s:.1f} s")
-    assert terminal_s < TERMINAL_S
+    assert terminal_s < TERMINAL_S, f"rank {rank} {how.name} {repetition}: terminal after {terminal_s:.1f} s"
