@@ -109,7 +109,7 @@ class Leader:
             if loaded.model != self._model:
                 raise ModelError(f"rank {rank} has read another configuration than rank 0; start again")
 
-    def allocate(self, info: WorkerInfo, num_speculative_tokens: int) -> None:
+    def allocate(self, info: WorkerInfo) -> None:
         """Have all ranks allocate as many blocks as rank 0. Raises `ModelError`."""
         limits = info.scheduler_config
         order = messages.Allocate(
@@ -118,7 +118,6 @@ class Leader:
             info.kv_dtype,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
-            num_speculative_tokens,
         )
         self._send(messages.encode(order))
         for rank in range(1, self.share.count):

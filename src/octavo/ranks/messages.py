@@ -54,7 +54,6 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
     kv_dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_speculative_tokens: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -21,7 +21,7 @@ class StepLeader(Protocol):
         """Wait until all ranks have loaded their weights."""
         ...
 
-    def allocate(self, info: WorkerInfo, num_speculative_tokens: int) -> None:
+    def allocate(self, info: WorkerInfo) -> None:
         """Have all ranks allocate KV."""
         ...
 

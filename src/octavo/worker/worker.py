@@ -175,7 +175,7 @@ class Worker:
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
         if self._leader is not None:
-            self._leader.allocate(self.info, self.num_speculative_tokens)
+            self._leader.allocate(self.info)
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
         if self.runner.expert_tally is not None:
             self.runner.expert_tally.reset()
