@@ -93,7 +93,7 @@ def server() -> Iterator[Served]:
 def ranks_of(server: Served) -> list[psutil.Process]:
     """Return the processes of ranks 0 and 1."""
     family = psutil.Process(server.process.pid).children(recursive=True)
-    names = ("octavo.startup.engine_main", "octavo.ranks.follower")
+    names = ("octavo.startup.engine_main", "octavo.ranks.main")
     return [next(each for each in family if name in each.cmdline()) for name in names]
 
 
