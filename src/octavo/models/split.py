@@ -19,6 +19,8 @@ from octavo.models.gated_mlp import GatedMLPConfig, GatedMLPTensors
 from octavo.models.latent_attention import LatentAttentionConfig, LatentAttentionTensors
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from octavo.models.decoder_layer import LayerConfig
 
 _UNIT = 64  # features; borders at multiples of it leave no half-empty panels
@@ -108,12 +110,9 @@ class RowsPart(Linear):
         outputs: Borders | None = None,
     ) -> RowsPart:
         """Take rows of `whole`. No range crosses the border of two stored matrices."""
-        parts, start = [], 0
-        for name, rows in whole.parts:
-            parts.append((name, sum(end - first for first, end in ranges if start <= first < start + rows)))
-            start += rows
+        pieces = _pieces(whole, ranges)
         return cls(
-            tuple(parts),
+            tuple((name, sum(each.stop - each.start for each in pieces[name])) for name in whole.names),
             whole.in_features,
             whole.has_bias,
             whole=whole,
@@ -134,12 +133,16 @@ class RowsPart(Linear):
 
     def pieces(self) -> dict[str, list[slice]]:
         """Return the rows of each stored matrix."""
-        pieces: dict[str, list[slice]] = {}
-        start = 0
-        for name, rows in self.whole.parts:
-            pieces[name] = [slice(a - start, b - start) for a, b in self.ranges if start <= a < start + rows]
-            start += rows
-        return pieces
+        return _pieces(self.whole, self.ranges)
+
+
+def _pieces(whole: Linear, ranges: Iterable[tuple[int, int]]) -> dict[str, list[slice]]:
+    pieces: dict[str, list[slice]] = {}
+    start = 0
+    for name, rows in whole.parts:
+        pieces[name] = [slice(a - start, b - start) for a, b in ranges if start <= a < start + rows]
+        start += rows
+    return pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,13 +106,12 @@ def serve(end: socket.socket, launch: messages.Launch) -> None:
             assert isinstance(step, messages.Step)
             try:
                 runner.compute(step)
-            except RuntimeError as error:
-                logger.error("a step failed: %s", error)  # noqa: TRY400 - an exchange, or torch
-                group.fail(launch.rank)
-                return
-            except BaseException:
-                logger.exception("a step failed")
-                group.fail(launch.rank)
+            except Exception as error:
+                if group.failed_rank is None:
+                    logger.exception("a step failed")
+                    group.fail(launch.rank)
+                else:  # another rank failed first
+                    logger.error("this rank stops: %s", error)  # noqa: TRY400
                 return
 
 
