@@ -16,10 +16,13 @@ SMALL = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "experts": 4,
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("qwen3-30b-a3b", "Q4_K"), ("olmoe-1b-7b", "Q4_0"), ("gpt-oss-20b", "MXFP4")]
+    ("name", "kind"),
+    [("qwen3-30b-a3b", "Q4_K"), ("olmoe-1b-7b", "Q4_0"), ("gpt-oss-20b", "MXFP4"), ("glm-4.7-flash", "Q4_K")],
 )
 def test_written_experts_run(name, kind, tmp_path):
     shape = SHAPES[name] | SMALL | {"vocabulary": 320}
+    if "latent" in shape:
+        shape |= {"kv_heads": 1, "query": 256, "latent": 256, "rotated": 32, "value": 64, "dense": 512}
     path = write(tmp_path / "experts.gguf", shape, layers=2, kind=kind)
     assert open_checkpoint(path).read_architecture().num_active_parameters > 0
     llm = LLM(str(path), max_model_len=64)
