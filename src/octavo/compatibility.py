@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Accepted values of an argument. values: None means all values. reason: Why the values have no effect."""
+    """Accepted values of an argument. values: None for all. reason: Why they have no effect."""
 
     values: tuple[Any, ...] | None
     reason: str

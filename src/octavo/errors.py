@@ -1,4 +1,4 @@
-"""Errors that octavo raises on purpose. `octavo.http.errors` has more.
+"""Errors that octavo raises on purpose.
 
     OctavoError
     ├── ConfigError
@@ -15,21 +15,18 @@
         └── EngineDeadError
             └── EngineRestartingError
 
-`assert` is for octavo's own bugs only.
+`octavo.http.errors` has more.
 """
 
 from __future__ import annotations
 
 
 class OctavoError(Exception):
-    """Base of all errors."""
+    """Base error."""
 
 
 class ConfigError(OctavoError):
-    """An option is invalid. The message names the option, its value, the limit and what to do.
-
-    Raised before anything is allocated.
-    """
+    """An option is invalid. The message names the option, its value, the limit and what to do."""
 
 
 class ModelError(OctavoError):
@@ -84,7 +81,7 @@ class EngineError(OctavoError):
 
 
 class ExecutionError(EngineError):
-    """A worker's step failed."""
+    """A step failed."""
 
 
 class RequestFailedError(EngineError):
@@ -96,7 +93,7 @@ class FingerprintError(EngineError):
 
 
 class DeadlineError(EngineError):
-    """The request's deadline passed."""
+    """Deadline passed."""
 
 
 class EngineDeadError(EngineError):

@@ -107,7 +107,7 @@ class AsyncLLM(AsyncEngine):
         return cls(engine, max_unread_outputs=max_unread_outputs)
 
     async def __aenter__(self) -> Self:
-        """Return the running engine."""
+        """Return this engine."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -129,13 +129,13 @@ class LLM:
 
     The model
       model: directory in Hugging Face layout, GGUF file, hub id, or None for the built-in model.
-      tokenizer: directory or hub id of another tokenizer.
+      tokenizer: directory or hub id of a tokenizer.
       skip_tokenizer_init: True to accept and return only token ids.
       dtype: type of weights, "auto" (the checkpoint's), "bfloat16", "float16" or "float32".
       quantization: "int8", "int4", "int4_all" or "fp8". Weights are rounded at load.
-      group_size: number of input features that share a scale in int4.
+      group_size: input features per scale in int4.
       packed_cache_bytes: disk space for packed weights, which later starts read.
-      max_model_len: maximum length of prompt and answer together, by default the checkpoint's.
+      max_model_len: maximum tokens of prompt and answer, by default the checkpoint's.
       load_format: "auto", "safetensors", or "dummy" for random weights.
       generation_config: source of sampling defaults, "auto" (the checkpoint) or "vllm".
       chat_template: Jinja template, as text or a file. seed: base for the seeds of requests without a seed.
@@ -151,7 +151,7 @@ class LLM:
       block_size: tokens in a block. enable_prefix_caching: True to compute a shared prefix once.
       kv_cache_memory_bytes: size in bytes, by default half of the free memory, at most 4 GiB.
       num_gpu_blocks_override: size in blocks. kv_cache_dtype: "auto", "int8" or "fp8".
-      kv_disk_dir: directory of a store, which processes may share. kv_disk_bytes: maximum size of the store.
+      kv_disk_dir: directory of a store, which processes may share. kv_disk_bytes: its maximum size.
       kv_mooncake: address of a Mooncake master.
       kv_transfer_config: a `KVTransferConfig` or a mapping, instead of the three options above.
 
@@ -259,7 +259,7 @@ class LLM:
             )
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default parameters, which are the checkpoint's, otherwise vLLM's."""
+        """Return the checkpoint's default parameters, otherwise vLLM's."""
         return self.llm_engine.input_processor.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -278,8 +278,8 @@ class LLM:
 
         prompts: A prompt is a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. sampling_params: One for
         all prompts, or a list. use_tqdm: True to show progress on terminals. priority: One for each prompt. If a prompt
-        is invalid, raises `RequestError` and answers no prompt. If one request fails later, its output has an `error`,
-        and the other prompts are answered.
+        is invalid, raises `RequestError` and answers no prompt. If one request fails later, only its output has an
+        `error`.
         """
         one = isinstance(prompts, str) or hasattr(prompts, "keys") or (bool(prompts) and isinstance(prompts[0], int))
         batch = cast("list[Prompt]", [prompts] if one else list(prompts))

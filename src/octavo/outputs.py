@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ErrorCode(StrEnum):
-    """Why a request failed."""
+    """Failure reasons."""
 
     DEADLINE_PASSED = "deadline_passed"
     GRAMMAR_EXCEEDED = "grammar_exceeded"
@@ -35,7 +35,7 @@ class ErrorCode(StrEnum):
 
     @property
     def text(self) -> str:
-        """The message for users."""
+        """Message for users."""
         return _TEXTS[self]
 
 
@@ -58,7 +58,7 @@ class Logprob:
 
 
 def logprobs_by_token(entry: TokenLogprobs, texts: Mapping[int, str | None]) -> dict[int, Logprob]:
-    """Return token id -> `Logprob`. The chosen token is first. The most probable tokens follow in order of rank."""
+    """Return token id -> `Logprob`. The chosen token is first. The most probable tokens follow by rank."""
     ranks = [entry.rank, *range(1, len(entry.token_ids))]
     result: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
@@ -122,7 +122,7 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """True if the output is complete."""
+        """True when complete."""
         return self.finish_reason is not None
 
 
@@ -130,7 +130,7 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of one request in seconds on the engine's clock, and token counts summed over all n outputs.
 
-    first_scheduled_time: End of the first wait in the queue. num_computed_tokens: Positions that the model computed.
+    first_scheduled_time: First admission. num_computed_tokens: Positions that the model computed.
     num_recomputed_tokens: Positions computed again after a preemption, and rejected drafts. num_wasted_tokens: Tokens
     generated after a stop string. num_draft_tokens: Verified drafts. num_accepted_tokens: Drafts in the answer.
     """

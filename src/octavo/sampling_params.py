@@ -27,9 +27,9 @@ _SAMPLING_EPS = 1e-5  # lower temperatures are greedy, as in vLLM
 
 @dataclass(slots=True, kw_only=True, weakref_slot=True)
 class StructuredOutputsParams:
-    """The structure that an answer must have. Exactly one of the first five fields is set. Names are vLLM's.
+    """The structure that an answer must have. Exactly one of the first five fields, which are vLLM's, is set.
 
-    json: JSON schema, as text or as an object. json_object: True for any JSON object. regex: Pattern of the whole
+    json: JSON schema, as text or object. json_object: True for any JSON object. regex: Pattern of the whole
     answer. choice: Allowed answers. grammar: Grammar in Lark's or GBNF's notation. starts_after: Text such as
     "</think>" that ends a free part of the answer. The structure begins after the text. free_from: Text such as
     "<think>". Only an answer that begins with this text has a free part. Raises `RequestError`.
@@ -65,7 +65,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """The given field's name."""
+        """Given field's name."""
         return next(name for name in _STRUCTURES if getattr(self, name))
 
     @staticmethod
@@ -137,16 +137,15 @@ class SamplingParams:
     n: Number of output sequences. seed: Makes sampling reproducible. If None or -1, the engine draws a seed.
     temperature: 0 is greedy. top_p: 0 keeps only the most probable token. top_k 0 or -1, top_p 1, min_p 0 and typical_p
     1 keep all tokens. typical_p: TGI's locally typical sampling (`octavo.worker.typical`). max_tokens: None means up to
-    the model's limit. logprobs, prompt_logprobs: Number of most probable tokens that are reported in addition to the
-    chosen token, or None for no log probabilities. logit_bias: Token id -> number that is added to the logit.
-    structured_outputs: Structure of the answer. The answer ends when the structure is complete.
-    shown_special_token_ids: Special tokens that are shown even if skip_special_tokens is True. pooling: "last" or
-    "mean" asks for the prompt's hidden states as one vector. n and max_tokens must then be 1. num_speculative_tokens:
-    Maximum number of drafts in a step, or None for the engine's. The number changes tokens only with rejection
-    sampling.
+    the model's limit. logprobs, prompt_logprobs: Number of most probable tokens reported in addition to the chosen
+    token, or None for no log probabilities. logit_bias: Token id -> number added to the logit. structured_outputs:
+    Structure of the answer, which ends when the structure is complete. shown_special_token_ids: Special tokens shown
+    despite skip_special_tokens. pooling: "last" or "mean" asks for the prompt's hidden states as one vector, and needs
+    n and max_tokens 1. num_speculative_tokens: Maximum number of drafts in a step, or None for the engine's. Changes
+    tokens only with rejection sampling.
 
     Numbers may be numpy numbers. Raises `RequestError` for an invalid value. Fields may be changed until the request is
-    sent. The engine then checks the fields again and keeps a copy.
+    sent. The engine then checks and copies them.
     """
 
     n: int = 1
@@ -251,7 +250,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as a list."""
+        """`stop` as list."""
         assert isinstance(self.stop, list)
         return self.stop
 
@@ -266,7 +265,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def replace(self, **values: Any) -> SamplingParams:
-        """Return a copy with some fields changed."""
+        """A changed copy."""
         return replace(self, **values)
 
 

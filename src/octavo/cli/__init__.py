@@ -17,7 +17,7 @@ EPILOG = show_examples(
 
 
 class Octavo(LazyGroup):
-    """The commands, in the order of the help."""
+    """Commands in help order."""
 
     lazy_commands = (
         LazyCommand("generate", "octavo.cli.generate", "Answer one prompt, or many prompts in one batch."),

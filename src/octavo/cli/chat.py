@@ -119,7 +119,7 @@ class Conversation:
         self.messages = list(self._beginning)
 
     def reset(self) -> None:
-        """Remove all messages except the system message."""
+        """Keep only the system message."""
         self.messages = list(self._beginning)
 
     def answer(self, text: str) -> None:

@@ -23,7 +23,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of
 
 
 class GroupedCommand(TyperCommand):
-    """A command with help sections."""
+    """Writes help sections."""
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write all sections."""
@@ -40,7 +40,7 @@ class GroupedCommand(TyperCommand):
 
 
 class LazyCommand(NamedTuple):
-    """A command that is not imported yet."""
+    """A command, imported later."""
 
     name: str
     module: str
@@ -94,7 +94,7 @@ class _Loaded(Mapping[str, Any]):
 
 
 def show_examples(*examples: str) -> str:
-    """Format a help text's examples."""
+    """Format help examples."""
     return "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
 
 

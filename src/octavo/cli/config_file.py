@@ -80,7 +80,7 @@ def describe_model(engine: EngineConfig, names: Sequence[str]) -> str:
 
 
 def configuration(server: ServerConfig, engine: EngineConfig) -> dict[str, dict[str, Any]]:
-    """Return the values of all fields by part, without secrets."""
+    """All fields' values by part, without secrets."""
     return {name: _shown_part(part) for name, part in _parts(server, engine).items()}
 
 

@@ -1,4 +1,4 @@
-"""Makes options from configurations."""
+"""Options from configurations."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _annotation(option: Option, field: str, kind: Any, default: Any, panel: str)
 def read_part(options: Any, part: type[T], **resolved: Any) -> T:
     """Make a configuration from a group of options. Raises `ConfigError`.
 
-    resolved: Values of further fields, or values that replace options.
+    resolved: Values of further fields, or instead of options.
     """
     given = {name: getattr(options, option.name or name) for name, option in options_of(part).items()}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

@@ -152,7 +152,7 @@ def show(report: Report) -> None:
 
 
 def describe(limits: Limits) -> str:
-    """Format the measured rates."""
+    """Format measured rates."""
     return (
         f"{limits.flops / 1e9:.0f} GFLOP/s float32, {limits.bfloat16_flops / 1e9:.0f} bfloat16, "
         f"{limits.byte_ops / 1e9:.0f} GOP/s int8, "

@@ -83,7 +83,7 @@ class ListenOptions:
     ] = False
 
     def check(self) -> None:
-        """Raise `ConfigError` if an option is invalid."""
+        """Raise `ConfigError` for invalid options."""
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"log format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}")
 
@@ -107,7 +107,7 @@ class ListenOptions:
         return logger.info if self.log_format == "json" else partial(typer.secho, err=True)
 
     def address(self, sock: socket.socket, config: AccessConfig) -> str:
-        """Return the socket's URL."""
+        """The socket's URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         scheme = "http" if config.ssl_certfile is None else "https"
         return f"{scheme}://{host}:{sock.getsockname()[1]}"

@@ -193,7 +193,7 @@ def summarize(seen: Sequence[Seen]) -> dict[str, Any]:
 
 
 def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return each figure's median."""
+    """Each figure's median."""
     return {
         key: statistics.median(values) if (values := [row[key] for row in rows if row.get(key) is not None]) else None
         for key in max(rows, key=len)

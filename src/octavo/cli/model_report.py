@@ -46,7 +46,7 @@ class ModelReport:
     """A report on a checkpoint.
 
     problem: Why the checkpoint is refused, or "". left_out: Parts that are not served. details: None if not requested
-    or if the checkpoint is refused.
+    or refused.
     """
 
     name: str
@@ -94,7 +94,7 @@ class _Folder:
 
 
 def report_on(path: Path, name: str) -> ModelReport:
-    """Report on a checkpoint without details."""
+    """Report without details."""
 
     def opened() -> _Described:
         return _open(path) if path.is_file() else _Folder(path)
@@ -103,7 +103,7 @@ def report_on(path: Path, name: str) -> ModelReport:
 
 
 def look_closer(model: str) -> ModelReport:
-    """Report on a checkpoint with details. model: Path or hub id. Raises `ModelError`."""
+    """Report with details. model: Path or hub id. Raises `ModelError`."""
     path, opened = Path(model).expanduser(), cache(partial(_open, model))
     is_here = path.exists()  # otherwise the weights are neither downloaded nor checked
     report = _report(path if is_here else opened().path, model, opened)

@@ -46,7 +46,7 @@ class Workloads:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Measurements of one run. Times count from its start."""
+    """One run's measurements."""
 
     wall_s: float
     first_token_s: float

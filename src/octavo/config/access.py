@@ -22,7 +22,7 @@ class AccessConfig:
     """Access, limits and timeouts. None means no limit.
 
     operator_key: Additional key with which a router reads this server's metrics.
-    max_open_requests: Maximum number of open output streams. Further requests are refused with status 429.
+    max_open_requests: Limit on open output streams. Further requests get status 429.
     """
 
     grace_s: float = option(

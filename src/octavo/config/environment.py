@@ -18,7 +18,7 @@ def cache_directory() -> Path:
 
 
 def explain_undecodable(text: str) -> str | None:
-    """Return an error message if a text has bytes that are invalid in this locale, otherwise None."""
+    """Return an error message for bytes that are invalid in this locale, or None."""
     if not any("\ud800" <= character <= "\udfff" for character in text):
         return None
     encoding = sys.getfilesystemencoding()
@@ -32,7 +32,7 @@ def kernels_required() -> bool:
 
 
 def isa_from_environment() -> str | None:
-    """Return OCTAVO_ISA or None. The value is used if the option isa is `auto`."""
+    """Return OCTAVO_ISA or None, for the option isa = auto."""
     return os.environ.get("OCTAVO_ISA") or None
 
 
@@ -48,10 +48,9 @@ def api_key_from_environment() -> str | None:
 
 
 def kv_secret_from_environment() -> str:
-    """Return OCTAVO_KV_SECRET or "". The secret is hashed into the keys of stored KV.
+    """Return OCTAVO_KV_SECRET or "". Engines that exchange KV need equal secrets.
 
-    Without the secret, a reader of the keys cannot test guesses of prompts. Engines that exchange KV need equal
-    secrets.
+    The secret is hashed into keys of stored KV, so that readers of keys cannot test guesses of prompts.
     """
     return os.environ.get("OCTAVO_KV_SECRET", "")
 

@@ -17,11 +17,11 @@ WEIGHT_BITS = {None: 16, "int8": 8, "int4": 4, "int4_all": 4, "fp8": 8}  # of th
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A field of a configuration as a command-line option.
+    """A configuration's field as a command-line option.
 
-    unit: Placeholder for the value in the help.
+    unit: Placeholder in the help.
     choices: Allowed values, or () for any.
-    name: Option name, or None for the field's name.
+    name: None means the field's name.
     panel: Heading in the help.
     is_open: True if other options decide the default.
     """
@@ -47,7 +47,7 @@ def options_of(part: type) -> dict[str, Option]:
 
 
 def at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -> None:
-    """Raise `ConfigError` unless the value is an integer of at least `low`, or a permitted None."""
+    """Raise `ConfigError` unless the value is an integer >= `low`, or a permitted None."""
     if value is None and may_be_none:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
@@ -55,7 +55,7 @@ def at_least(name: str, value: object, low: int, *, may_be_none: bool = False) -
 
 
 def not_negative(name: str, value: object) -> None:
-    """Raise `ConfigError` unless the value is finite and at least 0."""
+    """Raise `ConfigError` unless the value is finite and >= 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ConfigError(f"{name} must be a number of 0 or more, got {value!r}")
 

@@ -21,9 +21,9 @@ _DEFAULT_SEGMENT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """The engine's role and its external stores of KV, by default none. The fastest store is asked first.
+    """The engine's role and external stores of KV, by default none. The fastest store is asked first.
 
-    mooncake_segment_bytes: 0 means that only other engines lend memory.
+    mooncake_segment_bytes: With 0, only other engines lend memory.
     """
 
     disk_dir: Path | None = option(
@@ -84,8 +84,8 @@ class KVTransferConfig:
     def parse(cls, given: KVTransferConfig | Mapping[str, Any] | None, **given_fields: Any) -> KVTransferConfig:
         """Accept an instance, a mapping of its fields, or None for the defaults.
 
-        given_fields: Fields as keyword arguments. None values are ignored. Raises `ConfigError` for an unknown field,
-        or if `given` and `given_fields` both have values.
+        given_fields: Fields as keyword arguments; None is ignored. Raises `ConfigError` for an unknown field, or if
+        both arguments have values.
         """
         given_fields = {name: value for name, value in given_fields.items() if value is not None}
         if given is None:
@@ -106,7 +106,7 @@ class KVTransferConfig:
 
     @property
     def names_store(self) -> bool:
-        """True if KV is stored outside this engine or passed to another engine."""
+        """True if KV is stored elsewhere or passed to another engine."""
         return self.disk_dir is not None or self.mooncake is not None or self.direct
 
     def __post_init__(self) -> None:

@@ -27,9 +27,9 @@ _NAME_AND_PORT = re.compile(r"\[?[^\[\]/@\s]+\]?:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(AccessConfig):
-    """Configuration of a router for the engines from `engines`, `engines_file` and `engines_dns`.
+    """Engines, routing and timeouts.
 
-    max_open_requests: None means that only the engines refuse excess requests.
+    max_open_requests: With None, only the engines refuse excess requests.
     balance_tokens, balance_ratio: See `octavo.router.policies.cache_aware`.
     """
 

@@ -78,8 +78,8 @@ EMBEDDING_POOLING = ("auto", *POOLING)
 class ServerConfig(AccessConfig):
     """Access to one engine, and the form of its answers.
 
-    max_num_waiting_tokens: Limit on the sum of the prompt tokens of all requests that have no output yet. Further
-    requests are refused with status 429. Requests that are not streamed have no output until their end.
+    max_num_waiting_tokens: Limit on the prompt tokens of all requests without output. Further requests get status 429.
+    An unstreamed request has no output until its end.
     """
 
     served_model_names: tuple[str, ...] = option(

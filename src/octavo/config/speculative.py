@@ -24,12 +24,12 @@ _CACHED_BYTES = (1 << 16, 1 << 34)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted. One step then verifies several tokens. docs/speculation.md describes the fields.
+    """How tokens are drafted. docs/speculation.md describes the fields.
 
-    Generated tokens depend on drafts only with verification = "rejection".
+    Outputs depend on drafts only with verification = "rejection".
 
     method: "auto" means "suffix" if a token's results do not depend on its batch, otherwise "none".
-    quantization: Quantization of the draft model, as in `ModelConfig`. None means int4 for the method "quantized".
+    quantization: Of the draft model. None means int4 for the method "quantized".
     prompt_lookup_min, prompt_lookup_max: n-gram lengths. None means 2 and 4, unless the other field conflicts.
     suffix_decoding_max_cached_requests: The oldest answers are dropped first.
     """
@@ -125,7 +125,7 @@ class SpeculativeConfig:
         return self.method == "quantized" or self.model is not None
 
     def resolved(self, *, is_exact: bool) -> SpeculativeConfig | None:
-        """Resolve the method "auto". Return None for "none". is_exact: True if a token does not depend on its batch."""
+        """Resolve the method "auto". Return None for "none". is_exact: tokens do not depend on their batch."""
         method = ("suffix" if is_exact else "none") if self.method == "auto" else self.method
         return None if method == "none" else replace(self, method=method)
 

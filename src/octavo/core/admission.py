@@ -33,7 +33,7 @@ class Admission(Protocol):
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return for how many tokens a starting request gets blocks. If 0, blocks are allocated step by step."""
+        """Return how many tokens get blocks when a request starts. 0: Blocks are allocated step by step."""
         ...
 
     def admitted(self, request: Request) -> None:
@@ -46,10 +46,10 @@ class Admission(Protocol):
 
 
 class OptimisticAdmission:
-    """Starts a request if its known tokens fit. If too few blocks are free later, a running request is preempted.
+    """Starts a request if its known tokens fit. If blocks run out later, a running request is preempted.
 
-    When a request starts, one block for each running request must stay free, to delay the next preemption. A request
-    that was preempted `max_num_preemptions` times restarts only when all blocks that it may need are free.
+    To delay preemptions, a start must keep one block per running request free. A request that was preempted
+    `max_num_preemptions` times restarts only when all blocks that it may ever need are free.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager) -> None:
@@ -80,7 +80,7 @@ class OptimisticAdmission:
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0, or the maximum length minus 1 if the request was preempted `max_num_preemptions` times."""
+        """Return 0. After `max_num_preemptions` preemptions, return the maximum length minus 1."""
         if request.num_preemptions < self._max_preemptions:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)
@@ -93,12 +93,12 @@ class OptimisticAdmission:
 
 
 class ReservationAdmission:
-    """Reserves blocks for prompt + max_tokens of each running request, to avoid preemptions.
+    """Reserves blocks for prompt + max_tokens of each running request.
 
-    A request is preempted only if transfers pin KV of ended requests or KV for another engine. Source: Hugging Face TGI
-    (router/src/infer, `Queue::next_batch` and `batching_task`).
+    A request is preempted only if KV transfers pin blocks of ended requests or blocks for another engine.
+    Source: Hugging Face TGI (router/src/infer, `Queue::next_batch` and `batching_task`).
 
-    most_saved_blocks: Number of blocks that saves may pin in each bounded group, in addition to the reservations.
+    most_saved_blocks: Number of further blocks that saves may pin in each bounded KV group.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
@@ -127,7 +127,7 @@ class ReservationAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Return GATHERING if few requests wait and the last admission is at most `max_waiting_tokens` steps ago."""
+        """Return GATHERING while too few requests wait, for at most `max_waiting_tokens` steps after an admission."""
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
         if num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:
@@ -150,7 +150,7 @@ class ReservationAdmission:
         return request.max_total_tokens, [group.num_reserved(num_blocks) for group in self._manager.groups]
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0, because blocks are allocated step by step."""
+        """Return 0."""
         del request
         return 0
 

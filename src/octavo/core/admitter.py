@@ -23,7 +23,7 @@ class Admitter:
     """Admits waiting requests."""
 
     def __init__(self, state: CoreState, lifecycle: RequestLifecycle) -> None:
-        self.num_busy_steps = 0  # number of steps with tokens, to limit deferrals
+        self.num_busy_steps = 0  # steps with tokens; limits deferrals
         self._state, self._lifecycle = state, lifecycle
         self._waiting_requests, self._emitter = state.waiting_requests, state.emitter
         self._blocked: tuple[str, WaitReason] | None = None
@@ -41,7 +41,7 @@ class Admitter:
     def admit(self, plan: StepPlan, before: Request | None) -> None:
         """Admit requests in order, until a request cannot start.
 
-        before: If not None, only requests that are more important than this running request are admitted.
+        before: If not None, admit only requests that are more important than this running request.
         """
         reason = WaitReason.PREEMPTING if plan.preempted else plan.held_up
         rank = self._state.policy.rank

@@ -41,5 +41,5 @@ class CoreState:
         self.builder = OutputBuilder(manager, transfers)
         self.in_flight = StepsInFlight()
         self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []  # in the order in which they get tokens
+        self.running: list[Request] = []  # in scheduling order
         self.waiting_requests = WaitingRequests(self.policy.waiting)

@@ -1,4 +1,4 @@
-"""Chooses how many draft tokens each request gets, to maximize the tokens per second.
+"""Chooses the number of draft tokens per request that maximizes tokens per second.
 
 A draft comes from a draft model or from a lookup, for example of n-grams.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     Candidate = tuple[float, int, int]  # minus the acceptance probability, request index, draft position
 
 _FIRST_RATE = 0.7  # assumed acceptance rate before any draft was verified
-_CREDIT_S = 0.01  # initial value of the seconds gained by lookups
-_OLDER_GUESSES = 0.95  # each step with lookups multiplies earlier sums by this factor
-_SMALL_SHARE = 0.005  # maximum loss by lookups, as a share of the steps' time
-_STEPS_OF_A_TRIAL = 16  # if lookups lose more, only one of 16 steps tries lookups
-_REQUESTS_OF_A_TRIAL = 8
+_CREDIT_S = 0.01  # assumed initial gain by lookups
+_OLDER_GUESSES = 0.95  # decay of sums per step with lookups
+_SMALL_SHARE = 0.005  # tolerated loss by lookups, as a share of the steps' time
+_STEPS_OF_A_TRIAL = 16  # above this loss, only every 16th step tries lookups
+_REQUESTS_OF_A_TRIAL = 8  # for this many requests
 
 
 class DraftPolicy:
@@ -62,11 +62,11 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step, unless the step has prompt tokens. `verified` must have been called before.
+        """Learn from a step without prompt tokens. Call `verified` before.
 
-        If the step verified drafts and an estimate without drafts exists, return two durations in seconds:
+        If the step verified drafts, return two durations in seconds, otherwise None:
         - The step and the drafting before the step.
-        - The estimate for the same tokens without drafts.
+        - The estimate for the same tokens without drafts. If no estimate exists, return None.
 
         seconds: The step's duration, including the drafting for the next step.
         """
@@ -88,7 +88,7 @@ class DraftPolicy:
         self._learn_gain(len(counts), num_rows, num_accepted, result.drafting_s, step_s)
         if not drafts or not self.step_cost.is_measured(len(counts)):
             return None
-        # Slow first steps can make the estimate too long.
+        # Slow first steps inflate the estimate.
         without_s = min(self.step_cost.seconds(len(counts)), step_s)
         return step_s + guessing_s, (1 + num_accepted / len(counts)) * without_s
 
@@ -108,7 +108,7 @@ class DraftPolicy:
             self._gained_s *= _OLDER_GUESSES
             self._steps_s = _OLDER_GUESSES * self._steps_s + step_s
         gained_s = num_accepted / num_requests * without_s - (self.step_cost.seconds(num_rows) - without_s)
-        self._gained_s += max(gained_s, 0.0)  # losses are caused by `allot`, not by lookups
+        self._gained_s += max(gained_s, 0.0)  # a loss is the fault of `allot`, not of lookups
 
     def _bound_lookups(self, names: Sequence[str]) -> dict[str, int]:
         if self._spent_s - self._gained_s <= _SMALL_SHARE * self._steps_s:
@@ -122,9 +122,9 @@ class DraftPolicy:
         return dict.fromkeys(order[_REQUESTS_OF_A_TRIAL:], 0)
 
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
-        """Return the maximum number of drafts to propose after a step, by request id. No entry means no maximum.
+        """Return limits on the drafts to propose after a step, by request id. No entry means no limit.
 
-        If only lookups propose drafts, every entry is 0.
+        If only lookups propose drafts, every limit is 0.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}
@@ -182,7 +182,7 @@ class DraftPolicy:
         else:
             most = num_tokens / (shortest + next(costs))
             for count, ((chance, _, _), cost) in enumerate(zip(candidates, costs, strict=False), 1):
-                num_tokens -= chance
+                num_tokens -= chance  # chances are negative
                 tokens_per_second = num_tokens / (seconds(num_decoding + count) + cost)
                 if tokens_per_second > most:
                     most, best = tokens_per_second, count
@@ -190,7 +190,7 @@ class DraftPolicy:
         for _, index, _ in candidates[:best]:
             counts[index] += 1
         for (_, num_wanted), (_, of_request), count in zip(wanted, known, counts, strict=True):
-            if of_request is not None and count < num_wanted:  # so that a low rate does not last forever
+            if of_request is not None and count < num_wanted:  # a low rate must not last forever
                 of_request.fade()
         if not any(counts):
             for overall in {id(each): each for each, _ in known}.values():

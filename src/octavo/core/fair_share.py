@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class ServiceCounters:
     """Counts each tenant's service in weighted tokens. Prompt tokens are charged on admission.
 
-    Prefix hits and tokens that are computed again are free. Callers divide the number of tokens by the tenant's weight.
+    Prefix hits and recomputed tokens are free. Callers divide the number of tokens by the tenant's weight.
     """
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0) -> None:
@@ -53,7 +53,7 @@ class ServiceCounters:
     def bound(self, longest_prompt: int, longest_output: int, max_num_seqs: int, least_weight: float = 1.0) -> float:
         """Return the largest possible difference between two waiting tenants' counters.
 
-        The result is the cost of one longest prompt and `max_num_seqs` longest outputs, divided by `least_weight`.
+        It is the cost of the longest prompt and `max_num_seqs` longest outputs, divided by `least_weight`.
         """
         longest = self.input_weight * longest_prompt + self.output_weight * longest_output * max_num_seqs
         return longest / least_weight
@@ -71,7 +71,7 @@ class FairRequestQueue:
         self.counters = counters or ServiceCounters()
         self._rank = rank
         self._tenants: dict[str, PriorityRequestQueue] = {}
-        self._heap: list[tuple[float, str]] = []  # (counter, tenant); an outdated counter is too small, never too large
+        self._heap: list[tuple[float, str]] = []  # (counter, tenant); outdated counters are too small
         self._in_heap: set[str] = set()
         self._last_level = 0.0
         self._num_restarts = 0

@@ -30,7 +30,7 @@ class Breach:
 
 
 def check(scheduler: Scheduler) -> list[Breach]:
-    """Check all invariants. Return the broken invariants."""
+    """Return all broken invariants."""
     manager = scheduler.kv_cache_manager
     return [
         *(breach for group in manager.groups for breach in _check_group(scheduler, group)),
@@ -45,7 +45,7 @@ def check(scheduler: Scheduler) -> list[Breach]:
 
 
 def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
-    """Take a breach's blocks out of use. Return the ids of newly quarantined blocks of the first group."""
+    """Take a breach's blocks out of use. Return the ids of the first group's newly quarantined blocks."""
     group = scheduler.kv_cache_manager.groups[breach.group]
     fresh = tuple(block_id for block_id in breach.block_ids if block_id not in group.quarantined)
     for block_id in fresh:
@@ -125,7 +125,7 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
     table, first = sequence.block_tables[group.index], sequence.first_held[group.index]
     is_running = request.status is RequestStatus.RUNNING
     num_tokens = request.num_computed_tokens
-    earliest = group.first_read(max(num_tokens - size, 0))  # blocks are released only when a further block is full
+    earliest = group.first_read(max(num_tokens - size, 0))  # blocks are released only after a block fills
     if is_running and not earliest <= first <= group.first_read(num_tokens):
         yield Breach(3, f"{name} has released {first} blocks of group {group.index} with {num_tokens} tokens")
     if len(table) * size < num_tokens:

@@ -21,13 +21,13 @@ class KVConnector(Protocol):
     name: str
 
     def request_added(self, request: Request) -> None:
-        """Report a new request. The request's lookup may follow much later."""
+        """Report a new request, perhaps long before its lookup."""
         ...
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return how many tokens after `num_computed_tokens` the store has, or None if the caller must ask again.
 
-        The number is a multiple of the block size. After a load of that many tokens, the next token can be computed.
+        The number is a multiple of the block size. The request can continue after a load of that many tokens.
         """
         ...
 
@@ -36,7 +36,7 @@ class KVConnector(Protocol):
         ...
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """Report that blocks were allocated for a load of `num_external_tokens` tokens.
+        """Report that blocks for a load of `num_external_tokens` tokens were allocated.
 
         block_ids: Block table of the first KV group.
         """
@@ -45,12 +45,12 @@ class KVConnector(Protocol):
     def keys_to_save(self, keys: Sequence[BlockHash], *, only_first_group: bool = False) -> set[BlockHash]:
         """Return the keys of blocks that the store lacks and wants.
 
-        only_first_group: True if only the content of the first KV group can be saved.
+        only_first_group: True if only the first KV group can be saved.
         """
         ...
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Report a new transfer. The worker receives the order with the next step."""
+        """Report a new transfer, which the worker receives with the next step."""
         ...
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:

@@ -62,7 +62,7 @@ class RequestLifecycle:
             heapq.heapify(self._deadlines)
 
     def expired(self, now: float) -> Iterator[Request]:
-        """Yield the requests whose deadlines have passed. Each request is yielded only once."""
+        """Yield each request once after its deadline."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival_index, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
@@ -77,7 +77,7 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def start_loading(self, request: Request, computed: ComputedBlocks) -> None:
-        """Admit the queue's first request. The request then waits for a KV load until `end_loading` is called."""
+        """Admit the queue's first request, which waits for a KV load until `end_loading`."""
         self._waiting_requests.take()
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = computed.num_tokens
@@ -85,7 +85,7 @@ class RequestLifecycle:
         self._note_admitted(request, computed)
 
     def end_loading(self, request: Request, num_tokens: int) -> None:
-        """Run a request after its KV load. num_tokens: Number of tokens whose KV was computed or loaded."""
+        """Run a request after its KV load. num_tokens: Number of computed and loaded tokens."""
         self._run(request, num_tokens)
         self._state.manager.note_loaded(request)
         self._state.manager.commit(request)
@@ -128,10 +128,7 @@ class RequestLifecycle:
         self._emitter.emit(events.RequestAdmitted, request_id, num_hit, num_tokens, resumed)
 
     def preempt(self, victim: Request) -> None:
-        """Release a running request's blocks, and put the request back into the queue.
-
-        No step may be in flight.
-        """
+        """Release a running request's blocks and requeue it. No step may be in flight."""
         self._state.manager.release(victim)
         self._running.remove(victim)
         self._state.admission.left(victim)
@@ -143,10 +140,7 @@ class RequestLifecycle:
         self._waiting_requests.put_back(victim)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
-        """End a request, and release all that the request holds.
-
-        The caller must call `drop_finished` before `running` is read again.
-        """
+        """End a request, and release all that the request holds. Call `drop_finished` before `running` is read."""
         request_id = request.request_id
         if request.status is RequestStatus.RUNNING:
             self._state.admission.left(request)

@@ -21,10 +21,10 @@ class OutputBuilder:
     def __init__(self, kv_cache_manager: KVCacheManager, transfers: KVTransferScheduler) -> None:
         self._manager = kv_cache_manager
         self._transfers = transfers
-        # Lengths of the worker's block tables, by request id and group.
+        # Lengths of the worker's block tables by request id and group
         self._num_sent: dict[str, list[int]] = {}
         self._finished_req_ids: set[str] = set()
-        self.are_notices_due = True  # True if a step without tokens may report ended requests and cancellations
+        self.are_notices_due = True  # True if a step without tokens may report endings and cancellations
 
     @property
     def has_endings(self) -> bool:
@@ -39,7 +39,7 @@ class OutputBuilder:
     def build(
         self, step: int, plan: StepPlan, requests: dict[str, Request], max_drafts: dict[str, int]
     ) -> SchedulerOutput:
-        """Return the message for a step, and record its contents as sent."""
+        """Return a step's message, and record it as sent."""
         new: list[NewRequestData] = []
         req_ids: list[str] = []
         num_computed: list[int] = []
@@ -92,7 +92,7 @@ class OutputBuilder:
         num_sent[:] = map(len, tables)
 
     def preempted(self, request_id: str) -> None:
-        """Record a preemption, so that `build` sends the whole request again."""
+        """Make `build` send the whole request again."""
         self._num_sent.pop(request_id, None)
 
     def finished(self, request_id: str) -> None:
@@ -101,8 +101,8 @@ class OutputBuilder:
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Report all requests of a failed step as ended, because the worker may have received any part of the step."""
+        """Report a failed step's requests as ended, because it is unknown which of them the worker has."""
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
-        # Endless retries of a step without tokens would keep the core busy.
+        # A failed step without tokens is not retried, because it may fail forever.
         self.are_notices_due = bool(scheduled.num_scheduled_tokens)

@@ -30,7 +30,7 @@ def num_tokens_to_schedule(
     """Return how many of a request's `num_remaining` tokens a step computes. If 0, the request waits.
 
     threshold: Maximum for one request, or 0 for no limit.
-    may_be_cut: If False, the tokens are divided only if they exceed `initial_budget`, the budget of an empty step.
+    may_be_cut: If False, tokens are split only if they exceed `initial_budget`, the budget of an empty step.
     """
     if threshold:
         num_remaining = min(num_remaining, threshold)
@@ -51,13 +51,13 @@ class PromptCost:
         self._per_position = attention_cost_tokens / 1000
 
     def num_tokens_within(self, budget: int, position: int) -> int:
-        """Return how many tokens of a chunk at `position` fit the budget. If budget > 0, at least one token fits."""
+        """Return how many tokens of a chunk at `position` fit the budget: at least one if budget > 0."""
         if budget <= 0 or not self._per_position:
             return budget
         return max(int(budget / (1 + self._per_position * position)), 1)
 
     def surcharge(self, position: int, count: int, budget: int) -> int:
-        """Return how much budget a chunk uses in addition to its `count` tokens, at most `budget - count`."""
+        """Return the budget that a chunk uses beyond its `count` tokens, at most `budget - count`."""
         return min(math.ceil(count * self._per_position * position), budget - count)
 
 
@@ -66,7 +66,7 @@ PLAIN_COST = PromptCost(0.0)
 
 @dataclass(frozen=True, slots=True)
 class OrderPolicy:
-    """The order in which requests are served. A smaller rank is more important."""
+    """An order of requests. A smaller rank is more important."""
 
     waiting: RequestQueue
     rank: Callable[[Request], Rank]
@@ -105,8 +105,8 @@ def create_request_queue(
 def rank_by_priority(request: Request, ageing_s: float | None) -> Rank:
     """Return a rank by priority number, then by arrival.
 
-    A request's priority number decreases by one every `ageing_s` seconds. If `ageing_s` is None, the number never
-    changes. If 0, priorities are ignored. All requests age equally, so the order of two requests never changes.
+    A priority number decreases by one every `ageing_s` seconds (None: never, 0: priorities are ignored). All requests
+    age equally, so the order of two requests never changes.
     """
     if ageing_s is None:
         return (request.priority, request.arrival_index)
@@ -159,7 +159,7 @@ class Batching(Protocol):
 
     @property
     def prefill_limit(self) -> int:
-        """Maximum number of prompt tokens in the next step if it also decodes, or 0 for no limit."""
+        """Maximum number of prompt tokens in a step that also decodes, or 0 for no limit."""
         ...
 
     def fill(self, plan: StepPlan, running: list[Request], outranked: list[Request], grow: Grow, admit: Admit) -> None:
@@ -177,9 +177,8 @@ class Batching(Protocol):
 class MixedBatching:
     """Serves running requests, then waiting requests. Prompts and decodes share steps.
 
-    A step with decodes has a limit on prompt tokens. The limit is `most` (0 for no limit). If `step_s` is not 0, the
-    limit adapts between `least` and `most`, so that a step takes `step_s` seconds. Sarathi-Serve (Agrawal et al. 2024)
-    instead chooses a limit by profiling.
+    A step with decodes has at most `most` prompt tokens (0: no limit). If `step_s` is not 0, this limit adapts between
+    `least` and `most`, so that steps take `step_s` seconds. Sarathi-Serve (Agrawal et al. 2024) profiles instead.
     """
 
     _SHRINK, _GROW = 0.5, 1.25  # minimum and maximum factor of one change
@@ -198,7 +197,7 @@ class MixedBatching:
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            if decoded:  # room for each decode and one token per running prompt
+            if decoded:  # room for all decodes and one token per running prompt
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -206,7 +205,7 @@ class MixedBatching:
         plan.num_mixed_prompt_tokens = plan.initial_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Adjust the limit. The limit grows only if prompts could have used more budget."""
+        """Adjust the limit. It grows only if prompts could have used more budget."""
         if not self._step_s or plan.num_mixed_prompt_tokens <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -215,7 +214,7 @@ class MixedBatching:
 
 
 class PrefillFirstBatching:
-    """Fills a step with prompts. If no prompt can start or continue, fills the step with decodes."""
+    """Fills a step with prompts, or with decodes if no prompt can start or continue."""
 
     prefill_limit = 0
 
@@ -231,10 +230,10 @@ class PrefillFirstBatching:
 
 
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
-    """Admit waiting requests, and give tokens to the running prompts in `outranked`, by importance.
+    """Admit waiting requests and schedule the running prompts in `outranked`, by importance.
 
-    outranked: Running prompts that are less important than a waiting request. If such a prompt gets no tokens, no
-    further request is admitted, but the later prompts still get tokens.
+    outranked: Running prompts that are less important than a waiting request. After a prompt without tokens, no request
+    is admitted, but later prompts still get tokens.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

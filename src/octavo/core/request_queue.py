@@ -84,7 +84,7 @@ class FCFSRequestQueue:
 class PriorityRequestQueue:
     """Serves the smallest rank first, and equal ranks in the order of arrival.
 
-    rank: Function that returns a request's rank, which must never change. None means the request's priority number.
+    rank: Returns a request's rank, which must never change. Default: the priority number.
     """
 
     def __init__(self, rank: Callable[[Request], tuple[float, ...]] | None = None) -> None:

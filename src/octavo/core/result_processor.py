@@ -30,7 +30,7 @@ class ResultProcessor:
     def process(self, step: StepInFlight, result: ModelOutput) -> list[EngineCoreOutput]:
         """Process a step's result, and learn from its duration.
 
-        If the step was scheduled before the previous step's result arrived, the duration begins at that arrival.
+        The duration begins when the step was scheduled, or when the previous result arrived, whichever is later.
         """
         now = self._emitter.now
         seconds = now - max(step.start, self._last_result)
@@ -72,7 +72,7 @@ class ResultProcessor:
                 options = request.options
                 num_served[options.tenant] += num_new / options.tenant_weight
                 outputs.append(output)
-        if requests:  # the counters were reset if no request remains
+        if requests:  # otherwise the counters were just reset
             for tenant, num_tokens in num_served.items():
                 self._state.policy.counters.charge_output(tenant, num_tokens)
         if len(requests) < num_requests:
@@ -103,7 +103,7 @@ class ResultProcessor:
     def _update(
         self, request: Request, count: int, num_drafts: int, sampled: list[int], result: ModelOutput
     ) -> EngineCoreOutput | None:
-        """Advance a request by `count` computed tokens. The last `num_drafts` of these tokens are drafts.
+        """Advance a request by `count` computed tokens, of which the last `num_drafts` are drafts.
 
         sampled: Accepted drafts and one more token. Empty if known tokens remain uncomputed or sampling was postponed.
         """
@@ -175,7 +175,7 @@ class ResultProcessor:
     def _undo(self, scheduled: SchedulerOutput) -> None:
         self._state.builder.fail_step(scheduled)
         for request_id in scheduled.preempted_req_ids:
-            self._state.manager.drop_saved(request_id)  # the copy to host memory may not have happened
+            self._state.manager.drop_saved(request_id)  # the copy to host memory may be missing
         self._state.manager.fail_copies(scheduled.copies)
         for loading in self._state.transfers.fail_step(scheduled.kv_transfers, scheduled.kv_cancels):
             self._lifecycle.abandon_loading(loading)
@@ -194,7 +194,7 @@ class ResultProcessor:
 
 
 def _new_prompt_logprobs(request: Request, result: ModelOutput) -> list[TokenLogprobs]:
-    """Return prompt logprobs that were not delivered before. Call this before `num_computed_tokens` advances."""
+    """Return undelivered prompt logprobs. Call this before `num_computed_tokens` advances."""
     entries = result.prompt_logprobs.get(request.request_id, [])
     new = entries[max(request.num_prompt_logprobs - request.num_computed_tokens, 0) :]
     request.num_prompt_logprobs += len(new)

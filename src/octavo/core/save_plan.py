@@ -1,8 +1,8 @@
 """Chooses the KV blocks to save in an external store.
 
-Each block of the first group has parts: the bounded groups' blocks with the same positions. Lookups in a store stop at
-the first missing block. Therefore, if a part was evicted, the first group's content is still saved. A prefix hit can
-use this content if the next token does not read the part.
+Each block of the first group has parts: the bounded groups' blocks with the same positions. If a part was evicted, the
+first group's content is still saved, because lookups in a store stop at the first missing block. A prefix hit can use
+this content if the next token does not read the part.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SAVE_SHARE = 8  # saves may pin `num_blocks // _SAVE_SHARE` blocks
 
 
 def most_pinned_blocks(manager: KVCacheManager) -> int:
-    """Return the maximum number of the first group's blocks that pending saves may pin."""
+    """Return how many of the first group's blocks pending saves may pin."""
     return max(manager.pool.num_blocks // _SAVE_SHARE, 1)
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return the maximum number of blocks that pending saves may pin with all parts.
+    """Return how many blocks pending saves may pin with all parts.
 
-    A bounded group's limit is the number of blocks that `max_num_seqs` requests and one step do not need, but at least
+    In each bounded group, saves may pin the blocks that `max_num_seqs` requests and one step do not need, and at least
     `num_blocks // _SAVE_SHARE`.
     """
     most = most_pinned_blocks(manager)
@@ -49,8 +49,8 @@ def blocks_to_save(
 ) -> tuple[list[int], list[list[int]]]:
     """Return the indices of the blocks to save, and for each group the ids of these blocks.
 
-    If a part of a block is missing, only the first group's content can be saved. If the store wants this content, the
-    block is included, with the id `NO_BLOCK` in all bounded groups.
+    A block with a missing part is saved only if the store wants the first group's content alone. Its ids in all bounded
+    groups are then `NO_BLOCK`.
 
     indices: Candidates, as indices in the request's block table.
     """

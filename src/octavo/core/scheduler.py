@@ -1,6 +1,6 @@
 """Decides how many tokens each request gets in a step, without separate phases for prefill and decode.
 
-Steps compute a request's tokens until `num_computed_tokens` equals `num_tokens` (prompt, output and drafts).
+A request's tokens are computed until `num_computed_tokens` equals `num_tokens` (prompt, output and drafts).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Scheduler:
         """Queue a request. May lower its `max_total_tokens` to the limits of the model and the cache.
 
         Raises `RequestError` and changes nothing if the id is in use, the queue is full, the prompt is empty, or the
-        request could never fit. One output token must fit after the prompt, none if pooled. With reservations, all of
-        `max_tokens` must fit.
+        request can never fit. After the prompt, one output token must fit, or none for embeddings. With reservations,
+        all of `max_tokens` must fit.
         """
         self._emitter.now = self._clock()
         if request.request_id in self.requests:
@@ -116,7 +116,7 @@ class Scheduler:
         except RequestError:
             request.max_total_tokens = asked
             raise
-        # The newest token has no KV, so a request may exceed the capacity by one token.
+        # The newest token has no KV, so one more token fits.
         request.max_total_tokens = min(longest, self.kv_cache_manager.capacity_tokens + 1)
         self._lifecycle.arrive(request)
 
@@ -133,7 +133,7 @@ class Scheduler:
         return outputs
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step. `batching` chooses which requests get tokens first.
+        """Decide the next step.
 
         Under all policies except `fair`, a running prompt gets tokens after more important waiting requests. A step
         that preempts a request admits no request. While a step is in flight, `may_look_ahead()` must be True.
@@ -170,7 +170,7 @@ class Scheduler:
     def may_look_ahead(self) -> bool:
         """Return True if the next step can be decided before the step in flight has a result.
 
-        The next step must not preempt, so every KV group needs enough free blocks for the running requests.
+        That step must not preempt, so every KV group needs enough free blocks for the running requests.
         """
         is_allowed = self.config.async_scheduling and not self.faults.to_preempt
         if not (is_allowed and self._state.in_flight.is_foreseeable(self.requests)):
@@ -215,7 +215,7 @@ class Scheduler:
         return [request for request in self.running[first:] if is_prefill(request)]
 
     def _grow_running(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        num_after, running = len(requests), RequestStatus.RUNNING  # each later request keeps one token of the budget
+        num_after, running = len(requests), RequestStatus.RUNNING  # each later request keeps one token
         are_prompts_limited = self.config.max_batch_prefill_tokens is not None
         num_prompts_after = sum(map(is_prefill, requests)) if are_prompts_limited else 0
         for request in requests:
@@ -230,7 +230,7 @@ class Scheduler:
             if num_remaining == 1 and num_computed < sequence.num_slots and not is_limited:
                 plan.give(request, 1)
             else:
-                num_without = max(num_prompts_after - plan.prompt_budget, 0)
+                num_without = max(num_prompts_after - plan.prompt_budget, 0)  # these later prompts get no token
                 self._grow(plan, request, num_remaining, num_after - num_without)
 
     def _grow(self, plan: StepPlan, request: Request, num_remaining: int, num_kept: int) -> None:
@@ -315,7 +315,7 @@ class Scheduler:
         return self._take_news() + self._results.process(step, result)
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End all requests of the oldest step in flight with an error, and preempt requests of later steps."""
+        """End the requests of the oldest step in flight with an error, and preempt those of later steps."""
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)
         if step is None:
@@ -328,7 +328,7 @@ class Scheduler:
         return outputs
 
     def has_work(self) -> bool:
-        """Return True if another step is needed, for example to report ended requests to the worker."""
+        """Return True if another step is needed, for example to report endings to the worker."""
         state, transfers = self._state, self.transfers
         if self.requests or state.in_flight.steps or self._news or transfers.num_pending:
             return True
@@ -343,7 +343,7 @@ class Scheduler:
         return len(self.requests)
 
     def check_when_idle(self) -> list[invariants.Breach]:
-        """Check all invariants every `IDLE_CHECK_INTERVAL_S` if the core is idle. Return the broken invariants.
+        """While idle, check all invariants every `IDLE_CHECK_INTERVAL_S`. Return the broken invariants.
 
         Blocks with wrong bookkeeping are quarantined.
         """
@@ -359,7 +359,7 @@ class Scheduler:
 
     @property
     def num_kept_records(self) -> int:
-        """Number of records that the core keeps about requests."""
+        """Number of records about requests."""
         num_at_worker = self._state.builder.num_records + self.transfers.num_records
         return num_at_worker + self.waiting_requests.num_records + self.kv_cache_manager.num_tracked_requests
 

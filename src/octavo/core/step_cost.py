@@ -17,8 +17,8 @@ class _Measured:
 class StepCost:
     """Estimates the duration of steps, draft model passes or KV loads from the number of tokens (`rows`).
 
-    Outside the range of measured sizes, estimates are optimistic. Above the largest measured size, the estimate does
-    not increase. Below the smallest, the estimate is proportional to the size.
+    Above the largest measured size, the estimate stays constant. Below the smallest, it is proportional to the size.
+    Both estimates are optimistic.
     """
 
     _WEIGHT = 0.2
@@ -55,7 +55,7 @@ class StepCost:
         self._curve = [(each.rows, most) for each, most in zip(self._measured.values(), slowest, strict=True)]
 
     def is_measured(self, rows: int) -> bool:
-        """Return True if the smallest measured step has at most `rows` tokens. `learn` must have been called."""
+        """Return True if the smallest measured step has at most `rows` tokens. Call `learn` before."""
         return self._curve[0][0] <= rows
 
     def seconds(self, rows: int) -> float:

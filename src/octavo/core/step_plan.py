@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step's remaining token budget, and the tokens of each request in the order of scheduling."""
+    """A step's remaining token budget, and each request's tokens in scheduling order."""
 
     initial_budget: int
     prompt_budget: int
@@ -35,7 +35,7 @@ class StepPlan:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether remaining budget, scheduled tokens and surcharges add up to the initial budget."""
+        """Whether budget, scheduled tokens and surcharges add up to the initial budget."""
         return self.budget + sum(self.num_tokens.values()) + sum(self.surcharge.values()) == self.initial_budget
 
     def within_prompt_budget(self, count: int, *, of_prompt: bool) -> int:

@@ -3,7 +3,7 @@
 With `async_scheduling`, a step is scheduled before the previous step has a result:
 - Placeholders replace unknown tokens.
 - No request is preempted, and each decoding request gets exactly one token.
-- If a request ends in the previous step, the request's token in the next step is discarded.
+- If the previous step ends a request, the request's next token is discarded.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ UNKNOWN_TOKEN = -1
 class StepInFlight:
     """A scheduled step.
 
-    ended_ids: Ids of requests that ended after the step was scheduled. Results under these ids are dropped, even if new
-    requests reuse the ids.
+    ended_ids: Ids of requests that ended after the step was scheduled. Results under these ids are dropped. New
+    requests may reuse the ids.
     """
 
     scheduled: SchedulerOutput
@@ -42,7 +42,7 @@ class StepInFlight:
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
         """Return True if the next step has work and can be scheduled before this step has a result.
 
-        With drafts or grammars, return False.
+        Return False if a request has drafts or a grammar.
         """
         continues, counts = False, self.scheduled.num_scheduled_tokens
         for request in self.requests(requests):
@@ -83,13 +83,13 @@ class StepsInFlight:
         return any(request_id in step.scheduled.num_scheduled_tokens for step in self.steps)
 
     def is_foreseeable(self, requests: Mapping[str, Request]) -> bool:
-        """Return True if exactly one step is in flight and its `is_foreseeable` is True."""
+        """Return True if one step is in flight and is foreseeable."""
         return len(self.steps) == 1 and self.steps[0].is_foreseeable(requests)
 
     def expect(self, requests: Mapping[str, Request]) -> set[str]:
         """Advance requests as if all steps had results. Return the ids of requests that reach their maximum length.
 
-        Each expected token is appended as `UNKNOWN_TOKEN`. `forget` undoes all changes.
+        Expected tokens are appended as `UNKNOWN_TOKEN`. `forget` undoes all changes.
         """
         ending: set[str] = set()
         for step in self.steps:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def check_stop(request: Request) -> RequestStatus | None:
     """Return the final status if the newest token ends the request, otherwise None.
 
-    A user's stop token is written to `request.stop_reason`. EOS and stop tokens count only after `min_tokens` tokens.
-    The output processor finds stop strings.
+    A stop token of the user is written to `request.stop_reason`. EOS and stop tokens count only after `min_tokens`
+    tokens. `OutputProcessor` finds stop strings.
     """
     sequence = request.sequence
     last_token = sequence.token_ids[-1]

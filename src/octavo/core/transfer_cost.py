@@ -8,7 +8,7 @@ from octavo.core.step_cost import StepCost
 class TransferCost:
     """Learns the costs of loading and of computing KV.
 
-    A load of unknown duration is always tried. A load that seems slower than computing is tried occasionally.
+    A load of unknown duration is always tried.
     """
 
     _WEIGHT = 0.2
@@ -34,7 +34,7 @@ class TransferCost:
         return self._seconds_per_token * num_tokens
 
     def is_worth_loading(self, num_tokens: int) -> bool:
-        """Return False if loading is estimated to be slower than computing, except for occasional trials."""
+        """Return False if loading seems slower than computing, except for occasional trials."""
         if not self._seconds_per_token or self._loads.seconds(num_tokens) <= self.computing_s(num_tokens):
             return True
         self._num_declined += 1

@@ -1,6 +1,6 @@
 """Schedules transfers of KV between this engine and an external store.
 
-A transfer's blocks stay pinned until the transfer has ended or the worker has received the cancellation.
+A transfer's blocks stay pinned until its end, or until the worker has received its cancellation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import SchedulerOutput
 
 _PROMPT_SHARE = 16  # a step with fewer tokens per request is mostly decodes
-_EXPECTED_LOOKUP_S = 5.0  # minimum lookup timeout if another engine computes the KV
+_EXPECTED_LOOKUP_S = 5.0  # minimum lookup timeout for KV from another engine
 _SAVED_TOGETHER = 8  # blocks of generated tokens per save
 
 
@@ -77,10 +77,10 @@ class KVTransferScheduler:
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # leading blocks that were offered to the store
-        self._saving: set[BlockHash] = set()  # blocks that pending saves save with all parts
-        self._saving_in_part: set[BlockHash] = set()  # blocks that pending saves save without parts
+        self._saving: set[BlockHash] = set()  # blocks in pending saves, with all parts
+        self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves, without parts
         self.reports_dropped_saves = True  # False in replays of old journals
-        # Maximum number of blocks that pending saves may pin with all parts. Saves for another engine may exceed it.
+        # Limit on pinned blocks with all parts. Saves for another engine may exceed the limit.
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
         self._most_pinned = most_pinned_blocks(kv_cache_manager)
         self._next_id = 0
@@ -118,9 +118,9 @@ class KVTransferScheduler:
         self._connector.request_added(request)
 
     def num_external_tokens(self, request: Request, computed: ComputedBlocks, *, may_wait: bool) -> int | None:
-        """Return how many tokens to load after the `computed` tokens, or None if the store has not yet answered.
+        """Return how many tokens to load after `computed`, or None if the store has not yet answered.
 
-        The number is a multiple of the block size. If loading would take longer than computing, return 0. If `may_wait`
+        The number is a multiple of the block size. Return 0 if loading would take longer than computing. If `may_wait`
         is False, return 0 instead of None.
         """
         size = self._manager.block_size
@@ -189,10 +189,10 @@ class KVTransferScheduler:
         return order
 
     def num_computed_tokens(self, load: PendingTransfer, num_blocks: int) -> int:
-        """Return how many tokens count as computed after the first `num_blocks` blocks of a load have arrived.
+        """Return how many tokens count as computed after a load of `num_blocks` blocks.
 
-        The last token never counts, because a step must compute its logits. The number is 0 if the request lacks a
-        block that the next token reads.
+        The last token never counts, because a step must compute its logits. Return 0 if the request lacks a block that
+        the next token reads.
         """
         assert load.request is not None
         num_tokens = min((load.num_present + num_blocks) * self._manager.block_size, load.request.num_tokens - 1)
@@ -203,8 +203,8 @@ class KVTransferScheduler:
     def offer(self, request: Request) -> None:
         """Save a request's committed blocks that the store lacks and wants.
 
-        Blocks of the prompt are saved immediately, and blocks of generated tokens in groups of `_SAVED_TOGETHER`. If
-        the KV is for another engine, the limit on pinned blocks does not apply.
+        Prompt blocks are saved immediately, and blocks of generated tokens in batches of `_SAVED_TOGETHER`. KV for
+        another engine has no limit on pinned blocks.
         """
         if not self.has_store:
             return
@@ -253,10 +253,9 @@ class KVTransferScheduler:
         self._emitter.emit(events.KVSaveStarted, order.transfer_id, len(keys))
 
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
-        """Prepare a prefix hit whose KV is for another engine. Return the hit, shortened if necessary.
+        """If a request's KV is for another engine, save the blocks of its prefix hit that the store lacks.
 
-        Blocks of the hit that the store lacks are saved immediately. If a part of such a block cannot be saved, the hit
-        ends before the block.
+        Return the hit. If a part of such a block cannot be saved, the hit is cut before the block.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -274,8 +273,8 @@ class KVTransferScheduler:
     def end(self, ended: EndedTransfer) -> PendingTransfer | None:
         """Process the end of a transfer. Return the transfer if it is a pending load, otherwise None.
 
-        If an incomplete load leaves a request without usable tokens, the request asks the store once more for fewer
-        blocks. KV from another engine is not requested again.
+        If an incomplete load yields no usable tokens, the request asks the store once more for fewer blocks. KV from
+        another engine is not requested again.
         """
         transfer_id, num_blocks, moves, evicted = ended
         for tier, count in evicted:
@@ -369,14 +368,14 @@ class KVTransferScheduler:
         return cancels
 
     def end_cancels(self, transfer_ids: Iterable[int]) -> None:
-        """Unpin blocks of transfers whose cancellation the worker has received."""
+        """Unpin the blocks of transfers after the worker has received their cancellation."""
         for transfer_id in transfer_ids:
             self._manager.unpin(transfer_id)
 
     def fail_step(self, orders: Iterable[KVTransfer], cancels: Iterable[int]) -> list[Request]:
         """Cancel the transfers of a failed step. Return the requests of cancelled loads.
 
-        cancels: Ids of transfers that the step cancelled. The next step repeats these cancellations.
+        cancels: Ids of transfers that the step cancelled. The next step cancels them again.
         """
         self._cancels += cancels
         failed = []
@@ -392,7 +391,7 @@ class KVTransferScheduler:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Start the last saves of a request, and drop its records. Call this before the request's blocks are freed."""
+        """Start the last saves of a request, and drop its records. Call this before its blocks are freed."""
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:

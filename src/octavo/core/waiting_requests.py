@@ -1,4 +1,4 @@
-"""Requests in the queue, and requests that are deferred until awaited KV is available."""
+"""Requests that wait in the queue or are deferred until KV is available."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Deferred:
 
 
 class WaitingRequests:
-    """The queue, and deferred requests, which later return to the front of the queue."""
+    """The queue, and deferred requests, which later return to its front."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
@@ -92,15 +92,15 @@ class WaitingRequests:
         return request.request_id not in self._never_deferred
 
     def defer(self, is_pending: Callable[[], bool], step: int) -> Request:
-        """Defer the queue's first request while `is_pending()` is True, but for at most `MAX_DEFERRED_STEPS` steps."""
+        """Defer the queue's first request while `is_pending()`, for at most `MAX_DEFERRED_STEPS` steps."""
         request = self.queue.pop_request()
         self._deferred[request.request_id] = _Deferred(request, is_pending, step + MAX_DEFERRED_STEPS)
         return request
 
     def resume_deferred(self, step: int) -> list[tuple[Request, bool]]:
-        """Requeue deferred requests whose wait has ended. Return pairs (request, whether its wait timed out)."""
+        """Requeue deferred requests whose wait has ended. Return pairs (request, has timed out)."""
         returned = []
-        # In reverse order, because each request is put back at the front.
+        # reversed, because each request is put at the front
         for deferred in reversed(list(self._deferred.values())):
             is_coming = deferred.is_pending()
             if is_coming and step < deferred.until_step:

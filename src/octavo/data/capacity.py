@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupCapacity:
-    """A KV group's kind and size."""
+    """A KV group."""
 
     kind: str
     num_blocks: int
@@ -23,7 +23,7 @@ class KVGroupCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """The limits in effect, which may be lower than the configured limits."""
+    """The effective limits, possibly below the configuration."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -61,7 +61,7 @@ class EngineCapacity:
         kv_format: dict[str, str] | None = None,
         fingerprint: EngineFingerprint | None = None,
     ) -> EngineCapacity:
-        """Derive the limits from the configuration."""
+        """Derive the limits."""
         num_tokens = num_blocks * cache.block_size
         largest_step = min(scheduler.max_num_batched_tokens, num_tokens)
         prefill, total = scheduler.max_batch_prefill_tokens, scheduler.max_batch_total_tokens
@@ -88,7 +88,7 @@ class EngineCapacity:
 
     @property
     def num_window_blocks(self) -> int:
-        """Number of blocks in sliding-window groups."""
+        """Sliding-window groups' blocks."""
         return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
 
     @property

@@ -9,7 +9,7 @@ from octavo.data.model_output import TokenLogprobs  # noqa: TC001  msgspec reads
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """The new tokens of one output stream. Only the last output of a stream has a finish reason."""
+    """New tokens of one output stream. Only a stream's last output has a finish reason."""
 
     request_id: str
     new_token_ids: list[int] = field(default_factory=list)

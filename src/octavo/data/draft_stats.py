@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from octavo.data.events import DraftsVerified
 
-_PRIOR_WEIGHT = 2.0  # weight of a prior, as a number of verified drafts
-_FADING = 0.98  # factor on the weight of observations in `fade`
+_PRIOR_WEIGHT = 2.0  # weight of a prior, in drafts
+_FADING = 0.98  # factor in `fade`
 
 
 @dataclass(slots=True)
@@ -67,14 +67,14 @@ class DraftStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean number of new tokens in a step with a draft."""
+        """Mean new tokens per step with a draft."""
         return 1 + self.mean_accepted_length
 
 
 class AcceptanceRates:
     """Estimates how often each draft position is accepted if all earlier positions are accepted.
 
-    decay: Factor, 0 to 1, by which each new observation multiplies the weight of earlier observations.
+    decay: Factor, 0 to 1, on the weight of earlier observations at each new observation.
     """
 
     __slots__ = ("_decay", "_right", "_tried")
@@ -96,7 +96,7 @@ class AcceptanceRates:
             self._tried[place] = self._decay * self._tried[place] + 1
 
     def fade(self) -> None:
-        """Lower the weight of all observations."""
+        """Lower all weights."""
         self._right = [_FADING * each for each in self._right]
         self._tried = [_FADING * each for each in self._tried]
 

@@ -1,4 +1,4 @@
-"""Typed events for every transition of the core. All metrics are counted from these events."""
+"""Typed events for every transition of the core, from which all metrics are counted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RequestEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued(RequestEvent):
-    """A request was queued."""
+    """Request queued."""
 
     num_prompt_tokens: int
     priority: int
@@ -67,7 +67,7 @@ class RequestParked(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestUnparked(RequestEvent):
-    """A deferred request is queued again."""
+    """Request queued again."""
 
     timed_out: bool
 
@@ -152,9 +152,9 @@ class DraftsVerified(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsTimed(Event):
-    """Duration of a step with drafts, including drafting, and an estimated duration without drafts.
+    """Duration of a step with drafts, including drafting, and an estimate without drafts.
 
-    Emitted only for steps that have no prompt tokens, and only after steps without drafts were measured.
+    Emitted only for steps without prompt tokens, after steps without drafts were measured.
     """
 
     seconds: float
@@ -174,7 +174,7 @@ class RequestAdmitted(RequestEvent):
 class RequestPreempted(RequestEvent):
     """A request's blocks were released for `beneficiary`, which may be the same request.
 
-    If `swapped` is True, the KV is in host memory. Otherwise, KV that is not cached any more is computed again.
+    If `swapped`, the KV is in host memory. Otherwise, KV that is no longer cached is computed again.
     """
 
     beneficiary: str
@@ -185,7 +185,7 @@ class RequestPreempted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished(RequestEvent):
-    """A request ended. Emitted exactly once for each queued request."""
+    """A request ended. Emitted once per queued request."""
 
     reason: str
     num_output_tokens: int
@@ -222,12 +222,12 @@ class BlockOffloaded(Event):
 
     block_id: int
     host_block_id: int
-    groups: tuple[int, ...] = (0,)  # KV groups whose content is copied
+    groups: tuple[int, ...] = (0,)  # copied KV groups
 
 
 @dataclass(frozen=True, slots=True)
 class HostBlockEvicted(Event):
-    """Host memory evicted a block."""
+    """Host block evicted."""
 
     host_block_id: int
 
@@ -265,7 +265,7 @@ class StepScheduled(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted(Event):
-    """A step's result was processed."""
+    """A step ended."""
 
     num_new_tokens: Mapping[str, int]
 
@@ -288,8 +288,7 @@ class KernelsCompiled(Event):
 class StepFailed(Event):
     """A step was not computed.
 
-    If the worker failed in this step, the step's requests end with an error. If the worker failed in an earlier step,
-    this step's requests start again.
+    After a failure in this step, its requests end with an error. After a failure in an earlier step, they start again.
     """
 
     message: str
@@ -345,7 +344,7 @@ class EventLog:
         self.events.append(event)
 
     def of_type(self, kind: type[EventT]) -> list[EventT]:
-        """Return the events of one type."""
+        """Return `kind` events."""
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -356,6 +355,6 @@ class FanOut:
         self._sinks = tuple(sinks)
 
     def emit(self, event: Event) -> None:
-        """Pass an event to each sink."""
+        """Pass an event."""
         for sink in self._sinks:
             sink.emit(event)

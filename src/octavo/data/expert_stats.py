@@ -1,4 +1,4 @@
-"""The work of experts."""
+"""Experts' work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ExpertStats:
 
     @property
     def tokens_per_read(self) -> float:
-        """Mean tokens per expert read."""
+        """Tokens per read."""
         return self.num_tokens / self.num_reads if self.num_reads else 0.0
 
 

@@ -12,8 +12,8 @@ _COMPARED = ("weights", "tables", "logits", "draft")
 class EngineFingerprint:
     """Checksums that an engine computes at its start from weights, tables and results.
 
-    A checksum has 16 hexadecimal digits that are equal at every start. If results depend on threads or memory
-    addresses, no checksum is computed, and the value is "".
+    A checksum has 16 hexadecimal digits, equal at every start. If results depend on threads or memory addresses, the
+    checksum is "".
     """
 
     kernels: str  # backend and instruction set
@@ -36,9 +36,9 @@ class EngineFingerprint:
         return f"weights {self.weights}, rows of tables {self.first_rows}, logits {self.logits}"
 
     def differences(self, other: EngineFingerprint) -> list[str]:
-        """Return the names of checksums that differ, except `first_rows`."""
+        """Return the differing checksums' names, except `first_rows`."""
         return [name for name in _COMPARED if getattr(self, name) != getattr(other, name)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
+        """Return JSON values."""
         return asdict(self)

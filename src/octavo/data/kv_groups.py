@@ -1,4 +1,4 @@
-"""KV groups. A KV group consists of layers that keep KV of the same positions, in the group's own blocks.
+"""A KV group consists of layers that keep KV of the same positions, in the group's own blocks.
 
 The first group keeps all positions, and lookups find prefixes by the first group's blocks. Bounded groups, for example
 of sliding-window layers, keep only positions that later tokens can still read. A new kind needs a `register`ed class
@@ -26,7 +26,7 @@ class KVGroupKind(Protocol):
     def first_position(self, num_tokens: int) -> int:
         """Return the first position that the token at position `num_tokens` attends to.
 
-        The result never decreases for a larger `num_tokens`.
+        Never decreases as `num_tokens` grows.
         """
         ...
 
@@ -36,7 +36,7 @@ _KINDS: dict[str, type[KVGroupKind]] = {}
 
 
 def register(kind: _Kind) -> _Kind:
-    """Register a kind, as a class decorator."""
+    """Register a kind."""
     _KINDS[kind.name] = kind
     return kind
 
@@ -49,7 +49,7 @@ def kind_named(name: str) -> type[KVGroupKind]:
 @register
 @dataclass(frozen=True, slots=True)
 class FullAttention:
-    """A token attends to all positions up to the token's position."""
+    """A token attends to all positions up to its own."""
 
     name: ClassVar[str] = "full_attention"
 
@@ -87,13 +87,13 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
-    """A group's kind and size."""
+    """A KV group."""
 
     kind: KVGroupKind
     num_blocks: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
+        """Return JSON values."""
         return {"kind": self.kind.name, "num_blocks": self.num_blocks, **asdict(self.kind)}  # type: ignore[call-overload]
 
     @classmethod
@@ -119,12 +119,12 @@ def longest_hit(
     first_block: int = 0,
     limit: int | None = None,
 ) -> int:
-    """Return the length of the longest usable prefix hit, in blocks counted from `first_block`.
+    """Return the length of the longest usable prefix hit, in blocks from `first_block` on.
 
-    A prefix hit is usable if all blocks that the next token reads are present.
+    A hit is usable if all blocks that the next token reads are present.
 
     is_there: True for each present block, from `first_block` on. All earlier blocks are present.
-    num_tokens: Length of the sequence. The last token is always computed.
+    num_tokens: Length of the sequence. The last token is always computed. limit: Maximum result.
     """
     run = longest = 0
     for count, has_block in enumerate(is_there[:limit], 1):

@@ -1,4 +1,4 @@
-"""Figures of the tiers of KV (device, host, stores)."""
+"""Figures of KV tiers (device, host, stores)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KVTierFigures:
-    """Totals of one tier. The totals of host memory include KV of preempted requests."""
+    """Totals of one tier. Host memory includes KV of preempted requests."""
 
     num_hit_tokens: int = 0  # tokens found when requests first start
     num_loaded_blocks: int = 0
@@ -32,7 +32,7 @@ class KVTierFigures:
 
 
 class TierShare(NamedTuple):
-    """A tier's share of a load."""
+    """A tier's share."""
 
     move: TierMove
     num_tokens: int
@@ -43,8 +43,7 @@ class TierShare(NamedTuple):
 def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
     """Yield each tier's share of a load.
 
-    The waiting time is divided in proportion to the time that each tier took. Other figures are divided in proportion
-    to blocks.
+    Divides the waiting time in proportion to each tier's time, and other figures in proportion to blocks.
     """
     num_blocks = sum(move.num_blocks for move in load.moves)
     seconds = sum(move.seconds for move in load.moves)

@@ -1,4 +1,4 @@
-"""Moves of KV between tiers."""
+"""Moves between tiers."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class _Life:
 class EngineMetrics:
     """Updates an `EngineStats` from events.
 
-    An ended request is counted after the next `StepCompleted`, because that event has the request's last tokens.
+    An ended request is counted when its step ends, because `StepCompleted` has its last tokens.
     """
 
     def __init__(self, stats: EngineStats | None = None) -> None:

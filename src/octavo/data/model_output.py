@@ -25,7 +25,7 @@ class TokenLogprobs:
 class ModelOutput:
     """Result of one step. Dicts are by request id.
 
-    postponed: Ids of requests that got no token, because their grammars have not determined the allowed tokens yet.
+    postponed: Requests without a token, because their grammars have not determined the allowed tokens yet.
     """
 
     step: int

@@ -24,7 +24,7 @@ class RecentEvents:
         self._events: deque[Event] = deque()
 
     def emit(self, event: Event) -> None:
-        """Keep an event. Drop the oldest events above the limit."""
+        """Keep an event. Drop the oldest above the limit."""
         self._events.append(event)
         self.num_seen += 1
         self.weight += weight_of(event)
@@ -33,7 +33,7 @@ class RecentEvents:
 
     @property
     def first_kept(self) -> int:
-        """The number of the oldest kept event."""
+        """Oldest event's number."""
         return self.num_seen - len(self._events)
 
     def since(self, number: int) -> list[Event]:

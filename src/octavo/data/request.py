@@ -28,7 +28,7 @@ class RequestStatus(Enum):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the status is final."""
+        """Whether final."""
         return self in _FINISHED
 
     @property
@@ -42,7 +42,7 @@ _FINISHED = frozenset(status for status in RequestStatus if status.name.startswi
 
 @dataclass(frozen=True, slots=True)
 class ContentSpan:
-    """A range of a prompt's positions, `first` to `end` - 1, with placeholders for an image or other content."""
+    """A prompt's positions `first` to `end` - 1: placeholders for an image or other content."""
 
     first: int
     end: int
@@ -58,7 +58,7 @@ class Sequence:
 
     token_ids: list[int]
     num_prompt_tokens: int
-    num_cached_tokens: int = 0  # tokens whose KV was found when the request first started
+    num_cached_tokens: int = 0  # tokens with KV found when the request first started
     next_commit: int = 0  # number of computed tokens at which the next commit is due
     block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # by KV group
     first_held: list[int] = field(default_factory=lambda: [0])  # index of each table's first held block
@@ -86,7 +86,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of generated tokens."""
+        """Generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
@@ -97,8 +97,8 @@ class Request:
 
     fields: Values that replace fields of `options`.
     max_total_tokens: Maximum length of prompt and output together, or the length of a pooled prompt.
-    reads_prefix_cache: False for prompt logprobs and mean pooling, because every prompt position must be computed.
-    awaits_results: True if the request has a grammar. The next step then depends on the previous result.
+    reads_prefix_cache: False for prompt logprobs and mean pooling, which need every prompt position computed.
+    awaits_results: True if the request has a grammar. Each step then depends on the previous result.
     """
 
     __slots__ = (
@@ -184,12 +184,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt, output and draft tokens."""
+        """Prompt, output and draft tokens."""
         return len(self.sequence.token_ids) + len(self.spec_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
+        """Prompt tokens."""
         return self.sequence.num_prompt_tokens
 
     @property
@@ -229,7 +229,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request has ended."""
+        """Whether ended."""
         return self.status.is_finished
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ MAX_CACHE_SALT_CHARS = 1024
 
 
 class OptionFields(TypedDict, total=False):
-    """`RequestOptions` as keyword arguments."""
+    """`RequestOptions` as keywords."""
 
     priority: int
     cache_salt: str | None
@@ -27,7 +27,7 @@ class OptionFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options for scheduling and for sharing KV. The options never change a generated token.
+    """Options for scheduling and sharing KV. They never change a generated token.
 
     Numbers may be numpy numbers. Raises `RequestError` with the name of an invalid field.
 

@@ -1,4 +1,4 @@
-"""Messages to the worker."""
+"""Worker messages."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def are_whole(block_ids: list[list[int]]) -> list[bool]:
 
 
 def need_parts(block_ids: list[list[int]]) -> list[bool]:
-    """Return for each block of a load whether the content of at least one bounded group must be loaded."""
+    """Return for each block of a load whether any bounded group's content is needed."""
     return [any(block_id != NO_BLOCK for block_id in ids[1:]) for ids in zip(*block_ids, strict=True)]
 
 
@@ -131,7 +131,7 @@ class SchedulerOutput:
 
     max_drafts: Maximum number of new drafts by request id. For a request without an entry, only the proposer's limit
     applies. If a draft model exists, looked-up drafts have no maximum.
-    kv_cancels: Ids of cancelled transfers, whose blocks the worker does not access after this step.
+    kv_cancels: Ids of cancelled transfers. After this step, the worker does not access their blocks.
     """
 
     step: int

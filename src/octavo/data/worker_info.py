@@ -20,7 +20,7 @@ class KVGroupInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """A worker's formats and sizes."""
+    """Formats and sizes."""
 
     device: str  # "cpu" or "cuda"
     machine: str  # GPU's name, or the CPU's instruction sets as torch names them
@@ -40,7 +40,7 @@ class WorkerInfo:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks of the first KV group."""
+        """First group's blocks."""
         return self.kv_groups[0].spec.num_blocks
 
     @property
@@ -60,7 +60,7 @@ class WorkerInfo:
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of a host or store block, which has the content of all groups."""
+        """Bytes of a host or store block, which has all groups."""
         return sum(group.block_bytes for group in self.kv_groups)
 
     @property

@@ -33,8 +33,9 @@ _CHARS_PER_ID = 4
 class AsyncEngine:
     """Runs an engine in a thread, and offers its methods to asyncio code.
 
-    Other threads reach the engine only through a command queue. max_unread_outputs: A request with more unread outputs
-    is aborted. None means no limit.
+    Other threads reach the engine only through a command queue.
+
+    max_unread_outputs: A request with more unread outputs is aborted. None: no limit.
     """
 
     def __init__(self, engine: Engine, *, max_unread_outputs: int | None = None) -> None:
@@ -55,7 +56,7 @@ class AsyncEngine:
 
     @property
     def is_dead(self) -> bool:
-        """True if the engine has ended for good."""
+        """True if the engine has ended permanently."""
         return self._dead is not None or not self._thread.is_alive()
 
     @property
@@ -74,15 +75,13 @@ class AsyncEngine:
         on_unread: Callable[[RequestOutput], None] | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of one request. Closing the iterator early aborts the request.
+        """Yield a request's outputs. Closing the iterator early aborts the request.
 
-        - fields: Values that replace fields of `options`.
+        - fields: Replace fields of `options`.
         - on_processed: Awaited with the tokenized request before the core gets it. An exception ends the request.
         - on_unread: Called with each output that a disconnected or slow reader does not receive.
 
-        For the other arguments, see `Engine.add_request`.
-
-        Raises `RequestError` and `EngineDeadError`. Raises `SlowReaderError` if too many outputs are unread.
+        Raises `RequestError` and `EngineDeadError`, and `SlowReaderError` if too many outputs are unread.
         """
         if self._dead is not None:
             raise self._dead
@@ -135,7 +134,10 @@ class AsyncEngine:
         await self.call(lambda engine: engine.client.watch(listener))
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
-        """Run a function on the engine's thread, between two steps. Return its result."""
+        """Run a function on the engine's thread, between two steps. Return its result, or raise its error.
+
+        Raises `EngineDeadError`.
+        """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -217,7 +219,7 @@ class AsyncEngine:
             _call_soon(stream.loop, stream.put, error)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Deliver outputs in one batch per event loop, because waking a loop is slow."""
+        # One call per event loop, because waking a loop is slow.
         batches: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)

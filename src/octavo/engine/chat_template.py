@@ -42,7 +42,7 @@ _TEMPLATE_ERRORS = (
 class ChatTemplate:
     """The chat templates of a checkpoint.
 
-    templates: Text of the default template, or texts by name. Template "tool_use" is for requests with tools.
+    templates: Text of the default template, or texts by name. "tool_use" is for requests with tools.
     special_tokens: Variables of the templates, such as "bos_token".
     """
 
@@ -86,8 +86,8 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation as a prompt, like transformers' `apply_chat_template`. Raises `RequestError`.
 
-        continue_final_message: True to end the prompt within the last message, which the model continues.
-        chat_template: Name or text of a template. Other keyword arguments become variables of the template.
+        continue_final_message: True to let the model continue the last message.
+        chat_template: Name or text of a template. Other keyword arguments become its variables.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -166,7 +166,6 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return a block's nodes."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

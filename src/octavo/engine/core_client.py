@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from octavo.outputs import EngineCoreOutput
 
     Answer: TypeAlias = Callable[[OctavoError | None], None]
-    """Called once per added request, with None if it is accepted, or with an error."""
+    """Called once per added request: with None if the core accepts it, otherwise with an error."""
 
 
 class CoreClient(Protocol):
     """A client of a core in this process or another one. Only `wake` and the properties are thread-safe.
 
-    After a request is accepted, `step` returns outputs until the request's n streams have ended. If the core dies
-    earlier, the callback of `on_lost` is called.
+    `step` returns an accepted request's outputs until all its output streams have ended. If the core dies earlier, the
+    callback of `on_lost` is called.
     """
 
     @property
@@ -83,7 +83,7 @@ class CoreClient(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block for at most a second. Return earlier if `wake` is called, or if work or an answer arrives."""
+        """Block until `wake` is called, work or an answer arrives, or a second has passed."""
         ...
 
     def wake(self) -> None:
@@ -91,7 +91,7 @@ class CoreClient(Protocol):
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report recent and new events to a listener a few times a second. None ends the reports."""
+        """Report recent and new events to a listener a few times a second. None: end the reports."""
         ...
 
     def finish_transfers(self) -> None:

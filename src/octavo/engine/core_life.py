@@ -71,13 +71,13 @@ class CoreLife:
 
     @property
     def why_over(self) -> str | None:
-        """How the process ended, or why it must be killed. None if neither applies."""
+        """How the process ended, or why it must be killed, or None."""
         if self.process.poll() is not None:
             return f"ended with status {self.process.returncode}"
         return self.health.why_given_up
 
     def send(self, message: bytes) -> bool:
-        """Send a message. Return False if the process is not ready or connected."""
+        """Send a message. Return False if the process is not ready or not connected."""
         if self.ready_at is None:
             return False
         try:

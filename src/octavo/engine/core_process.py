@@ -46,9 +46,9 @@ _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 def run_core_process(build: Build) -> None:
     """Read a `Launch` from standard input, build the core, and serve it until a `Stop` message.
 
-    If build(config, progress) raises an error, the error is sent to the parent and the process exits with status 1.
+    An error of build(config, progress) is sent to the parent. The process then exits with status 1.
     """
-    # Only the parent handles these signals, which may reach the whole process group.
+    # Only the parent handles these signals, which reach the whole process group.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
         signal.signal(each, signal.SIG_IGN)
     wake_when_parent_dies()

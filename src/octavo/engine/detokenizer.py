@@ -28,8 +28,8 @@ class TokenPieces:
     """Computes the text or bytes that each token appends to a nonempty text.
 
     has_byte_runs: True if consecutive byte tokens are decoded together as a run (sentencepiece's byte fallback). Each
-    byte of an invalid run becomes a replacement character. strips_start: True if the decoder may change a text's
-    beginning.
+    byte of an invalid run becomes a replacement character.
+    strips_start: True if the decoder may change a text's beginning.
     """
 
     __slots__ = ("_decoder", "_decodes_bytes", "_id_to_token", "_special_ids", "has_byte_runs", "kept", "strips_start")
@@ -79,9 +79,8 @@ class TokenPieces:
 class IncrementalDetokenizer:
     """Turns token ids into text. Without a prompt, the joined results of `add` and `finish` equal `Tokenizer.decode`.
 
-    Incomplete characters and byte runs are held back until later tokens complete them. After a prompt, the first word
-    keeps its leading space, which sentencepiece would strip. A character is part of the text even if its first bytes
-    are in the prompt.
+    Incomplete characters and byte runs are held back until they are complete. After a prompt, the first word keeps its
+    leading space, which sentencepiece would strip. A character that begins in the prompt belongs to the text.
     """
 
     __slots__ = ("_decode", "_first_ids", "_held", "_kept", "_pieces", "_skip", "num_prompt_bytes")

@@ -21,8 +21,8 @@ _COMPUTED = ("Transformer", "Pooling", "Normalize")
 class EmbeddingConfig:
     """How hidden states become an embedding.
 
-    pooling: "last" or "mean". problem: Why octavo cannot compute the embedding. Clients see this text, so it has no
-    absolute paths.
+    pooling: "last" or "mean".
+    problem: Why octavo cannot compute the embedding. Clients see this text, so it has no absolute paths.
     """
 
     pooling: str = "last"

@@ -38,7 +38,7 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Submit the next step, wait for the oldest step's result, and return new outputs.
 
-        If a step fails, only its requests end with an error.
+        If a step fails, its requests end with an error.
         """
         scheduler = self.scheduler
         try:

@@ -16,12 +16,12 @@ class Executor(Protocol):
     """Computes steps in the order of submission.
 
     `collect` raises `ExecutionError` if the step failed. After any exception of `collect` or `submit`, call `abandon`
-    before the next step. A step with `only_waits_for_transfers` ends when a KV transfer has ended, or after a few
+    before the next step. A step with `only_waits_for_transfers` ends when a KV transfer ends, or after a few
     milliseconds.
     """
 
     def submit(self, scheduled: SchedulerOutput) -> None:
-        """Start a step. The next step may be submitted before this step's result is collected."""
+        """Start a step. The next one may be submitted before `collect` is called."""
         ...
 
     def collect(self) -> ModelOutput:
@@ -33,10 +33,10 @@ class Executor(Protocol):
         ...
 
     def prepare(self, params: SamplingParams, tenant: str) -> Future[None] | None:
-        """Start the preparation of a request, such as compiling its grammar. Return None if no preparation is needed.
+        """Prepare a request, for example compile its grammar. Return None if no preparation is needed.
 
-        Tenants take turns. The future is `running()` once the tenant's turn comes. The future raises `RequestError` if
-        the request cannot be served. The method raises `RequestError` if the preparation cannot start.
+        Tenants take turns. The future is `running()` once the tenant's turn comes, and raises `RequestError` if the
+        request cannot be served. Raises `RequestError` if the preparation cannot start.
         """
         ...
 

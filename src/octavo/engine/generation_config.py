@@ -21,8 +21,9 @@ _WHOLE_KEYS = frozenset({"top_k", "max_new_tokens"})
 class GenerationDefaults:
     """A checkpoint's default sampling parameters and EOS ids.
 
-    sampling: Values by parameter name. eos_token_ids: Ids from generation_config.json, or else from config.json. path:
-    generation_config.json, for error messages.
+    sampling: Values by parameter name.
+    eos_token_ids: Ids from generation_config.json, or else from config.json.
+    path: generation_config.json, for error messages.
     """
 
     sampling: dict[str, float | int]
@@ -71,7 +72,7 @@ def _number(path: Path, key: str, value: Any) -> float | int:
 
 
 def _token_ids(path: Path, value: Any) -> tuple[int, ...]:
-    """Return the ids that are not negative. Negative ids mean no EOS."""
+    # Negative ids mean no EOS.
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in ids):
         raise ModelError(f"{path}: eos_token_id = {value!r} must be a token id or a list of them")

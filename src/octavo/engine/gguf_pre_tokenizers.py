@@ -1,4 +1,4 @@
-"""Pre-tokenizers of GGUF files, by the name in `tokenizer.ggml.pre`. They split a text before BPE merges.
+"""Pre-tokenizers of GGUF files, which split a text before BPE merges, by the name in `tokenizer.ggml.pre`.
 
 Each pattern splits the pieces of the previous pattern into matches and the texts between matches. Source: llama.cpp's
 src/llama-vocab.cpp.
@@ -57,7 +57,8 @@ _SEED = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_END}"
 class PreTokenizer(NamedTuple):
     """A pre-tokenizer with llama.cpp's settings.
 
-    ignores_merges: True if a piece in the vocabulary becomes one token. adds_bos: True if BOS is added by default.
+    ignores_merges: True if a piece in the vocabulary becomes one token without merges.
+    adds_bos: True if BOS is added by default.
     """
 
     patterns: tuple[str, ...]
@@ -65,7 +66,7 @@ class PreTokenizer(NamedTuple):
     adds_bos: bool = False
 
 
-# For old files, which name no pre-tokenizer.
+# for old files without a name
 DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
 _OF_KINDS: tuple[tuple[PreTokenizer, str], ...] = (
     (PreTokenizer((_LLAMA3,), True, True), "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2"),

@@ -38,7 +38,7 @@ _IDS = {
     "mask_token": "mask",
 }
 _ENDS = ("eos", "eot", "eom")
-# Many files name only one EOS token, but the model may end its turns with one of these tokens.
+# Many files name only one EOS token, but the model may end turns with one of these.
 _END_MARKS = frozenset(
     (
         *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>"),
@@ -63,7 +63,7 @@ class GGUFVocabulary:
         self._types = [_CONTROL if id_ in marks else kind for id_, kind in enumerate(types)]
 
     def check(self) -> None:
-        """Raise `ModelError` for an unsupported or invalid tokenizer."""
+        """Raise `ModelError` if the tokenizer is unsupported or invalid."""
         kind = self._get("model", str, None)
         if kind not in {_BYTES, _SCORES, _SPACED}:
             raise self._error("model", "octavo builds the kinds gpt2, llama and gemma4; give another tokenizer")
@@ -187,10 +187,7 @@ class GGUFVocabulary:
             (backend.add_special_tokens if is_special else backend.add_tokens)(added)
 
     def _strips_after(self) -> frozenset[str]:
-        """Return the tokens that strip following spaces. Only Phi-3 has such tokens.
-
-        As in llama.cpp, Phi-3 is detected by name.
-        """
+        # Only Phi-3 has tokens that strip following spaces. As in llama.cpp, Phi-3 is detected by name.
         name = str(self._metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:
             return frozenset()

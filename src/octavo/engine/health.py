@@ -17,13 +17,12 @@ _AWAY_S = 1.0
 class Patience:
     """Time limits for an engine process, in seconds.
 
-    - frozen: Time without a message, after which the process is not ready.
-    - dead: Time without a message, after which the process is killed.
-    - stuck: Like `frozen`, for time without progress.
-    - endless: Like `dead`, for time without progress.
+    - frozen: Time without a message until the process counts as not ready.
+    - dead: Time without a message until the process is killed.
+    - stuck, endless: Like `frozen` and `dead`, but without progress.
     - loading: Replaces `dead` until the process is ready.
     - restarts: Pauses before consecutive restarts. The last pause repeats.
-    - healthy: A process that served longer is restarted after the first pause.
+    - healthy: After this time of service, pauses begin again with the first.
     """
 
     frozen: float = 3.0
@@ -47,7 +46,7 @@ class Health:
     def look(self, now: float) -> None:
         """Record the time. Call this before messages are read.
 
-        If the last call was long ago, the calling thread was delayed. That time does not count as silence.
+        If the calling thread was delayed since the last call, the delay does not count as silence.
         """
         away = now - self._looked_at
         if away > _AWAY_S:

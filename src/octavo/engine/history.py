@@ -22,8 +22,8 @@ _DIGITS = string.ascii_letters + string.digits
 def with_short_ids(chat: Sequence[Message]) -> list[Message]:
     """Replace the ids of tool calls and results by ids of nine letters and digits.
 
-    Ids of this form are kept. A new id depends only on the old id, or on the call's position if the call has no id.
-    Therefore ids stay the same in the next turn, and the prompt's prefix stays cached.
+    Ids of this form are kept. A new id depends only on the old id, or on the position if no id is given. So ids stay
+    the same in the next turn, and the prompt's prefix stays cached.
     """
     ids = _ShortIds(chat)
     found: list[Message] = []
@@ -47,7 +47,6 @@ class _ShortIds:
         self._taken = {*self._new}
 
     def of(self, old: Any, place: str) -> str:
-        """Shorten an id."""
         key = str(old) if old not in (None, "") else f"\0{place}"
         if key not in self._new:
             attempt = 0
@@ -58,7 +57,6 @@ class _ShortIds:
         return self._new[key]
 
     def renamed_result(self, result: Message, call_id: str | None, index: int) -> Message:
-        """Rename a result."""
         return {**result, "tool_call_id": call_id or self.of(result.get("tool_call_id"), f"{index}-result")}
 
 
@@ -99,7 +97,7 @@ def with_one_system_message(chat: Sequence[Message], join: Callable[[list[Messag
 
 
 def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list[Message]:
-    """Turn system messages into user messages. If `keeps_first`, a system message at the beginning stays."""
+    """Turn system messages into user messages, except a first message if `keeps_first`."""
     return [
         {**message, "role": "user"} if message["role"] == "system" and (index or not keeps_first) else message
         for index, message in enumerate(chat)
@@ -130,7 +128,7 @@ def _calls(message: Message) -> Calls:
 
 
 def _matched(calls: Calls, results: Sequence[Message]) -> list[int | None]:
-    """Return each result's call index, or None. A result without an id belongs to the first call without a result."""
+    # A result without an id belongs to the first call without a result.
     of_ids: dict[str, deque[int]] = {}
     for place, call in enumerate(calls):
         of_ids.setdefault(str(call.get("id")), deque()).append(place)

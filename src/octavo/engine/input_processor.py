@@ -86,7 +86,7 @@ class ProcessedInput:
 
 
 class InputProcessor:
-    """Checks requests and translates them for the core. A missing seed is derived from the request's arrival number."""
+    """Checks requests and translates them for the core. A missing seed is derived from the arrival number."""
 
     def __init__(
         self, tokenizer: TextCodec | None, model_info: ModelInfo, seed: int, chat_template: ChatRenderer | None = None
@@ -123,7 +123,7 @@ class InputProcessor:
     ) -> list[int]:
         """Return a text's token ids. Raises `RequestError`, and `PromptTooLongError` for far too long texts.
 
-        is_prompt: True to refuse more ids than `max_model_len` minus `least_output_tokens`.
+        is_prompt: True to allow at most `max_model_len` - `least_output_tokens` ids.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:
@@ -146,12 +146,12 @@ class InputProcessor:
         return token_ids
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the last `num_tokens` ids of a text, at most `max_model_len`."""
+        """Return a text's last `num_tokens` ids, at most `max_model_len`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode_end(text, most, add_special_tokens=add_special_tokens)
 
     def encode_start(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the first `num_tokens` ids of a text. See `encode_end`."""
+        """Return a text's first `num_tokens` ids, at most `max_model_len`."""
         most = min(num_tokens, self.model_info.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)[:most]
 
@@ -164,7 +164,7 @@ class InputProcessor:
         """Render a conversation."""
         if self._tokenizer is None or self._chat_template is None:
             raise RequestError("chat needs a tokenizer and a chat template; this model has none", parameter="messages")
-        if "chat_template" in options:  # a template is a program, so only the operator may provide one
+        if "chat_template" in options:  # a template is a program, so clients may not send one
             raise RequestError("a request cannot bring a chat template of its own", parameter="chat_template")
         return self._chat_template.render(messages, **options)
 
@@ -186,7 +186,7 @@ class InputProcessor:
         self._check_structure(params)
         least = params.least_output_tokens
         text, token_ids = self._read_prompt(prompt, least)
-        # The scheduler would check the length only after the prompt is copied or sent.
+        # The scheduler's check would be later, after the prompt is copied or sent.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
         self._check_token_ids(token_ids, params, predicted)
@@ -276,7 +276,7 @@ def _token_id(value: Any, parameter: str = "prompt") -> int:
 
 
 def draw_seed(engine_seed: int, arrival: int) -> int:
-    """Return the seed of the request with this arrival number, by splitmix64 (Steele, Lea, Flood 2014)."""
+    """Return the seed for an arrival number, by splitmix64 (Steele, Lea, Flood 2014)."""
     mask = 2**64 - 1
     z = (engine_seed * 0xD1342543DE82EF95 + (arrival + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -183,7 +183,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life. progress: A counter that grows with useful steps and during idle time."""
+    """A sign of life. progress: Counter that grows with useful steps and while idle."""
 
     progress: int
 
@@ -250,7 +250,7 @@ def refusal(request_id: str, error: OctavoError) -> Refused:
 
 
 def failure(error: BaseException) -> Failed:
-    """Encode an error that the build raised. Errors of unknown classes become `EngineDeadError`."""
+    """Encode an error of the build. Unknown classes become `EngineDeadError`."""
     kind = type(error).__name__
     return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
 

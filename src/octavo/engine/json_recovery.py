@@ -52,7 +52,7 @@ class StrictObject:
         self._is_in_string = False
 
     def scan(self, text: str, position: int) -> int:
-        """Scan from `position` until the object ends, is invalid, or needs more text. Return the new position."""
+        """Scan from `position` until the object ends, is invalid or needs more text. Return the new position."""
         while not self.is_over and not self.is_broken and position < len(text):
             before = position
             if self._is_in_string:
@@ -66,7 +66,7 @@ class StrictObject:
         return position
 
     def drop(self, num_chars: int) -> None:
-        """Adjust `num_safe` after the caller has removed the text's first characters."""
+        """Adjust `num_safe` after the text's first characters were removed."""
         self.num_safe -= num_chars
 
     def _scan_string(self, text: str, position: int) -> int:
@@ -142,8 +142,9 @@ def recover_object(
     Repairs unescaped quotes and control characters in strings, invalid escapes, trailing commas, and Python literals.
     Returns None unless exactly one repair is plausible.
 
-    ends: Pattern of the text that must follow the object. known: Expected keys, or None for any. opener:
-    Pattern of the start of a tool call. A string with unescaped quotes is ambiguous if it contains a match of `opener`.
+    ends: Pattern of the text that must follow the object.
+    known: Expected keys, or None for any.
+    opener: Pattern of a tool call's start. A string with unescaped quotes is ambiguous if it contains a match.
     """
     if _PYTHON_OBJECT.match(text):
         return _python_object(text, ends)
@@ -153,7 +154,7 @@ def recover_object(
     breaks = _breaks(text, ends, opener)
     found = _Search(text, ends, known, breaks).run(budget)
     if found is not None and known is not None and found.num_strays:
-        # Retry, because unknown keys are more likely than strings with unescaped quotes.
+        # Unknown keys are more likely than unescaped quotes.
         other = _Search(text, ends, None, breaks).run(budget)
         found = other if other is not None and other.num_strays < found.num_strays else found
         found = found if budget.num_steps else None  # the second search may have run out of steps
@@ -189,8 +190,8 @@ def _python_object(text: str, ends: re.Pattern[str]) -> tuple[str, int] | None:
 class _Reading:
     """One interpretation of a text up to a position.
 
-    is_clear: True if no other repair explains the text. is_paired: True if each string with unescaped quotes has an
-    even number of inner quotes.
+    is_clear: True if no other repair explains the text.
+    is_paired: True if each string with unescaped quotes has an even number of inner quotes.
     """
 
     position: int = 0
@@ -203,7 +204,6 @@ class _Reading:
     is_paired: bool = True
 
     def text(self) -> str:
-        """Join the pieces."""
         pieces, left = list[str](), self.written
         while left is not None:
             left, piece = left
@@ -211,15 +211,14 @@ class _Reading:
         return "".join(reversed(pieces))
 
     def advanced(self, end: int, piece: str, expects: str, **changes: Any) -> _Reading:
-        """Append a piece."""
         return replace(self, position=end, expects=expects, written=(self.written, piece), **changes)
 
 
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes. If this string has an odd number of quotes, any other interpretation
-    makes the text ambiguous.
+    At most one string may have unescaped quotes. If this string has an odd number of inner quotes, any other
+    interpretation makes the text ambiguous.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
@@ -228,7 +227,6 @@ class _Search:
         self._heap: list[tuple[int, int, _Reading, Iterator[_Reading] | None]] = []
 
     def run(self, budget: SearchBudget) -> _Reading | None:
-        """Return the best interpretation if it is unique."""
         best: _Reading | None = None
         self._push(0, _Reading())
         while budget.num_steps > 0:
@@ -386,7 +384,6 @@ class _Escapes:
     num_quotes: int = 0
 
     def add(self, written: str, *, is_valid: bool) -> None:
-        """Record an escape."""
         if is_valid and written == '\\"':
             self.num_quotes += 1
         elif is_valid:

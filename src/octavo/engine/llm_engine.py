@@ -78,7 +78,7 @@ class Engine:
         params: SamplingParams | None = None,
         **options: Unpack[OptionFields],
     ) -> None:
-        """Add a request, with options of `RequestOptions`. Nothing is added if `RequestError` is raised."""
+        """Add a request. If `RequestError` is raised, nothing is added. options: Fields of `RequestOptions`."""
         self.add_processed(
             self.input_processor.process(
                 request_id, prompt, params, options=RequestOptions(**options), arrival_time=self.clock()
@@ -86,7 +86,7 @@ class Engine:
         )
 
     def add_processed(self, processed: ProcessedInput) -> None:
-        """Add all streams of a checked request, or none. If the request has a grammar, wait for its compilation."""
+        """Add all streams of a checked request, or none. Waits for the compilation of a grammar."""
         answers: list[OctavoError | None] = []
         self.submit(processed, answers.append)
         try:
@@ -99,7 +99,7 @@ class Engine:
             raise answers[0]
 
     def submit(self, processed: ProcessedInput, accept: Answer) -> None:
-        """Add a checked request. Calls accept(None) when the request is queued, or accept(error) if it is refused."""
+        """Add a checked request. Calls accept(None) once it is queued, or accept(error) if it is refused."""
         request_id = processed.request_id
         if request_id in self._submitted or request_id in self.output_processor:
             accept(RequestError(f"request id {request_id!r} is in use", parameter="request_id"))
@@ -183,10 +183,10 @@ class Engine:
     ) -> dict[str, RequestOutput]:
         """Answer all prompts together. Return the last outputs by request id, in the prompts' order.
 
-        Requests that were added earlier continue, and the next `step` returns their outputs. If the engine has no
-        other requests, the call waits until KV stores have saved the KV. An exception aborts the whole batch.
+        Earlier requests continue, and the next `step` returns their outputs. If the engine has no other requests, the
+        call waits until the KV is saved in stores. An exception aborts the batch.
 
-        - sampling_params or params: One object for all prompts, or a list with one object per prompt.
+        - sampling_params or params: One object for all prompts, or a list with one per prompt.
         - on_output: Called with each output.
         """
         if sampling_params is not None and params is not None:

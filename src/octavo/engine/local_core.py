@@ -46,8 +46,8 @@ class _Held:
 class LocalCore:
     """A `CoreClient` of a core in this process.
 
-    prepare_s: Limit on compiling a request's grammar, in seconds. turn_s: Limit on waiting until the compilation
-    starts, in seconds.
+    prepare_s: Limit on compiling a request's grammar, in seconds.
+    turn_s: Limit on waiting for the compilation's start, in seconds.
     """
 
     num_restarts = num_failed_starts = 0
@@ -159,7 +159,7 @@ class LocalCore:
         return outputs
 
     def check_when_idle(self) -> None:
-        """Check an idle core's invariants, and log violations. Raises `EngineDeadError` if the executor has failed."""
+        """Check an idle core's invariants, and log violations. Raises `EngineDeadError` if the executor failed."""
         self.core.executor.check()
         for breach in self.core.scheduler.check_when_idle():
             logger.error("%s; the blocks concerned are not used any more", breach)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 PIECE_CHARS = 1 << 15  # 15 ms of work
-MAX_UNCUT_CHARS = 1 << 20  # a second or two of work, which cannot be cancelled
-# Spellings of a blank and a line break: byte-level, sentencepiece, plain.
+MAX_UNCUT_CHARS = 1 << 20  # one or two seconds of work, which cannot be cancelled
+# blank and line break in byte-level, sentencepiece and plain tokens
 _BLANK, _BREAK = "Ġ▁ ", "Ċ\n"
 _ACROSS_BLANK = re.compile(f"[A-Za-z][{_BLANK}]")
 _ACROSS_BREAK = re.compile(f"[{_BREAK}][^{_BREAK}{_BLANK}ĉč\t\r\f\v]")
 _BLANK_CUT, _BREAK_CUT = r"(?<=[A-Za-z])(?= [A-Za-z])", r"(?<=\S\n)(?=\S)"
-# Texts are cut only if this sample's pieces yield the sample's ids.
+# Texts are cut only if this sample's pieces yield the same ids as the whole sample.
 _SAMPLE = (
     "A fox's 1234567 tails.\nIt said\n(twice): x_y = [0] \n\n  if a b:\n\tc  d\r\n"
     "\u72d0\n\u72d0\u72d0 e\u0301 \u00e9t\u00e9 z  \n"
@@ -52,10 +52,7 @@ class LongTextEncoder:
         self._front, self._back = self._special_tokens()
 
     def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """See `TextCodec`.
-
-        Raises `RequestError` if the text has too many characters without a possible cut.
-        """
+        """See `TextCodec`. Raises `RequestError` if too many characters have no possible cut."""
         ids = list(self._front) if add_special_tokens else []
         for piece in self._pieces(text, 0):
             ids += piece
@@ -97,7 +94,7 @@ class LongTextEncoder:
             start = end
 
     def _ids(self, text: str, start: int, end: int) -> list[int]:
-        """Tokenize a piece, together with the word before it, because normalizers may change a text's start."""
+        # The word before the piece is tokenized, too, because normalizers may change a text's start.
         before = self._cut_before(text, start)
         if before == start:
             return self._encode(text[start:end], add_special_tokens=False)

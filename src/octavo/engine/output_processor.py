@@ -26,7 +26,7 @@ _NUM_TEXTS = 1 << 14
 
 @dataclass(slots=True)
 class _OutputState:
-    """The state of one stream. In DELTA mode, `logprobs` has only undelivered entries."""
+    """One stream. In DELTA mode, `logprobs` has only undelivered entries."""
 
     index: int
     detokenizer: Detokenizer | None = None
@@ -69,7 +69,7 @@ class _RequestState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """A step's outputs, and ids of streams that the core must end because of a stop string or an exception."""
+    """A step's outputs, and streams that the core must end because of a stop string or an exception."""
 
     request_outputs: list[RequestOutput]
     streams_to_stop: list[str]
@@ -137,7 +137,7 @@ class OutputProcessor:
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def piece(self, token_id: int) -> str | bytes:
-        """Return a token's text, or its bytes if they may be only a part of a character."""
+        """Return a token's text, or its bytes if they may be part of a character."""
         return self._token_pieces[token_id]
 
     def tokenizer_of(self, params: SamplingParams) -> DetokenizerFactory:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from octavo.outputs import RequestOutput
 
-DEADLINE_GRACE_S = 1.0  # if the engine does not end the request, its stream fails this long after the deadline
+DEADLINE_GRACE_S = 1.0  # time after the deadline in which the engine must end the request
 
 
 class OutputStream:
     """A queue of one request's outputs. The only reader runs on the event loop `loop`.
 
-    accepted: Future that succeeds when the core accepts the request, and fails when the core refuses it. Only the
-    engine's thread uses is_detached and num_delivered.
+    accepted: Succeeds when the core accepts the request, and fails when the core refuses it.
+    is_detached, num_delivered: Only the engine's thread uses these attributes.
     """
 
     def __init__(self, deadline: float | None, on_unread: Callable[[RequestOutput], None] | None) -> None:

@@ -29,8 +29,9 @@ class ValueScanner:
     """Finds the end of a literal in a text that arrives in pieces.
 
     ends: Characters that end the literal outside of brackets and strings. If "", the literal ends after its last
-    bracket. is_begun: True if the whole text has arrived but the literal is incomplete. line_ends: Positions of
-    unescaped line ends in strings without triple quotes.
+    bracket.
+    is_begun: True if the whole text has arrived but the literal is incomplete.
+    line_ends: Positions of unescaped line ends in strings without triple quotes.
     """
 
     def __init__(self, start: int, ends: str = ",)") -> None:
@@ -45,8 +46,8 @@ class ValueScanner:
     def end(self, text: str, *, is_over: bool) -> int | None:
         """Return the literal's end, or None if more text is needed.
 
-        is_over: True if no more text will come. An incomplete literal then raises `NotALiteralError`. Brackets that do
-        not match always raise this error.
+        is_over: True if no more text will come. Raises `NotALiteralError` for brackets that do not match, and for an
+        incomplete literal if `is_over`.
         """
         while self._position < len(text):
             before = self._position
@@ -81,7 +82,7 @@ class ValueScanner:
     def begun_json(self, text: str) -> str | None:
         """Convert a cut-off string, list or dict to cut-off JSON. Return None for any other value.
 
-        The JSON of a list or dict ends after the last complete member. For example, `[1, 2` becomes `[1`.
+        A list or dict ends after the last complete member: `[1, 2` becomes `[1`.
         """
         if self._whole is None:
             return begun_string_json(self.value(text, len(text)).lstrip())
@@ -126,7 +127,7 @@ def literal(text: str) -> Any:
     """Return the value of JSON or a Python literal.
 
     Tuples become lists. JSON's `true`, `false` and `null` are allowed. Raises `NotALiteralError` for anything else,
-    such as names, calls, f-strings, bytes, sets, keys that are not strings, and lone surrogates.
+    such as names, calls, f-strings, bytes, sets, non-string keys and lone surrogates.
     """
     if len(text) > _MAX_CHARS or not text.strip():
         raise NotALiteralError

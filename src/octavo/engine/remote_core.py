@@ -41,11 +41,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _POLL_MS = 250
 _PAUSE_POLL_MS = 20
-_LAST_WORDS_MS = 100  # wait for an ended process's last messages
+_LAST_WORDS_MS = 100  # wait for last messages of an ended process
 _STOP_S = 5.0
 _STOP_POLL_MS = 20
 _KILL_S = 5.0  # wait for a killed process at shutdown
-_GIVE_BACK_S = 60.0  # same, before a restart
+_GIVE_BACK_S = 60.0  # wait for a killed process before a restart
 _MAX_PENDING = 4096
 
 

@@ -27,7 +27,7 @@ class StopStrings:
     """All stop strings as one automaton (Aho and Corasick, 1975).
 
     Each prefix of a stop string has a number, its node. Strings are sorted, and their prefixes are numbered string by
-    string. If several strings share a prefix, its first number is used.
+    string. A shared prefix keeps its first number.
     """
 
     def __init__(self, stop_strings: Iterable[str]) -> None:
@@ -103,8 +103,10 @@ class StopSearch:
     def add(self, text: str, *, counts: bool = True) -> StopMatch | None:
         """Search the next piece of the text. Return the first stop string that ends in this piece, or None.
 
-        If two stop strings end at the same character, the longer stop string is returned. counts: False to ignore stop
-        strings that end in this piece. A later call can still find stop strings that begin in this piece.
+        If two stop strings end at the same character, the longer one is returned.
+
+        counts: False to ignore stop strings that end in this piece. A later call can still find stop strings that begin
+        in this piece.
         """
         stops = self._stops
         if not self._node and stops.first_characters.isdisjoint(text):

@@ -46,14 +46,14 @@ TOOL = {
 class TemplateTraits:
     """The form of messages that one chat template needs.
 
-    - part_roles: Roles with content that may be a list of parts. For other roles, parts are joined by line feeds.
-    - only_part_roles: Roles with content that must be a list of parts.
+    - part_roles: Roles that allow a list of parts as content. For other roles, parts are joined by line feeds.
+    - only_part_roles: Roles that require a list of parts as content.
     - null_content, empty_content: Content that replaces null or "" in a message with calls.
     - takes_text_arguments: True if arguments must be JSON text.
     - joins_turns: True if consecutive messages of a role must be joined.
     - joins_results: True if a user message must be joined with the tool result before it.
     - wants_short_ids: True if call ids must be nine letters and digits.
-    - wants_single_calls: True if the template refuses a message with several calls, or drops calls.
+    - wants_single_calls: True if the template refuses or drops several calls in one message.
     - system: Positions at which the template shows system messages.
     """
 
@@ -72,7 +72,7 @@ class TemplateTraits:
     def find(cls, render: Render) -> TemplateTraits:
         """Detect a template's traits. render: Renders messages, or returns None if the template refuses them.
 
-        Detection itself has no time limit, because prompts must not depend on the machine's load.
+        Has no time limit, because prompts must not depend on the machine's load.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
@@ -169,7 +169,7 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Return the content of a message with a call and no text, and True if the call's arguments must be text."""
+    """Return the content of a message with a call but no text, and whether the arguments must be text."""
     faults: dict[tuple[EmptyContent, bool], tuple[bool, int]] = {}
     for as_text in forms:
         for content in contents:

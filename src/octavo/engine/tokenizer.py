@@ -42,7 +42,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(backend, self._special_ids)
-        # As in transformers 5, only the post-processor adds BOS and EOS. add_bos_token and add_eos_token are ignored.
+        # As in transformers 5, only the post-processor adds BOS and EOS, not add_bos_token and add_eos_token.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod
@@ -68,10 +68,7 @@ class Tokenizer:
             raise ModelError(_explain_missing(directory))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """See `TextCodec`.
-
-        Raises `RequestError` if the text is not valid Unicode, or is long and cannot be split.
-        """
+        """See `TextCodec`. Raises `RequestError` if the text is not valid Unicode, or is long and cannot be split."""
         _check_unicode(text)
         if len(text) > PIECE_CHARS:
             return self._long_texts.encode(text, add_special_tokens=add_special_tokens, most=most)
@@ -122,7 +119,7 @@ class Tokenizer:
 
     @property
     def added_ids(self) -> frozenset[int]:
-        """Ids of added tokens, which are not in the trained vocabulary."""
+        """Ids of added tokens."""
         return frozenset(self.backend.get_added_tokens_decoder())
 
     def token(self, token_id: int) -> str:

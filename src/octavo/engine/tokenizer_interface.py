@@ -13,7 +13,7 @@ class Detokenizer(Protocol):
 
     @property
     def held(self) -> bytes:
-        """Bytes held back until a character or byte run is complete. Bytes of the prompt come first."""
+        """Bytes of an incomplete character or byte run. Bytes of the prompt come first."""
         ...
 
     @property
@@ -138,20 +138,16 @@ class _SomeHidden:
 
     @property
     def held(self) -> bytes:
-        """See `Detokenizer`."""
         return self._behind.held
 
     @property
     def num_prompt_bytes(self) -> int:
-        """See `Detokenizer`."""
         return self._behind.num_prompt_bytes
 
     def add(self, token_ids: list[int]) -> str:
-        """See `Detokenizer`."""
         return self._behind.add(self._shown(token_ids))
 
     def finish(self) -> str:
-        """See `Detokenizer`."""
         return self._behind.finish()
 
     def _shown(self, token_ids: list[int]) -> list[int]:

@@ -28,14 +28,14 @@ class Api:
 
     below: Path prefix. Errors for unknown paths with this prefix have this API's format.
     event: Returns the last event of a stream that fails.
-    last_event: Matches the event that ends a stream. If None, a field of `_LastToken` is true in this event.
-    statuses: Maps an HTTP status to the status that this API sends instead.
+    last_event: Matches the event that ends a stream. If None, this event has a true field of `_LastToken`.
+    statuses: Maps an HTTP status to this API's status.
     any_type: True if any Content-Type is accepted.
     lines: True if each event is a line of JSON.
 
-    Only the router reads the following fields.
+    Only the router reads these fields:
 
-    limits: Request fields that limit the number of output tokens. "a.b" means field b of object a.
+    limits: Request fields that limit the output tokens. "a.b" means field b of object a.
     counted: Answer field that contains or precedes the token counts.
     """
 
@@ -167,13 +167,13 @@ OLLAMA = Api(
     answer_counts=("eval_count",),
 )
 SGLANG, OPERATOR = replace(OPENAI, name="SGLang"), replace(OPENAI, name="operator")
-# The router joins a request's prompt fields in the order in which these APIs list them.
+# The router joins a request's prompt fields in the order of this list.
 APIS = (RESPONSES, ANTHROPIC, OPENAI, OLLAMA, TGI)
 OLLAMA_TAG = ":latest"  # Ollama's clients append it to model names
 
 
 def api_below(path: str) -> Api:
-    """Return the API whose prefix `below` a path has, or `OPENAI`."""
+    """Return the API of a path by its prefix, or `OPENAI`."""
     return next((api for api in APIS if api.below and path.startswith(api.below)), OPENAI)
 
 

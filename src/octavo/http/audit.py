@@ -44,8 +44,7 @@ class Spans(Protocol):
 class AuditMiddleware:
     """The outermost middleware. Logs and counts every request, without its content.
 
-    The client's X-Request-Id is kept if valid, or a new id is made. Routes add fields to the log line through
-    `request.state.audit`.
+    A valid X-Request-Id of the client is kept. Routes add fields to the log line through `request.state.audit`.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Spans | None = None) -> None:

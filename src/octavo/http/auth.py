@@ -22,7 +22,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class ApiKeyMiddleware:
-    """Requires a valid API key, except for health checks. Sets `request.state.tenant`.
+    """Requires an API key, except for health checks. Sets `request.state.tenant`.
 
     keyring: Returns the current keys, or None if no key is required.
     """
@@ -59,10 +59,10 @@ def check_operator(tenant: Tenant, action: str) -> None:
 
 
 def _key(scope: Scope) -> bytes | None:
-    """Return the request's key, or None if headers contain no key or different keys.
+    """Return the request's key, or None for no key or different keys.
 
-    Browsers add a saved password even to requests that pages of other sites make. So a password is accepted only from
-    the server's own pages.
+    Browsers add a saved password even to requests of other sites' pages. So a password is accepted only from the
+    server's own pages.
     """
     keys: dict[bytes, bytes | None] = {}
     is_password = False
@@ -76,9 +76,9 @@ def _key(scope: Scope) -> bytes | None:
 
 
 def _is_same_origin(scope: Scope) -> bool:
-    """Return True if the request is from the browser's user or the server's own pages, or opens one of `PAGES`.
+    """Return True if the user or the server's own pages made the request, or if it opens one of `PAGES`.
 
-    Browsers send `Sec-Fetch-Site` only over TLS and on loopback. If this header is missing, Origin must not name
+    Browsers send `Sec-Fetch-Site` only over TLS and on loopback. Without this header, Origin must not name
     another site.
     """
     said: dict[bytes, bytes] = dict(scope["headers"])

@@ -27,7 +27,7 @@ async def received(
 ) -> AsyncIterator[list[bytes]]:
     """Read a request's body and yield its pieces. The end of the `with` block releases the units of `pool`.
 
-    Raises `SlowBodyError`, `BodyTooLargeError` and `QueueFullError`.
+    Raises `SlowBodyError`, `BodyTooLargeError`, `QueueFullError`.
     """
     with contextlib.ExitStack() as taken:
         try:
@@ -53,10 +53,7 @@ def read_timeout(request: Request, limit_s: float) -> float:
 
 
 async def _read_limited(request: Request, max_bytes: int, pool: Pool, taken: contextlib.ExitStack) -> list[bytes]:
-    """Read a body, and reserve its size in `pool` until `taken` is closed.
-
-    The first `FREE_BYTES` are not reserved.
-    """
+    """Read a body. Reserve its size minus `FREE_BYTES` in `pool` until `taken` is closed."""
     error = BodyTooLargeError(f"the request's body exceeds the limit of {max_bytes} bytes")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:

@@ -41,14 +41,14 @@ _HEADERS_TOO_LARGE = HttpError(431, f"the request's headers exceed the limit of 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """An HTTP/1.1 connection with time limits. Answers 431 if headers exceed `MAX_HEADER_BYTES`.
 
-    header_timeout_s: Seconds in which a request's headers must arrive, counted from their first byte. For a
-    connection's first request, the time begins when the client connects.
-    idle_timeout_s: Seconds in which the client must take `MAX_UNSENT_BYTES`, or all waiting bytes if there are fewer.
-    max_connections: Number of connections that accept any request. Further connections accept only health checks.
+    header_timeout_s: Seconds from the first byte of a request's headers to their end. For the first request, the time
+    begins with the connection.
+    idle_timeout_s: Seconds in which the client must take `MAX_UNSENT_BYTES`, or all waiting bytes if these are fewer.
+    max_connections: Further connections accept only health checks.
     on_refused: Called for each error that the application does not see.
 
-    Pipelined requests are answered in order. The next request is read while an answer is sent, because a disconnect is
-    noticed only by reading. The header Upgrade is ignored (RFC 9110, section 7.8).
+    Pipelined requests are answered in order. The next request is read while an answer is sent, because only reading
+    detects a disconnect. The header Upgrade is ignored (RFC 9110, section 7.8).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._on_refused = on_refused
         self._timer: Timeout | None = None
         self._reader_timer: Timeout | asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None  # request answered now or last; `cycle` is the newest one
+        self._answered: RequestResponseCycle | None = None  # answered now or last; `cycle` is the newest request
         self._num_header_bytes = 0
         self._is_in_body = self._made_progress = False
         self._is_for_probes = False
@@ -93,7 +93,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def is_silent_probe(self) -> bool:
-        """True if this connection is only for health checks, and the client has sent nothing."""
+        """True if this connection is only for health checks, and nothing was received."""
         is_silent = self._answered is None and not self._num_header_bytes
         return self._is_for_probes and is_silent and not self.transport.is_closing()
 
@@ -114,7 +114,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def pause_writing(self) -> None:
-        """Check from now on that the client reads."""
+        """Start to check that the client reads."""
         super().pause_writing()
         self._watch_reader()
 
@@ -187,7 +187,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def write_body(self, piece: bytes) -> bool:
-        """Write a piece of a chunked answer, faster than ASGI's `send`. Returns False if too many bytes are unsent.
+        """Write a piece of a chunked answer, faster than ASGI's `send`. Return False if too many bytes are unsent.
 
         After False, the caller must send an empty piece by ASGI's `send`, which waits until the client has read enough.
         """
@@ -220,7 +220,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer invalid input with an error, and close the connection.
 
-        No error is sent if the client could mistake the error for another request's answer.
+        No error is sent if the client could mistake it for another request's answer.
         """
         answered = self._answered
         is_its_body = answered is not None and self._is_in_body and answered.scope is self.scope
@@ -264,8 +264,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _look_at_reader(self, sock: socket.socket, before: int, waiting: int) -> None:
         self._reader_timer = None
         after = bytes_taken(sock)
-        # 0 is ignored, because gVisor always reports 0. Linux itself closes a connection if the client acknowledges
-        # nothing.
+        # gVisor always reports 0. Linux itself closes a connection if the client acknowledges nothing.
         if not after or after - before >= min(waiting, MAX_UNSENT_BYTES) or not self._num_waiting_bytes(sock):
             self._watch_reader()
             return
@@ -289,7 +288,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 class PacedAnswers:
     """Middleware that sends each piece of a large body after the client has taken the previous pieces.
 
-    So the keep-alive timeout starts only when almost the whole body has arrived. Events of streams are not split.
+    So the keep-alive timeout does not start before almost the whole body has arrived. Streamed events are not split.
     """
 
     def __init__(self, app: ASGIApp) -> None:

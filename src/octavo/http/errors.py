@@ -150,8 +150,8 @@ def reason_of(status: int) -> str:
         return f"status_{status}"
 
 
-# Rows: exception, status, type, code, message. The first matching row is used. A message replaces the exception's text
-# if the text may contain paths or addresses.
+# Rows: exception, status, type, code, message. The first match is used. A message replaces the exception's text, which
+# may contain paths or addresses.
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _TABLE: tuple[tuple[type[OctavoError], int, str, str | None, str | None], ...] = (
     (PromptTooLongError, 400, _INVALID, "context_length_exceeded", None),
@@ -192,8 +192,8 @@ def to_http(error: Exception) -> HttpError:
 def client_field_names(names: Mapping[str, str], *, in_text: bool = False) -> Iterator[None]:
     """Rename the field of a `RequestError` that the block raises.
 
-    names: Maps octavo's field names to the client's field names. in_text: True to also rename this field and all
-    fields with an underscore in the message.
+    names: Maps octavo's field names to the client's.
+    in_text: True to also rename this field and all fields with an underscore in the message.
     """
     try:
         yield

@@ -31,9 +31,8 @@ _LOOK_S = 0.1  # between checks for a second signal
 class GracefulServer(uvicorn.Server):
     """A uvicorn server that lets open requests finish before it exits.
 
-    Requests that are still open after the grace period are ended with an error. On a second signal, the server exits
-    immediately. On SIGHUP, it reads API keys and certificate again. The server also exits if `HttpService.is_dead` is
-    true.
+    After the grace period, open requests end with an error. A second signal exits immediately. SIGHUP reads API keys
+    and certificate again. The server also exits if `HttpService.is_dead`.
     """
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
@@ -41,7 +40,7 @@ class GracefulServer(uvicorn.Server):
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        """Begin the shutdown, or force it at a second signal. Unlike uvicorn, do not raise the signal again."""
+        """Begin the shutdown, or force it at a second signal. Unlike in uvicorn, the signal is not raised again."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -87,7 +86,7 @@ class GracefulServer(uvicorn.Server):
 
 
 def http_server(app: ASGIApp, service: HttpService, *, max_connections: int = MAX_CONNECTIONS) -> GracefulServer:
-    """Make a server. The caller runs it by `run(sockets=[...])` with a socket from `bind`."""
+    """Make a server. Run it by `run(sockets=[...])` with a socket from `bind`."""
     config = service.config
     http = partial(
         BoundedHttpProtocol,

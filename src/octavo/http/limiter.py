@@ -25,7 +25,7 @@ _NUM_ENDINGS = 64
 class Bucket:
     """A token bucket. It gains `per_minute` units a minute, and holds at most `per_minute` units.
 
-    The level may be negative, because tokens are taken after use.
+    The level may be negative, because units may be taken after use.
     """
 
     def __init__(self, per_minute: float, now: float) -> None:
@@ -33,10 +33,7 @@ class Bucket:
         self._level, self._time = per_minute, now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` units are available.
-
-        If `amount` exceeds the bucket's size, return the seconds until the bucket is full.
-        """
+        """Return the seconds until `amount` units are available or the bucket is full."""
         missing = min(amount, self.per_minute) - self._fill(now)
         return max(missing, 0.0) * _MINUTE_S / self.per_minute
 
@@ -53,9 +50,9 @@ class Bucket:
 class Pool:
     """Counts how many units of a resource each tenant holds.
 
-    If `is_shared` is true, a tenant that holds units may hold at most its weight times the number of free units. So one
-    tenant cannot use up the pool (Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
-    switch", 1998).
+    If `is_shared`, a tenant that holds units may hold at most its weight times the number of free units. So no tenant
+    can exhaust the pool. Source: Choudhury and Hahne, "Dynamic queue length thresholds in a shared-memory packet
+    switch", 1998.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -75,9 +72,9 @@ class Pool:
         return self._held[tenant.name]
 
     def available(self, tenant: Tenant, *, besides: int = 0) -> float:
-        """Return how many units a tenant may take, or a negative number if the tenant holds too many.
+        """Return how many units a tenant may take. Negative if the tenant holds too many.
 
-        besides: Number of the tenant's held units to ignore.
+        besides: Number of held units to ignore.
         """
         free, held = self.num_free, self.held_by(tenant) - besides
         return min(free, tenant.weight * free - held) if self.is_shared and held else free
@@ -85,7 +82,7 @@ class Pool:
     def share(self, tenant: Tenant) -> float:
         """Return how many units a request that can be served in parts may take.
 
-        If `is_shared` is true, the tenant then holds at most its weight times the number of units that remain free.
+        If `is_shared`, the tenant then holds at most its weight times the number of units that remain free.
         """
         held = self.held_by(tenant) if self.is_shared else 0
         return min((tenant.weight * self.num_free - held) / (1 + tenant.weight), self.num_free)
@@ -115,8 +112,8 @@ class Pool:
 class _Waiter:
     """A request that waits for units.
 
-    passed: Units that later requests took while this request was the first waiter of its tenant. A unit of another
-    tenant counts as this tenant's weight divided by the other tenant's weight.
+    passed: Units that later requests took while this request was its tenant's first waiter. A unit of another tenant
+    counts as this tenant's weight divided by the other's weight.
     """
 
     tenant: Tenant
@@ -127,15 +124,14 @@ class _Waiter:
 
     @property
     def is_next(self) -> bool:
-        """True if later requests took at least `amount` units. Then free units are reserved for this request."""
+        """True if later requests took at least `amount` units. Free units are then reserved for this request."""
         return self.passed >= self.amount
 
 
 class WaitingLine:
     """Requests that wait for units of a pool. Requests of one tenant wait in order of arrival.
 
-    Later requests may overtake a tenant's first waiter. After these requests have taken as many units as the waiter
-    needs, two rules apply:
+    Later requests may overtake a tenant's first waiter until they have taken as many units as the waiter needs. Then:
 
     - No request of the same tenant overtakes the waiter.
     - If the tenant holds no units, other tenants cannot take the units that the waiter needs.
@@ -147,7 +143,7 @@ class WaitingLine:
         self._num_waited = 0
 
     def take_now(self, tenant: Tenant, amount: int) -> bool:
-        """Take units without waiting. Returns False if the request would have to wait."""
+        """Take units, or return False if the request would have to wait."""
         of_tenant = self._waiters.get(tenant.name)
         if (of_tenant and of_tenant[0].is_next) or not self._may_take(tenant, amount, self._num_waited):
             return False
@@ -223,8 +219,8 @@ class _Account:
 class Permit:
     """The output streams that one HTTP request may use.
 
-    is_kept: True if the streamed answer, not the `with` block, releases the permit. is_in: True after the first prompt
-    was admitted.
+    is_kept: True if the streamed answer, not the `with` block, releases the permit.
+    is_in: True after the first prompt was admitted.
     """
 
     tenant: Tenant
@@ -245,8 +241,8 @@ class Permit:
     async def hold_tokens(self, num_tokens: int) -> None:
         """Take tokens for a waiting prompt.
 
-        If too few tokens are free, `QueueFullError` is raised for the first prompt of a request. Further prompts of the
-        request wait. Raises `RequestError` for a prompt that can never be admitted.
+        If too few tokens are free, a request's first prompt raises `QueueFullError`, and its further prompts wait.
+        Raises `RequestError` for a prompt that can never be admitted.
         """
         async with self._queue:
             await self._limiter.hold_tokens(self, num_tokens)
@@ -272,6 +268,7 @@ class RequestLimiter:
     """Limits the open requests of all tenants. Used on one event loop only.
 
     Methods raise `RequestError` if a request can never be served, and `QueueFullError` if it may be served later.
+
     waiting_tokens: Counts the prompt tokens of requests without output yet.
     """
 
@@ -294,7 +291,7 @@ class RequestLimiter:
 
     def begin(self, tenant: Tenant) -> None:
         """Check the limits for a new request, and count the request."""
-        account = self._account(tenant)  # before `now`, because a new account reads the clock
+        account = self._account(tenant)  # first, because a new account reads the clock
         now = self._clock()
         self._check_rate(account.requests, 1.0, "requests", now)
         self._check(tenant, 1, now)
@@ -302,10 +299,10 @@ class RequestLimiter:
             account.requests.take(1, now)
 
     def enter(self, tenant: Tenant, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Take output streams for a request. The caller must have called `begin`.
+        """Take output streams for a request. Call `begin` before.
 
-        at_least: Number of streams that each part needs, if the request can be served in parts. The permit has streams
-        for one part or more, within the tenant's limit and share. If None, the permit has all `num_streams`.
+        at_least: Number of streams of each part, if the request can be served in parts. The permit has streams for one
+        part or more, within the tenant's limit and share. If None, the permit has all `num_streams`.
         """
         least = num_streams if at_least is None else at_least
         self._check(tenant, least, self._clock())

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 MAX_CONNECTIONS = 8192
 PROBE_CONNECTIONS = 32  # further connections, for health checks
-# An answer waits for the client if the kernel and this process each hold this many unsent bytes.
+# An answer waits for the client while kernel and process each hold this many unsent bytes.
 MAX_UNSENT_BYTES = 16 << 10
 _TCP_INFO_BYTES = 128
 _INT_BYTES = 4
@@ -71,9 +71,9 @@ def check_certificate(config: AccessConfig) -> None:
 
 @contextlib.contextmanager
 def hearing_signals() -> Iterator[None]:
-    """Handle signals in the main thread until the server handles them.
+    """Until the server handles signals, let SIGTERM end the process, and ignore SIGHUP.
 
-    SIGTERM ends the process, and SIGHUP is ignored. Without a handler, a container's first process ignores SIGTERM.
+    Without a handler, a container's first process ignores SIGTERM. Does nothing outside the main thread.
     """
     handlers = {}
     if threading.current_thread() is threading.main_thread():
@@ -112,7 +112,9 @@ def is_loopback(host: str) -> bool:
 def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that refuses connections until `open_door` is called. Raises `ConfigError`.
 
-    TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client. host: An address. "::" includes IPv4.
+    TCP_NOTSENT_LOWAT keeps Linux from buffering megabytes for a slow client.
+
+    host: An address. "::" includes IPv4.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -129,10 +131,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _bind(sock: socket.socket, host: str, port: int) -> None:
-    """Bind a socket. No other socket can bind the same address, even before this server listens.
+    """Bind a socket so that no other socket can bind the address, even before this server listens.
 
     With SO_REUSEADDR, Linux would let several sockets bind one address. So the option is set only briefly, and only if
-    closed connections (TIME_WAIT) may block the address.
+    the address is in use, perhaps by closed connections (TIME_WAIT).
     """
     try:
         sock.bind((host, port))
@@ -146,7 +148,7 @@ def _bind(sock: socket.socket, host: str, port: int) -> None:
 
 def open_door(sock: socket.socket) -> None:
     """Listen on a socket from `bind`. Raises `ConfigError` if another server listens already."""
-    if sys.platform != "win32":  # inherited by connections, so that the next server can bind
+    if sys.platform != "win32":  # connections inherit it, so that the next server can bind
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.listen(_BACKLOG)
@@ -184,7 +186,7 @@ def reset_when_closed(sock: socket.socket | None) -> None:
 
 
 def allow_open_files(num_connections: int = MAX_CONNECTIONS, *, files_each: int = 1) -> int:
-    """Raise the process's soft limit of open files. Returns how many connections the limit allows."""
+    """Raise the process's soft limit of open files. Return how many connections it allows."""
     if sys.platform == "win32":
         return num_connections
     needed = num_connections * files_each + _OWN_FILES

@@ -34,7 +34,7 @@ class Metrics:
         )
 
     def count_answer(self, method: str, handler: str, status: int) -> None:
-        """Count a request. handler: The route's path. The request's path would let clients create labels."""
+        """Count a request. handler: The route's path, because the request's path would let clients create labels."""
         self._requests.labels(method, handler, str(status)).inc()
 
     def count_refusal(self, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Checks of Host and Origin.
 
-Any web page can make a browser send a POST to a local server, or make the page's host name resolve to 127.0.0.1 (DNS
-rebinding). So the header Origin must be allowed. On loopback, the header Host must be allowed, too.
+Any web page can make a browser send a POST to a local server. So the header Origin must be allowed. Also, a page's host
+name can resolve to 127.0.0.1 (DNS rebinding). So on loopback, the header Host must be allowed, too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 class OriginMiddleware:
     """Answers 403 for an unknown Origin, 421 for an unknown Host, 400 for a missing or repeated Host.
 
-    Health checks may use any Host. hosts: Allowed names without ports, or None for any. origins: Origins allowed in
-    addition to the server's own. "*" allows any.
+    Health checks may use any Host.
+
+    hosts: Allowed names without ports, or None for any.
+    origins: Allowed origins, in addition to the server's own. "*" allows any.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str]) -> None:

@@ -25,7 +25,7 @@ class Route:
     endpoint: `module:name` below `octavo.server.api`.
     work: "answer" if a model generates text, "vectors" if a model embeds texts, "count" if no model runs. The tenant's
     limits apply only to routes with `work`.
-    methods: Allowed HTTP methods. The OpenAPI document shows only the first method.
+    methods: Allowed HTTP methods. The OpenAPI document shows only the first.
     operators: If not "", the route needs `read_metrics`. The error for other keys contains this text.
     """
 
@@ -45,7 +45,7 @@ class Route:
 
 
 class Routes:
-    """A list of routes. Starlette tries the routes in order. The router looks up exact paths."""
+    """A list of routes. Starlette tries them in order. The router looks up exact paths."""
 
     def __init__(self, *routes: Route) -> None:
         self._routes = routes
@@ -60,7 +60,7 @@ class Routes:
         return self._working.get(path)
 
     def api(self, path: str) -> Api:
-        """Return a path's API, even if no route has the path."""
+        """Return a path's API, even for unknown paths."""
         route = self.find(path)
         return api_below(path) if route is None else route.api
 

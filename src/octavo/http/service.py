@@ -110,7 +110,7 @@ class HttpService(ABC):
             self.limiter.change(self.keyring.tenants)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests. Abort requests that are still open after `grace_s` seconds."""
+        """Refuse new requests. After `grace_s` seconds, abort open requests."""
         self.is_closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -119,7 +119,7 @@ class HttpService(ABC):
 
 
 def server_closing() -> ServerClosingError:
-    """Make the error of requests that the shutdown aborts."""
+    """Make the error of requests aborted by the shutdown."""
     return ServerClosingError("closing")
 
 

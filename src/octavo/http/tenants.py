@@ -72,7 +72,7 @@ _DEFAULTS = Tenant()
 
 
 class Keyring:
-    """The valid keys. A lookup uses a keyed hash, so its duration reveals nothing about the keys."""
+    """The valid keys. Lookups use a keyed hash, so their duration reveals nothing about the keys."""
 
     def __init__(self, digests: Iterable[tuple[bytes, Tenant]]) -> None:
         self._secret = secrets.token_bytes(32)
@@ -161,9 +161,9 @@ def _check(field: str, value: Any, place: str) -> None:
 
 
 def add_key(path: Path, tenant: Tenant) -> str:
-    """Make and return a tenant's key. Add the key's digest and the tenant's limits to a file.
+    """Make and return a tenant's key. Add its digest and the tenant's limits to a file. Raises `ConfigError`.
 
-    A missing file is created, readable by its owner only. Raises `ConfigError`.
+    A missing file is created, readable by its owner only.
     """
     given = {each.name: getattr(tenant, each.name) for each in fields(Tenant) if each.name != "name"}
     given = {name: value for name, value in given.items() if value != getattr(_DEFAULTS, name)}
@@ -207,9 +207,9 @@ def _new_key() -> tuple[str, str]:
 
 @contextmanager
 def _changed(path: Path, name: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the tables of a file, then write them. Keeps comments and formatting. Raises `ConfigError`.
+    """Yield the tables of a file, then write them, unless the block raises. Raises `ConfigError`.
 
-    If the block raises, nothing is written. The file is replaced atomically, and keeps its owner and mode.
+    Keeps comments and formatting. The file is replaced atomically, and keeps its owner and mode.
     """
     try:
         import tomlkit  # noqa: PLC0415  a server only reads keys

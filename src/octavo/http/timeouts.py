@@ -29,7 +29,7 @@ class Timeout:
 
 
 class TimeoutQueue:
-    """Calls expired timeouts in order, `SPACING_S` apart, so that the event loop serves connections in between.
+    """Calls expired timeouts in order, `SPACING_S` apart. In between, the event loop serves connections.
 
     Used on one event loop only.
     """

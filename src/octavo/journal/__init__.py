@@ -1,1 +1,1 @@
-"""Recordings of all calls into the core."""
+"""Recorded core calls."""

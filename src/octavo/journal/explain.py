@@ -29,7 +29,7 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time span in one phase."""
+    """A phase's interval."""
 
     phase: str
     start: float
@@ -39,7 +39,7 @@ class Interval:
 
 @dataclass(slots=True)
 class Explanation:
-    """A request's phases and their reasons."""
+    """Phases and reasons."""
 
     request_id: str
     intervals: list[Interval] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Explanation:
 def explain(log: Iterable[Event], request_id: str, end_time: float | None = None) -> Explanation:
     """Explain how the first request with this id spent its time. Raises `ConfigError` for unknown ids.
 
-    end_time: Time at which an unfinished request's last phase ends. By default, the time of the last event.
+    end_time: End of an unfinished request's last phase, by default the last event's time.
     """
     stream = list(log)
     start = next((i for i, e in enumerate(stream) if _is(e, events.RequestQueued, request_id)), None)
@@ -189,7 +189,7 @@ class _Explainer:
         return result
 
     def enter(self, phase: str | None, time: float, details: dict[str, str] | None = None) -> None:
-        """Enter a phase. details: Details of the previous phase, which ends."""
+        """Enter a phase. details: Of the phase that ends."""
         if self.phase is not None and time > self.since:
             self.result.intervals.append(Interval(self.phase, self.since, time, details or {}))
         if self.phase == QUEUED and self.blocked is not None:

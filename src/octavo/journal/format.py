@@ -1,9 +1,9 @@
-"""The format of a journal. The first line is a JSON object, the header. Each other line is a call into the core.
+"""A journal's format. The first line is a JSON object, the header. Each further line is a call into the core.
 
-The core is deterministic, so a journal needs only the core's inputs and checksums of decisions. Each token is replaced
-by a pseudonym, which is 31 bits of a hash of this token and all tokens before it. The hash is BLAKE2b with a key that
-is not stored. Therefore pseudonyms reveal only how many first tokens of two requests are equal. Cache salts and keys of
-spans are replaced by keyed hashes. "spans" is a list of [first, end, key].
+The core is deterministic, so a journal needs only the core's inputs and checksums of decisions. A pseudonym replaces
+each token. It is 31 bits of a hash of this token and all earlier tokens: BLAKE2b with a key that is not stored.
+Pseudonyms reveal only how many first tokens of two requests are equal. Keyed hashes replace cache salts and keys of
+spans. "spans" is a list of [first, end, key].
 
     ["a", t, number, id, prompt, max_total_tokens, {options}]       a request arrived
     ["f", t, [numbers], status]                                     requests were ended from outside
@@ -22,14 +22,14 @@ postponed token, sampled is 0 and error is null. The last seven fields of a resu
 - seconds, passes: Seconds and forward passes of drafting.
 - [numbers]: Requests with drafts from a model.
 - [moves]: Copies to and from host memory.
-- {number: count}: Number of proposed drafts by request.
-- kernels: Number of compiled kernels.
+- {number: count}: Proposed drafts by request.
+- kernels: Kernels compiled.
 - experts: Fields of `ExpertLoad`, or omitted.
 
 In the header, "journal" is the version, and "kv_groups" has `KVGroupSpec.to_json` of each KV group, full attention
 first. "converted_from" is the version before a conversion. The conversion of version 2 replaces checksums by null.
 
-t is the number of microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts
+t: Microseconds since the previous line with a time. A move is [tier, blocks, bytes, seconds]. Prompts
 and outputs are base64 of pseudonyms. A pseudonym has four bytes, and the highest bit is ignored.
 """
 
@@ -77,7 +77,7 @@ REQUEST_DEFAULTS: dict[str, Any] = {
 
 
 class Pseudonyms:
-    """Computes the pseudonyms of one sequence."""
+    """One sequence's pseudonyms."""
 
     def __init__(self, key: bytes) -> None:
         self._hash = hashlib.blake2b(key=key, digest_size=4)
@@ -98,12 +98,12 @@ def hidden(text: str, key: bytes) -> str:
 
 
 def encode_tokens(names: bytes) -> str:
-    """Encode pseudonyms as base64."""
+    """Encode as base64."""
     return base64.b64encode(names).decode()
 
 
 def decode_tokens(text: str) -> list[int]:
-    """Decode pseudonyms to token ids for a replay."""
+    """Decode to token ids for a replay."""
     packed = array("I")
     packed.frombytes(base64.b64decode(text))
     return [name & 0x7FFFFFFF for name in packed]
@@ -118,7 +118,7 @@ def decode_transfer(
 
 
 def checksum(scheduled: SchedulerOutput) -> int:
-    """Return the checksum of a step's decision."""
+    """Checksum a decision."""
     cached, counts, copies = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, scheduled.copies
     seldom = (
         [(new.request_id, new.num_computed_tokens, new.block_ids) for new in scheduled.scheduled_new_reqs],
@@ -144,7 +144,7 @@ def open_journal(path: Path, mode: str) -> IO[str]:
 
 
 def read_journal(path: Path) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return header and complete lines of a journal. Raises `ConfigError`."""
+    """Return header and complete lines. Raises `ConfigError`."""
     header, lines = read_any_version(path)
     version = header["journal"]
     if version == VERSION:

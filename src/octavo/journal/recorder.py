@@ -42,7 +42,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RecordedClock:
-    """A clock that rounds to whole microseconds."""
+    """Rounds to whole microseconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -61,13 +61,12 @@ class _Unfinished:
     pseudonyms: Pseudonyms
 
     def generated(self) -> str:
-        """Return the pseudonyms of the generated tokens."""
         sequence = self.request.sequence
         return encode_tokens(self.pseudonyms.extend(sequence.token_ids[sequence.num_prompt_tokens :]))
 
 
 class RecordingScheduler:
-    """Forwards every call to `scheduler`, and writes the call to a journal.
+    """Forwards calls to `scheduler`, and records them in a journal.
 
     header: Result of `describe`. Raises OSError if the file cannot be opened. If writing fails later, the journal ends.
     """
@@ -219,7 +218,7 @@ class RecordingScheduler:
             self._file.close()
 
     def _note_endings(self, outputs: list[EngineCoreOutput], *, of_step: bool) -> None:
-        """Write the tokens of ended requests. If an id was reused, a step's output belongs to the earlier request."""
+        """If an id was reused, a step's output belongs to the earlier request."""
         for output in outputs:
             if output.finish_reason is None:
                 continue
@@ -269,7 +268,7 @@ def _finish(file: IO[str], lines: list[str]) -> None:
 
 
 def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
-    """Return a header from which a replay creates an equal scheduler. more: Further fields of the header."""
+    """Return a header from which a replay creates an equal scheduler. more: Further fields."""
     manager = scheduler.kv_cache_manager
     return {
         "scheduler": dataclasses.asdict(scheduler.config),

@@ -89,7 +89,7 @@ class Player:
         self.scheduler.transfers.reports_dropped_saves = has_dropped_saves
 
     def play(self, line: list[Any]) -> None:
-        """Repeat the call that a line records. The lines must be played in order."""
+        """Repeat a line's call. Lines must come in order."""
         kind, rest = line[0], line[1:]
         if kind in "afsux":
             self.microseconds += rest[0]

@@ -1,4 +1,4 @@
-"""Records and repeats the answers of a KV store."""
+"""Records and repeats stores' answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RecordedConnector:
         self._answers: list[Answer] = []
 
     def take_answers(self) -> list[Answer]:
-        """Return and forget the kept answers."""
+        """Take the answers."""
         answers, self._answers = self._answers, []
         return answers
 
@@ -83,7 +83,7 @@ class ReplayedConnector:
         return self.answers.pop(0)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return the next answer."""
+        """Return next answer."""
         del request, num_computed_tokens
         answer = self._next()
         return None if isinstance(answer, list) else answer

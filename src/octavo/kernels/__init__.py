@@ -43,7 +43,7 @@ _ATTENTION_SLOWNESS = {
 
 
 def attention_slowness(isa: str | None, bits: int) -> float:
-    """Return how many times slower an operation is in attention than in matrix products.
+    """Return how many times slower an arithmetic operation is in attention than in matrix products.
 
     isa: None means AVX-512 VNNI. bits: 16, 8 or 4 per weight.
     """
@@ -51,7 +51,7 @@ def attention_slowness(isa: str | None, bits: int) -> float:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Return the instruction sets of this processor that have compiled kernels, the best first."""
+    """Return this processor's instruction sets with compiled kernels, best first."""
     if importlib.util.find_spec("octavo._kernels") is None:
         return ()
     from octavo import _kernels  # noqa: PLC0415
@@ -60,7 +60,7 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def default_instruction_set() -> str | None:
-    """Return OCTAVO_ISA if set, otherwise the best supported instruction set. Return None if no kernels are compiled.
+    """Return OCTAVO_ISA if set, otherwise the best instruction set; None if no kernels are compiled.
 
     Raises ConfigError if the processor does not support OCTAVO_ISA.
     """
@@ -74,7 +74,7 @@ def default_instruction_set() -> str | None:
 
 
 def are_exact(device: torch.device, backend: str) -> bool:
-    """Return True if a row is known to have the same bits in any batch. False for GPUs."""
+    """Return True if a row is known to have the same bits in any batch: with compiled CPU kernels."""
     compiled = importlib.util.find_spec("octavo._kernels") is not None
     return device.type == "cpu" and backend in {"auto", "cpu"} and compiled
 
@@ -86,9 +86,9 @@ def create_kernels(
     isa: str = "auto",
     group: RankGroup | None = None,
 ) -> Kernels:
-    """Return a device's kernels. backend, isa: as in `DeviceConfig`. group: ranks with compiled CPU kernels.
+    """Return a device's kernels. backend, isa: as in `DeviceConfig`. group: ranks, for compiled CPU kernels.
 
-    Raises ConfigError if the backend or instruction set is unknown or not supported.
+    Raises ConfigError for an unknown or unsupported backend or instruction set.
     """
     if backend not in {"auto", "reference", "cpu", *_IN_TRITON}:
         choices = ", ".join(("auto", "reference", "cpu", *_IN_TRITON[:-1]))

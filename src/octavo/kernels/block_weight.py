@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 GROUP_VALUES = 32
 SUPER_GROUPS = 8
-# Byte offsets of a block's float16 numbers; (0,) for kinds that are not listed.
+# Byte offsets of a block's float16 numbers; by default (0,).
 _SCALE_PLACES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 _FLOAT16_EXPONENT = 0x7C  # all these bits are set in NaN and infinities
 _E8M0_NAN = 255
@@ -23,7 +23,7 @@ _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class BlockKind(Enum):
-    """GGUF's block layouts: (values, bytes, bytes in CPU panels). Panels store 6-bit scales and minima in 8 bits."""
+    """GGUF's block layouts: (values, bytes, bytes in CPU panels). Panels widen 6-bit scales and minima to 8 bits."""
 
     Q8_0 = "Q8_0", 32, 34, 34
     Q4_0 = "Q4_0", 32, 18, 18
@@ -61,7 +61,7 @@ class BlockKind(Enum):
 class BlockValues(NamedTuple):
     """Rows as values * scales + minima. A group has 32 input features (16 in Q6_K).
 
-    values are whole numbers, float32 [rows, groups, size].
+    values: whole numbers, float32 [rows, groups, size].
     """
 
     values: Tensor
@@ -77,7 +77,7 @@ class BlockValues(NamedTuple):
 class StoredScales(NamedTuple):
     """Scales and minima [rows, groups] as blocks store them. A group has 32 input features (16 in Q6_K).
 
-    scales: float16, uint8 with 6 bits, int8, or exponents of MXFP4. minima: float16 to add, or uint8 to subtract.
+    scales: float16, 6 bits in uint8, int8, or MXFP4's exponents. minima: float16 to add, or uint8 to subtract.
     scales_of_blocks, minima_of_blocks: float16 factors of integer scales and minima.
     """
 
@@ -93,7 +93,7 @@ class StoredScales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
-    """A weight in blocks of one kind. If the uint8 rows map a file, forget(rows) drops the file's pages from memory."""
+    """A weight in blocks of one kind. If the uint8 rows map a file, forget(rows) drops the pages from memory."""
 
     kind: BlockKind
     rows: Tensor
@@ -183,7 +183,7 @@ def random_blocks(generator: torch.Generator, kind: BlockKind, out_features: int
 
 
 def exponent_scales(exponents: Tensor) -> Tensor:
-    """Return float32 2^(exponent - 127) / 2, for MXFP4's table of doubled values."""
+    """Return float32 2^(exponent - 127) / 2, for doubled values of MXFP4."""
     whole = exponents.int()
     tiny = torch.full_like(whole, 0x00200000) << whole.clamp(max=1)  # bits of 2^-128 and 2^-127
     return torch.where(whole < 2, tiny, (whole - 1) << 23).view(torch.float32)
@@ -196,7 +196,7 @@ def mxfp4_codes(weight: BlockWeight) -> Tensor:
 
 
 def group_by_kind(weights: Sequence[BlockWeight]) -> list[list[BlockWeight]]:
-    """Group neighbouring weights of one kind. The weights of a group can be fused along out_features."""
+    """Group neighbouring weights of one kind, which can be fused along out_features."""
     groups: list[list[BlockWeight]] = []
     for weight in weights:
         if groups and groups[-1][0].kind is weight.kind:
@@ -218,13 +218,13 @@ def _float16(data: Tensor) -> Tensor:
 
 
 def _nibbles(data: Tensor, together: int = 16) -> Tensor:
-    """For each `together` bytes, return the low halves, then the high halves."""
+    """For each `together` bytes, return low halves, then high halves."""
     parts = data.view(len(data), data.shape[1] // together, 1, together)
     return torch.cat([parts & 15, parts >> 4], dim=2).flatten(1)
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """Return 16 or 0 for each value. Bit i of the four bytes is the fifth bit of value i."""
+    """Return 16 or 0 per value. Bit i of the four bytes is for value i."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return (((data.unsqueeze(2) >> shifts) & 1) << 4).flatten(1)
 

@@ -26,7 +26,7 @@ def xxh64(data: Tensor, seed: int = 0) -> int:
 
 
 def digest(tensors: Iterable[Tensor], num_threads: int = 1) -> str:
-    """Return 16 hexadecimal digits for the bytes of contiguous CPU tensors. They do not depend on num_threads."""
+    """Return 16 hexadecimal digits for contiguous CPU tensors' bytes, independent of num_threads."""
     pieces = [piece for tensor in tensors for piece in _cut(tensor)]
     whole = hashlib.blake2b(digest_size=8)
     if num_threads == 1 or len(pieces) == 1:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class GroupedPanels:
     """The weights of all groups, in parts along out_features.
 
-    parts: columns of each part, and int64 [num_groups, 6]: addresses of the weight, bias and column order, and then
-    dtype, group size and has_zeros. weights: keeps the memory alive.
+    parts: each part's columns, and int64 [num_groups, 6]: addresses of weight, bias and column order, then dtype, group
+    size and has_zeros. weights: keep the memory alive.
     """
 
     parts: tuple[tuple[slice, Tensor], ...]

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 class Limits:
     """Rates per second of one instruction set.
 
-    bfloat16_flops: higher than `flops` only with bfloat16 instructions. byte_ops: int8 operations.
+    byte_ops: int8 operations. bfloat16_flops: like `flops` without bfloat16 instructions.
     """
 
     flops: float

@@ -21,12 +21,12 @@ _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
 def default_num_threads() -> int:
-    """Return OMP_NUM_THREADS if set, otherwise the number of usable cores, limited by the cgroups' quota."""
+    """Return OMP_NUM_THREADS if set, otherwise the number of usable cores, limited by cgroups."""
     return threads_from_environment() or max(int(min(cpu_quota(), len(usable_cores()))), 1)
 
 
 def usable_cores() -> list[int]:
-    """Return one logical CPU of each physical core that this process may run on."""
+    """Return one logical CPU per physical core that this process may use."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores: dict[str, int] = {}
     for cpu in sorted(allowed):
@@ -36,7 +36,7 @@ def usable_cores() -> list[int]:
 
 
 def cores_of_rank(rank: int, count: int) -> list[int]:
-    """Return a rank's part of the usable cores. Cores of one NUMA node are neighbours."""
+    """Return a rank's part of the usable cores, by NUMA node; all cores if its part is empty."""
     cores = sorted(usable_cores(), key=lambda cpu: (_numa_node(cpu), cpu))
     return cores[len(cores) * rank // count : len(cores) * (rank + 1) // count] or cores
 
@@ -52,7 +52,7 @@ def processor_name() -> str:
 
 
 def processor_identity() -> list[str]:
-    """Return the processor's properties that libraries use to choose code."""
+    """Return the processor's properties by which libraries choose code."""
     names = ("cpu family", "model", "stepping", "microcode", "flags", "Features", "CPU part", "CPU revision")
     described = _describe_processor()
     return [processor_name(), *(described[name] for name in names if name in described)]
@@ -69,15 +69,15 @@ def _describe_processor() -> dict[str, str]:
 
 
 def cold_bytes() -> int:
-    """Return how many bytes a benchmark must read so that caches are cold.
+    """Return how many bytes a benchmark reads between repetitions, so that caches are cold.
 
-    Twice the third-level caches, but between 192 and 512 MiB.
+    Twice the third-level caches, at least 192 and at most 512 MiB.
     """
     return max(_LEAST_COLD_BYTES, min(2 * third_level_cache_bytes(), _MOST_COLD_BYTES))
 
 
 def third_level_cache_bytes() -> int:
-    """Return the total bytes of third-level caches, or 0 if unknown."""
+    """Return third-level caches' total bytes; 0 if unknown."""
     sizes: dict[str, int] = {}
     for cpu in usable_cores():
         cache = _CPUS / f"cpu{cpu}" / "cache" / "index3"
@@ -89,7 +89,7 @@ def third_level_cache_bytes() -> int:
 
 
 def cpu_quota() -> float:
-    """Return how many CPUs the cgroups grant, or inf without a limit."""
+    """Return how many CPUs cgroups grant, or inf."""
     quota = math.inf
     for folder in cgroup_folders("cpu"):
         limit = "".join(read_lines(folder / "cpu.max")).split()  # version 2: "200000 100000", or "max 100000"
@@ -116,7 +116,7 @@ def cgroup_folders(controller: str) -> Iterator[Path]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return a file's lines, or [] if it is unreadable."""
+    """Return a file's lines; [] if unreadable."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -124,10 +124,9 @@ def read_lines(path: Path) -> list[str]:
 
 
 def touch_pages(address: int, num_bytes: int, stop: int) -> None:
-    """Allocate memory by touching each page in idle processor time.
+    """Allocate memory by touching each page in idle processor time. Does nothing without compiled kernels.
 
-    Keeps the content, even if other threads write it meanwhile. stop: address of a byte that ends the call when it is
-    not zero.
+    Keeps the content, even if other threads write meanwhile. stop: address of a byte that ends the call if not zero.
     """
     try:
         from octavo import _kernels  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, position, sample index, stream, token id): "octavo noise v1".
+"""Random numbers as a function of (seed, position, sample index, stream, token id): "octavo noise v1".
 
 Random words: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) with
 
@@ -32,10 +32,7 @@ _ATANH_TERMS = (13, 11, 9, 7, 5, 3)
 
 
 class RandomStream(IntEnum):
-    """Independent streams, one per kind of decision. CHOICE is for a row's token.
-
-    The other streams are for rejection sampling.
-    """
+    """Independent streams. CHOICE is for a row's token, the rest for rejection sampling."""
 
     CHOICE = 0
     DRAFT = 1

@@ -14,10 +14,10 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Operation(Generic[*Arguments]):
-    """A kernel called as `soft_cap(kernels, logits, 30.0)`. Decorates the kernel's torch version.
+    """A kernel called as `soft_cap(kernels, logits, 30.0)`. Decorates its torch version.
 
-    The kernel changes tensors in place. A row's result depends only on the row. A backend's kernel has the same name in
-    the list of `csrc/kernels.h`, or as module and function of `octavo.kernels.triton`.
+    Changes tensors in place. A row's result depends only on the row. Kernels have the same name in `csrc/kernels.h`,
+    and as module and function in `octavo.kernels.triton`.
     """
 
     def __init__(self, reference: Callable[[*Arguments], None]) -> None:

@@ -27,7 +27,7 @@ PANEL_COLUMNS = 32
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight in panels of 32 columns. Zeros pad the weight and the float32 bias.
+    """A weight in panels of 32 columns. Zeros pad weight and float32 bias.
 
     dtype_number: from `DTYPE_NUMBERS` or `KIND_NUMBERS`. data: panels, then the int32 column order, if any.
     """
@@ -43,7 +43,7 @@ class PanelWeight:
     def pack(
         cls, kernels: CpuKernels, weight: Tensor | Sequence[Tensor] | QuantizedWeight, bias: Tensor | None
     ) -> PanelWeight:
-        """Pack a weight or its parts. Raises `ValueError` if integer sums would not fit 32 bits."""
+        """Pack a weight or its parts. Raises `ValueError` if integer sums could overflow 32 bits."""
         parts: Sequence[Tensor]
         if not isinstance(weight, (torch.Tensor, Sequence)) and weight.shape[1] > MAX_IN_FEATURES:
             raise ValueError(
@@ -80,7 +80,7 @@ class PanelWeight:
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
 
     def keep(self) -> KeptLinear:
-        """Return the argument of `restore`, without a copy. The dtype is stored by name."""
+        """Return the argument of `restore`, without a copy."""
         numbers: dict[str, int | str] = {
             "out_features": self.out_features,
             "in_features": self.in_features,
@@ -93,7 +93,7 @@ class PanelWeight:
 
     @classmethod
     def restore(cls, kept: KeptLinear) -> PanelWeight:
-        """Rebuild a weight from `keep`. Raises `ValueError` if kernels could read outside of `kept.data`."""
+        """Invert `keep`. Raises `ValueError` or `KeyError` for data that kernels could read out of bounds."""
         shape, number, int4 = _check_numbers(kept.numbers)
         if kept.data.nbytes != packed_bytes(number, *shape, int4):
             raise ValueError(f"{kept.data.nbytes} bytes are not a packed weight of {shape[0]} x {shape[1]}")
@@ -133,7 +133,7 @@ class PanelWeight:
 class Int4Format(NamedTuple):
     """An int4 weight's format (csrc/arguments.h).
 
-    group_size: 0 if not int4. has_order: True if columns are not in the features' order.
+    group_size: 0 if not int4. has_order: True if a column order is stored.
     """
 
     group_size: int
@@ -142,7 +142,7 @@ class Int4Format(NamedTuple):
 
     @classmethod
     def of(cls, weight: Int4Weight) -> Int4Format:
-        """Return a weight's format. A group is at most one row."""
+        """Return a weight's format."""
         group_size = min(weight.group_size, weight.shape[1])
         assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
         return cls(group_size, weight.zeros is not None, weight.order is not None)
@@ -152,7 +152,7 @@ NO_INT4 = Int4Format(0, has_zeros=False)
 
 
 def packed_bytes(number: int, out_features: int, in_features: int, int4: Int4Format) -> int:
-    """Return the bytes of a packed weight, including padding and an int4 column order."""
+    """Return a packed weight's bytes, with padding and column order."""
     columns = -(-out_features // PANEL_COLUMNS) * PANEL_COLUMNS
     if number in _KINDS:
         return _KINDS[number].packed_bytes(columns, in_features)

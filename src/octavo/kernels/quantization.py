@@ -1,9 +1,10 @@
 """Quantized weights, activations, KV and products, defined in torch for all backends (docs/why.md).
 
-- Products round activations to int8 with one scale per row, so that the largest magnitude becomes 127.
+- Products with int8 and int4 weights round activations to int8 with one scale per row: the largest magnitude becomes
+  127. With GGUF's blocks, activations have one scale per 32 columns. With fp8 weights, they are not rounded.
 - With int8 weights (W8A8), activations and weights are rotated first. With int4 weights (W4A8), nothing is rotated.
-- int8 KV is rounded like activations, with one scale per token and head. In fp8 KV (E4M3 of Micikevicius et al. 2022),
-  the largest magnitude becomes 448.
+- int8 KV is rounded like activations, per token and head. In fp8 KV (E4M3 of Micikevicius et al. 2022), the largest
+  magnitude becomes 448.
 
 Integer sums are exact, so every backend gives the same bits.
 """
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from octavo.kernels.block_weight import BlockWeight
 
 ROUNDING_VERSION = 3  # an increase invalidates packed weights on disk
-MAX_IN_FEATURES = 1 << 16  # the sum of more products of two bytes could overflow 32 bits
-GROUP_MULTIPLE = 32  # divides the group size if a group is not a whole row
+MAX_IN_FEATURES = 1 << 16  # sums of more products of two bytes could overflow 32 bits
+GROUP_MULTIPLE = 32  # divides the group size, unless a group is a row
 KV_SCALE_BYTES = 4
 INT4_ZERO = 8
 E4M3_MAX = 448.0
@@ -78,9 +79,8 @@ class Int4Weight:
     """An int4 weight in groups: weight[i, j] is (values[i, j] - zeros[i, j // size]) * scales[i, j // size].
 
     values uint8 [out_features, in_features], 0 .. 15. scales floating [out_features, groups].
-    zeros uint8 or float16, 0 .. 16 and not necessarily whole; None if all are 8.
-    group_size: a multiple of 32, or in_features or more.
-    order int32: input feature of each column (act-order of GPTQ); None if columns are in the features' order.
+    zeros uint8 or fractional float16, 0 .. 16; None if all are 8. group_size: a multiple of 32, or in_features or more.
+    order int32: each column's input feature (GPTQ's act-order); None if in order.
     """
 
     values: Tensor
@@ -102,7 +102,7 @@ class Int4Weight:
         return self.values.numel() // 2 + 2 * groups + 4 * self.shape[0] + order
 
     def dequantize(self) -> Tensor:
-        """Return the float32 weight in the order of input features. Scales are not rounded."""
+        """Return the float32 weight in feature order, with unrounded scales."""
         group = torch.arange(self.shape[1], device=self.values.device) // self.group_size
         zeros = torch.full_like(self.scales, INT4_ZERO) if self.zeros is None else self.zeros
         weight = (self.values.float() - zeros.float()[:, group]) * self.scales.float()[:, group]
@@ -111,8 +111,8 @@ class Int4Weight:
     def whole_scales(self) -> tuple[Tensor, Tensor]:
         """Return the scales for products: int16 multiples [out_features, groups] of float32 units [out_features].
 
-        A row's largest multiple is 4,079 (with zero points, 2,039), so that its weights fit in 16 bits. An infinite or
-        NaN scale makes its row NaN. Raises `ValueError` for a zero point above 16.
+        A row's largest multiple is 4,079 (with zero points, 2,039), so weights fit in 16 bits. An infinite or NaN scale
+        makes its row NaN. Raises `ValueError` for a zero point above 16.
         """
         if self.zeros is not None and bool((self.zeros > 2 * INT4_ZERO).any()):
             raise ValueError(f"zero points reach {self.zeros.max()}; the maximum is 15")
@@ -125,7 +125,7 @@ class Int4Weight:
         return multiples.to(torch.int16), torch.where(is_finite, largest / most, torch.nan)
 
     def whole_offsets(self, multiples: Tensor) -> Tensor | None:
-        """Return (zero point - 8) * multiple, rounded to int16, or None if no zero points exist."""
+        """Return (zero point - 8) * multiple, rounded to int16, or None without zero points."""
         if self.zeros is None:
             return None
         return ((self.zeros.float() - INT4_ZERO) * multiples.float()).round().to(torch.int16)
@@ -154,7 +154,7 @@ class Int4Weight:
 class Fp8Weight:
     """An fp8 weight: weight[i, j] is values[i, j] * scales[i, j // group_size], rounded to the activations' dtype.
 
-    scales are float32; group_size is a multiple of 64, or in_features or more.
+    scales: float32. group_size: a multiple of 64, or in_features or more.
     """
 
     values: Tensor
@@ -195,7 +195,7 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
 
 
 def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
-    """Round to int8 values with float32 scales. rotated: rotate the weight first."""
+    """Return int8 values and float32 scales. rotated: rotate first."""
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     share = 1.0 / rotation_block(weight.shape[1])  # two rotations multiply a row by the block size
@@ -206,7 +206,7 @@ def round_to_int8(weight: Tensor, *, rotated: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_fp8(weight: Tensor) -> Fp8Weight:
-    """Round a weight to fp8, with one scale per row."""
+    """Round to fp8, with a scale per row."""
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for part in _parts(weight.shape):
@@ -218,9 +218,9 @@ def quantize_fp8(weight: Tensor) -> Fp8Weight:
 def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: bool | None = None) -> Int4Weight:
     """Round a weight to int4, with one bfloat16 scale per group.
 
-    minima: If False, the scale maps the first value of largest magnitude in a group to -8 steps. If True, a scale and a
+    minima: If False, the scale maps a group's first value of largest magnitude to -8 steps. If True, a scale and a
     float16 zero point map min(group, 0) to 0 and max(group, 0) to 15. If None, `minima_pay` decides.
-    Of several clipped ranges, the first with the least squared error is used. NaN becomes zero.
+    Of several clipped ranges, the first with the least squared error wins. NaN becomes zero.
     """
     if minima is None:
         minima = minima_pay(weight, lambda some, tried: quantize_int4(some, group_size, minima=tried))
@@ -244,14 +244,14 @@ def quantize_int4(weight: Tensor, group_size: int = GROUP_MULTIPLE, *, minima: b
 
 
 def minima_pay(weight: Tensor, round_rows: Callable[[Tensor, bool], Int4Weight]) -> bool:
-    """Return True if minima reduce the squared error of `round_rows(rows, minima)` below half, on sampled rows."""
+    """Return True if minima more than halve the squared error of `round_rows(rows, minima)` on sampled rows."""
     rows = sampled_rows(weight).float()
     errors = [(round_rows(rows, minima).dequantize() - rows).double().square().sum() for minima in (False, True)]
     return bool(errors[1] < 0.5 * errors[0])
 
 
 def sampled_rows(weight: Tensor) -> Tensor:
-    """Return the rows that `minima_pay` tries. They are their own sample."""
+    """Return the rows that `minima_pay` tries. Sampling them again changes nothing."""
     return weight[:: max(1, weight.shape[0] // _SAMPLED_ROWS)]
 
 
@@ -280,7 +280,7 @@ def _round_groups(groups: Tensor, is_there: Tensor, *, minima: bool) -> tuple[Te
 
 
 def _sum_in_lanes(values: Tensor) -> Tensor:
-    """Sum the last dimension in the compiled kernels' order."""
+    """Sum in compiled kernels' order."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % _LANES))
     lanes = padded.view(*values.shape[:-1], -1, _LANES)
     total: Tensor = lanes[..., 0, :]
@@ -294,7 +294,7 @@ def _sum_in_lanes(values: Tensor) -> Tensor:
 
 
 def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Concatenate weights of one type and column order."""
+    """Concatenate. Types, group sizes and column orders must be equal."""
     if len(weights) == 1:
         return weights[0]
     first = weights[0]
@@ -317,7 +317,7 @@ def fuse_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
-    """Return True if all int4 weights have the same column order."""
+    """Return True if int4 weights share one column order."""
     orders = [weight.order for weight in weights if isinstance(weight, Int4Weight)]
     first = orders[0] if orders else None
     return all(each is None if first is None else each is not None and each.equal(first) for each in orders)
@@ -326,7 +326,7 @@ def have_one_order(weights: Sequence[QuantizedWeight]) -> bool:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return whole numbers -127 .. 127 as float32, and float32 scales [rows].
 
-    A row with a NaN or infinity becomes zeros with the scale NaN.
+    A row with a NaN or infinity gets zeros and the scale NaN.
     """
     scaled, scales = _scale_rows(x, _INT8_MAX)
     return scaled.round(), scales
@@ -338,7 +338,7 @@ def _scale_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
     is_finite, largest = (
         magnitude.isfinite(),
         torch.full_like(magnitude, most),
-    )  # a tensor, because torch may multiply by a number's inverse
+    )  # a tensor: torch may multiply by a number's inverse
     scales = torch.where(is_finite, magnitude / largest, torch.nan)
     inverse = torch.where(is_finite & (magnitude >= _LEAST_MAGNITUDE), largest / magnitude, 0.0)
     inverse = inverse.unsqueeze(1)
@@ -351,7 +351,7 @@ def round_to_e4m3(x: Tensor) -> Tensor:
 
 
 def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return int8 or float8_e4m3fn values, and float32 scales. NaN is handled as in `quantize_rows`."""
+    """Return int8 or float8_e4m3fn values, and float32 scales. NaN: see `quantize_rows`."""
     if dtype == torch.int8:
         values, scales = quantize_rows(rows)
         return values.to(torch.int8), scales
@@ -360,7 +360,7 @@ def round_kv_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def kv_scales(cache: Tensor) -> Tensor:
-    """Return a view of the scales that follow each head's rows: float32 [num_blocks, num_kv_heads, block_size]."""
+    """View the scales after each head's rows: float32 [num_blocks, num_kv_heads, block_size]."""
     num_blocks, num_heads, block_size, head_dim = cache.shape
     end = cache.storage_offset() + block_size * head_dim
     size = (num_blocks, num_heads, block_size * KV_SCALE_BYTES)
@@ -373,7 +373,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
     for part in _parts(weight.shape):
-        # Exact below 2^53; adding 0.0 turns -0.0 into 0.0, because integers have no -0.
+        # Exact below 2^53. Adding 0.0 turns -0.0 into 0.0.
         sums = (values @ weight.values[part].double().T).float() + 0.0
         scaled = sums * (scales.unsqueeze(1) * weight.scales[part])
         out[:, part] = (scaled if bias is None else scaled + bias[part].float()).to(out_dtype)
@@ -381,7 +381,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, out_dtype: t
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Like `linear_int8`, but without rotation. A column's scale is the unit of `whole_scales`."""
+    """Like `linear_int8` without rotation. A column's scale is its unit."""
     values, row_scales = quantize_rows(x if weight.order is None else x[:, weight.order])
     values = values.double()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device)
@@ -405,8 +405,8 @@ def linear_fp8(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out_dtype: tor
 def linear_blocks(x: Tensor, weight: BlockWeight) -> Tensor:
     """Return float32 x @ weight.T, with x rounded to int8 in groups of 32.
 
-    A result is the sum over groups, in their order, of (float(sum of x * values) * scale + float(sum of x) * minimum) *
-    (scale of x's group). Each operation is rounded once. In Q6_K, 32 values have two scales and two terms.
+    The sum over groups, in order, of (float(sum of x * values) * scale + float(sum of x) * minimum) * (scale of x's
+    group). Each operation is rounded once. In Q6_K, 32 values have two scales and terms.
     """
     rounded, scales = quantize_rows(x.reshape(-1, GROUP_VALUES))
     row_scales = scales.view(x.shape[0], -1, 1)

@@ -1,4 +1,4 @@
-"""Record forward passes, and repeat them without Python calls (csrc/program.h)."""
+"""Recorded forward passes, repeated without Python calls (csrc/program.h)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _QUESTIONS = frozenset({"__get__", "data_ptr", "stride", "is_contiguous", "numel
 
 
 class NotRecordableError(Exception):
-    """The pass computes with torch, or calls a kernel that cannot be recorded."""
+    """The pass computes with torch, or calls an unrecordable kernel."""
 
 
 class Rehearsal:
-    """Measures the lifetimes of a pass's results. Results with disjoint lifetimes can share memory."""
+    """Measures the lifetimes of a pass's results. Results with disjoint lifetimes share memory."""
 
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
@@ -70,9 +70,9 @@ class Rehearsal:
 
 
 class Recorder:
-    """Replaces the `KernelSet` during a pass. Calls kernels and records the calls.
+    """Replaces the `KernelSet` during a pass: calls kernels and records the calls.
 
-    offsets: offset in `memory` of each result of the pass.
+    offsets: of the pass's results in `memory`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Recorder:
 
 
 class RecordedForward:
-    """A recorded forward pass over one KV cache: (token ids, batch) -> hidden states of the output rows.
+    """A recorded forward pass over one KV cache: (token ids, batch) -> hidden states of output rows.
 
     The next call overwrites the result.
     """
@@ -157,7 +157,7 @@ class RecordedForward:
 
 
 def with_all_rows(batch: AttentionBatch) -> AttentionBatch:
-    """Return the batch with all rows as outputs, in copied arrays."""
+    """Return the batch with all rows as outputs, in copies."""
     rows = torch.arange(batch.positions.shape[0])
     return replace(batch, outputs=OutputRows(rows, _copy(batch)))
 
@@ -197,7 +197,7 @@ def _arrays(batch: AttentionBatch) -> tuple[int, ...]:
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Raises `NotRecordableError` if torch computes something."""
+    """Raises `NotRecordableError` if torch computes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

@@ -1,7 +1,4 @@
-"""Every operation in plain torch, as the reference in tests and as the fallback.
-
-A row's last bits may depend on other rows.
-"""
+"""Every operation in plain torch: the tests' reference and the fallback. A row's bits may depend on other rows."""
 
 from __future__ import annotations
 
@@ -333,7 +330,7 @@ def rotate(x: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
 
 
 def write_rows(cache: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
-    """Write rows [num_tokens, num_heads, width] to a cache. Rows of int8 or fp8 are rounded."""
+    """Write rows [num_tokens, num_heads, width] to a cache; round for int8 and fp8."""
     block_size = cache.shape[2]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     if cache.dtype in ROUNDED_KV_DTYPES:
@@ -386,8 +383,8 @@ def _attend(
 def kept_tokens(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """Return a mask of the tokens that min_p, then top_k, then top_p keep. scaled: logits / temperature [n, vocab].
 
-    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending).
-    top_p keeps the shortest prefix of probability top_p or more. The probabilities are added in float64, in this order.
+    min_p keeps value >= max + ln(min_p). top_k and top_p keep a prefix of the order (value descending, id ascending),
+    top_p the shortest one of probability top_p or more. Probabilities are added in float64, in this order.
     """
     top_k, top_p, min_p = (column.to(scaled.device) for column in (rows.top_k, rows.top_p, rows.min_p))
     if not bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()):

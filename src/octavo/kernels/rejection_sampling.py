@@ -1,8 +1,8 @@
-"""Rejection sampling of drafts: an answer has the same distribution as without drafts, but not the same tokens.
+"""Rejection sampling of drafts: answers have the same distribution as without drafts, but not the same tokens.
 
 Leviathan et al. (arXiv 2211.17192), algorithm 1; Chen et al. (arXiv 2302.01318), algorithm 2; see docs/speculation.md.
-p is the target's distribution, q the draft's. Each token has distribution p for any q, if the decision to verify a
-draft does not depend on the draft's token.
+p: the target's distribution; q: the draft's. Tokens have distribution p for any q, if decisions to verify a draft do
+not depend on its token.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token id per row with probability in proportion to weights, or -1 if weights sum to 0 or to NaN.
+    """Draw a token id per row in proportion to weights, or -1 if weights sum to 0 or NaN.
 
-    The id is the first with a cumulative float64 sum above total * uniform. uniform: Number in (0, 1) per row.
+    uniform: a number in (0, 1) per row. The first id with a cumulative float64 sum above total * uniform is drawn.
     """
     sums = weights.double().cumsum(dim=1)
     total = sums[:, -1:].contiguous()
@@ -59,13 +59,12 @@ def rejection_sampling_batched(
     draft_probs: Tensor | None,
     rows: SamplingRows,
 ) -> tuple[Tensor, Tensor]:
-    """Return the accepted tokens of each request: the accepted drafts, then one more token.
+    """Return each request's accepted drafts, then one more token. For the rest, see `Kernels.rejection_sample`.
 
-    Other arguments, the result and `IndexError` are as in `Kernels.rejection_sample`. target_sampled gives only the
-    token after a request's last draft, if all its drafts are accepted.
+    target_sampled: only used after a request's last draft, if all drafts are accepted.
     target_probs [num_logits, vocab]: p, from `filtered_probs`. draft_probs [num_logits, vocab]: q of the next row's
-    draft, or None if drafts were looked up, which means q = 1.
-    If a row's p sums to 0 or to NaN, its token is -1, and no token follows.
+    draft; None if drafts were looked up (q = 1).
+    If a row's p sums to 0 or NaN, its token is -1, and no token follows.
     """
     first, num_rows = cu_num_logits[:-1].long(), cu_num_logits.diff().long()
     if bool(((num_rows < 1) | (num_rows > num_speculative_steps + 1)).any()):

@@ -17,14 +17,14 @@ _MAX_BLOCK = 256
 
 
 def rotation_block(in_features: int) -> int:
-    """Return the number of adjacent features in a rotation: the largest power-of-two divisor up to 256."""
+    """Return a rotation's number of adjacent features: the largest power-of-two divisor up to 256."""
     return min(in_features & -in_features, _MAX_BLOCK)
 
 
 def rotate(rows: Tensor) -> Tensor:
     """Rotate rows in float32, unnormalized.
 
-    For each distance 1, 2, 4, ..., pairs of values at this distance become their sum and difference (csrc/rotation.h).
+    For each distance 1, 2, 4, ..., pairs at this distance become their sum and difference (csrc/rotation.h).
     """
     rotated, apart = rows.float().contiguous(), 1
     while apart < rotation_block(rows.shape[-1]):

@@ -15,10 +15,10 @@ _LOCK = threading.Lock()
 
 
 def start_vector_math() -> None:
-    """Make MKL choose its code for this processor now. Torch calls MKL for functions such as cosines.
+    """Make MKL, which computes torch's cosines, choose its code for this processor now.
 
-    MKL chooses at its first call, without a lock. A thread that reads an unfinished choice runs a wrong kernel. On
-    AVX-512, the wrong kernel has half of the bits (errors up to 1.5e-4).
+    MKL chooses at its first call, without a lock. A thread that reads an unfinished choice runs a wrong kernel, on
+    AVX-512 one with errors up to 1.5e-4.
     """
     with _LOCK:
         torch.ones(1).cos()  # one element, so computed on this thread

@@ -31,10 +31,10 @@ def create_store(
 ) -> TieredStore | None:
     """Return the configured stores as one store, or None if no store is configured.
 
-    first: Makes a store from block_bytes. This store is asked first. direct: This engine's side of direct transfers. A
-    prefill engine saves to `direct` first. A decode engine asks `direct` last. part_bytes: Bytes of the first KV group
-    in a block, or None if the model has one group. Stores are opened at first use. Raises `ConfigError` if the disk
-    limit is below one block.
+    first(block_bytes): Makes a store that precedes the configured stores. direct: Result of `create_connector`, the
+    first store of a prefill engine and the last store of a decode engine. part_bytes: Bytes of a block's first KV
+    group, or None if the model has one group. Stores are opened at first use. Raises `ConfigError` if the disk limit is
+    below one block.
     """
     stores: list[KVStore] = [] if first is None else [first(block_bytes)]
     directory, max_bytes = config.disk_dir, config.disk_bytes
@@ -51,7 +51,7 @@ def create_store(
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
-    """Return the stores' host memory in bytes."""
+    """Stores' host memory."""
     of_pool = 0 if config.mooncake is None else MooncakeStore.host_bytes(block_bytes, config.mooncake_segment_bytes)
     return of_pool + direct_host_bytes(config, block_bytes)
 

@@ -22,16 +22,15 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.tiers import TieredStore
 
 _LOOKUP_THREADS = 2
-_EXPECTED_S = 1.0  # if no further block arrives for this long, the request uses the found blocks
-_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # first and longest pause between two lookups; the pause doubles
+_EXPECTED_S = 1.0  # longest wait for a further block
+_RETRY_S, _MAX_RETRY_S = 0.005, 0.04  # pauses between lookups double up to the second value
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """A lookup of a request's blocks [first, num_blocks).
+    """A lookup of a request's blocks `first` to `num_blocks` - 1.
 
-    num_expected: Number of leading blocks that another engine saves. The lookup waits for these blocks until the
-    monotonic time `until`.
+    num_expected: Leading blocks that another engine saves. until: Monotonic time at which the wait for them ends.
     """
 
     first: int
@@ -60,13 +59,12 @@ class _Lookup:
 class StoreConnector:
     """A `core.kv_connector.KVConnector` that looks up blocks in a store.
 
-    The result of a lookup is kept until the request ends or needs other blocks. After a load that ended early, only
-    blocks before the first missing block are looked up. Blocks that another engine saves are looked up again until all
-    are found or no more arrive.
+    A result is kept until the request ends, needs other blocks, or ends a direct or incomplete load. After an
+    incomplete load, only blocks before the first missing block are looked up. Blocks that another engine saves are
+    looked up again until all are found or no more arrive.
 
-    on_answer: Called on another thread after a lookup. direct: This engine's side of direct transfers, which is also a
-    tier of the store. kinds: Kinds of all KV groups except the first. The store may lack the content of these groups
-    for blocks that no row reads.
+    on_answer: Called on another thread after a lookup. direct: Result of `create_connector`, also a tier of the store.
+    kinds: Kinds of all KV groups except the first. The store may lack these groups for blocks that no row reads.
     """
 
     def __init__(
@@ -163,7 +161,7 @@ class StoreConnector:
         self._direct.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """Drop the lookup's result after an incomplete or direct load."""
+        """See `KVConnector`."""
         self._direct.transfer_ended(transfer)
         name, num_ordered = transfer.request_id, len(transfer.keys)
         if name is None:
@@ -183,5 +181,5 @@ class StoreConnector:
         self._drop(request.request_id)
 
     def close(self) -> None:
-        """Accept no further lookups. Does not wait for running lookups."""
+        """Accept no further lookups. Does not wait."""
         self._threads.close(0.0)

@@ -81,7 +81,7 @@ def create_connector(
 ) -> DirectDonor | DirectReceiver | None:
     """Return this engine's side of direct transfers, or None. Raises `ConfigError`.
 
-    secret, kv_format: Must be equal in both engines. kv_format: Properties by name, except tokens, on which KV depends.
+    secret, kv_format: Must be equal in both engines. kv_format: Properties on which KV depends, except tokens, by name.
     """
     if not config.direct:
         return None
@@ -95,7 +95,7 @@ def create_connector(
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
-    """Return the host memory of direct transfers in bytes."""
+    """Direct transfers' memory."""
     if not config.direct:
         return 0
     if config.role == "prefill":
@@ -104,5 +104,5 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def num_load_threads(config: KVTransferConfig) -> int:
-    """Return the number of load threads."""
+    """Count load threads."""
     return config.num_threads + (RECEIVER_AREAS if config.direct and config.role == "decode" else 0)

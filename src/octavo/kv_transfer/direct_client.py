@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0  # after a failed start
-_GONE_S = 10.0  # a process that is silent for longer is replaced
+_GONE_S = 10.0  # a process silent for longer is replaced
 _ANYBODY = "192.0.2.1:9"  # reserved for documentation (RFC 5737)
 
 
 class TransferClient:
-    """Runs the process of a `MooncakeClient` that has no pool, and restarts the process if it ends. Thread-safe.
+    """Runs a `MooncakeClient` without a pool, and restarts its process if the process ends. Thread-safe.
 
-    Advertises a default address until `get` learns a better address. object_bytes: Bytes of a header and a block.
-    num_areas: Maximum number of concurrent transfers.
+    object_bytes: Bytes of a header and a block. num_areas: Maximum number of concurrent transfers.
     """
 
     def __init__(self, *, protocol: str, object_bytes: int, num_areas: int) -> None:
@@ -50,9 +49,9 @@ class TransferClient:
     def get(self, host: str, timeout_s: float) -> MooncakeClient | None:
         """Return a living client, or None if no client is ready within timeout_s.
 
-        host: This machine's address on the route to the peer. The first host that is not loopback replaces the default.
-        The replacement may restart the process. Raises `StoreError` after `close`, and during a pause after a failed
-        start.
+        host: This machine's address on the route to the peer. The first host that is not loopback replaces the default
+        address, and restarts the process if they differ. Raises `StoreError` after `close`, and during a pause after a
+        failed start.
         """
         with self._changed:
             if self._is_guess and not ip_address(host).is_loopback:  # local peers can use any address

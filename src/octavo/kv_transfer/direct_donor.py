@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from octavo.kv_transfer.mooncake_client import Area
 
 logger = logging.getLogger(__name__)
-_GRACE_S = 2.0  # the request may arrive here later than at the decode engine
+_GRACE_S = 2.0  # the request may reach the decode engine first
 _STALLED_S = 3.0  # longest wait of computed blocks for a write; less than `SILENT_S`
 _FIRST_WRITE_BYTES = 1 << 20
 _MAX_CONNECTIONS = 512
@@ -38,9 +38,9 @@ _MAX_KNOWN = 4096
 
 
 class _Pace:
-    """Adapts the number of blocks per write, so that a write to one decode engine takes at most `BEAT_S`.
+    """Adapts the blocks per write, so that a write takes at most `BEAT_S`.
 
-    No message is sent during a write, so a longer write would look like a failure.
+    A decode engine gets no message during a write, so a longer write would look like a failure.
     """
 
     def __init__(self, object_bytes: int) -> None:
@@ -55,9 +55,9 @@ class _Pace:
 
 
 class DirectDonor:
-    """A `KVStore` that writes blocks into the memory of decode engines. See `MooncakeConnector`.
+    """A `KVStore` that writes blocks into decode engines' memory. See `MooncakeConnector`.
 
-    The donor waits for a requested block while the block's transfer is open or the block is being saved.
+    Waits for a requested block while its transfer is open or the block is being saved.
     """
 
     name = "direct"
@@ -87,7 +87,7 @@ class DirectDonor:
         threading.Thread(target=self._listen, name="octavo-kv-direct", daemon=True).start()
 
     def request_added(self, request: Request) -> None:
-        """Open the transfer of a request that hands KV over."""
+        """Open a request's transfer."""
         if request.hands_kv_over and request.kv_transfer_params is not None:
             with self._changed:
                 name = request.kv_transfer_params.transfer_id
@@ -95,7 +95,7 @@ class DirectDonor:
                 self._ended.pop(name, None)
 
     def request_finished(self, request: Request) -> None:
-        """End the transfer when its last open request ends."""
+        """End a transfer with its last request."""
         if not request.hands_kv_over or request.kv_transfer_params is None:
             return
         name = request.kv_transfer_params.transfer_id

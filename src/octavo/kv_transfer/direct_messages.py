@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 VERSION = 2
 NONCE_BYTES = GENERATION_BYTES = 16
 BEAT_S = 0.5
-SILENT_S = 4.0  # a peer that is silent for longer has failed
+SILENT_S = 4.0  # a peer silent for longer has failed
 SEND_S = 2.0
 _HEADER = struct.Struct("<8s16s32s32s")  # magic, generation, key, checksum over key and bytes
 _MAGIC = b"octavoD" + bytes([VERSION])
@@ -45,9 +45,9 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadyToReceive(msgspec.Struct, frozen=True, tag=True):
-    """The memory into which the blocks of `keys` are written. It begins at `address`. A header precedes each block.
+    """Memory from `address` on, into which the blocks of `keys` are written. A header precedes each block.
 
-    session: Name of this memory. generation: Random bytes, which the headers must contain.
+    session: Name of this memory. generation: Random bytes in every header.
     """
 
     transfer_id: str
@@ -151,7 +151,7 @@ class Channel:
 
 
 def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
-    """Describe how the KV of two engines differs, or return "" if the KV is equal."""
+    """Describe the differences, or return "" if the KV is equal."""
     names = sorted(of_prefill.keys() | of_decode.keys())
     return "; ".join(
         f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "

@@ -1,6 +1,6 @@
 """The decode engine's side of direct transfers.
 
-Received bytes are not trusted. Header and checksum are compared after a block was copied out of shared memory.
+Received bytes are not trusted: Header and checksum are compared after the copy out of shared memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
-_PROBE_S = 1.0  # a healthy source answers a new connection within this time
+_PROBE_S = 1.0  # a healthy source answers a connection in this time
 _BUSY_PAUSE_S = 0.05
 _ENDING_S = 0.1
 _MAX_SOURCES = 256
@@ -63,8 +63,9 @@ class _Expected:
 class DirectReceiver:
     """A `KVStore` of the blocks that prefill engines compute for this engine's requests. See `MooncakeConnector`.
 
-    A faulty or malicious prefill engine only costs time. After a failure, requests that were added earlier do not ask
-    this prefill engine again. But if the prefill engine answers a new connection, the failure affects only one request.
+    A faulty or malicious prefill engine only costs time. After a failure, earlier requests do not ask this prefill
+    engine again. But corrupt blocks, or a broken connection to an engine that accepts new connections, affect only one
+    request.
     """
 
     name = "direct"
@@ -125,7 +126,7 @@ class DirectReceiver:
             self._expected.pop(request_id, None)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count the leading keys that one prefill engine should send."""
+        """Count leading keys from one prefill engine."""
         return len(self._split(keys)[1])
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -307,7 +308,7 @@ def _connect(source: str, timeout_s: float = _CONNECT_S) -> socket.socket:
 def _answers(source: str) -> bool:
     """Return True if a source accepts two new connections, and answers or closes each.
 
-    A process that is ending may close one connection, but refuses the next.
+    An ending process may close one connection, but refuses the next.
     """
     return _probe(source) and _probe(source, after_s=_ENDING_S)
 

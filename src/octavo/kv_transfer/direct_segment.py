@@ -105,7 +105,7 @@ class Segment:
         return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks. The memory of a block becomes free when its last reader ends."""
+        """Drop blocks. Their memory becomes free when the last reader ends."""
         with self._lock:
             for key in keys:
                 slot = self._slots.pop(key, None)

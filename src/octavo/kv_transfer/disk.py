@@ -25,13 +25,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class DiskStore:
-    """A `KVStore` in a directory. Other processes with other models and versions of octavo may use the same directory.
+    """A `KVStore` in a directory, which processes with other models and versions of octavo may share.
 
-    Each save writes one file. The least recently used file is evicted first, even after a restart. If writing fails (no
-    space, no permission), blocks are still served, and saving is retried after a growing pause.
+    Each save writes one file. The least recently used file is evicted first, even after a restart. If writing fails,
+    blocks are still served, and saving is retried after growing pauses.
 
-    max_bytes: Limit for all files in the directory, by default `default_bound`. Each process applies its own limit.
-    part_bytes: Size of blocks with only the first KV group, or None. Such blocks are in separate files.
+    max_bytes: This process's limit for all files in the directory, by default `default_bound`. part_bytes: Size of
+    blocks with only the first KV group, or None. These blocks have separate files.
     """
 
     name = "disk"
@@ -125,7 +125,7 @@ class DiskStore:
         return loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Save missing blocks in one file. Raises `ValueError` for a key of a wrong length.
+        """Save missing blocks in one file. Raises `ValueError` for a wrong key length.
 
         The last blocks are omitted if the file would exceed max_bytes.
         """
@@ -160,7 +160,7 @@ class DiskStore:
             self._writing.succeeded()
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Delete the files that contain any of these keys. Other blocks in these files are deleted, too."""
+        """Delete all files with any of these keys, including other blocks in these files."""
         names = self._directory.index.holders(keys)
         if names and not self._is_closed:
             with self._reading(self._directory.path):

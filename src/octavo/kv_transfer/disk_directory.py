@@ -1,12 +1,12 @@
 """The directory of a disk store, shared by several processes.
 
-    TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed; the file's time is the last use
-    TOKEN.tmp     an unfinished file, locked by its writer; if it is not locked, the writer is dead
+    TOKEN.kv      blocks, see `octavo.kv_transfer.disk_file`; never changed; its time is the last use
+    TOKEN.tmp     an unfinished file, locked while its writer lives
     TOKEN.bad     a corrupt file, which is evicted first
-    lock          locked while files are added or removed; each change writes new random bytes into this file
+    lock          locked while files are added or removed; each change writes new random bytes into it
 
-Links, files with other names and files of other users are ignored. Reading takes no lock, because a removed file is
-only a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it writes.
+Links, files with other names and other users' files are ignored. Reading takes no lock, because a removed file is only
+a miss. A writer takes the lock to reserve space and to rename its complete file, but not while it writes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _UNREADABLE_S = 60.0  # until an unreadable file is retried
 class DiskDirectory:
     """Files of blocks in a directory, which is created if missing. Thread-safe. Methods raise `OSError`.
 
-    sizes: Sizes of blocks that this engine reads. Files with blocks of other sizes are only counted.
+    sizes: Block sizes that this engine reads. Files with other sizes are only counted.
     """
 
     def __init__(self, path: Path, sizes: set[int], max_bytes: int) -> None:
@@ -58,7 +58,7 @@ class DiskDirectory:
         self.num_corrupt = 0  # files
         self._sizes, self._max_bytes = sizes, max_bytes
         self._mutex = threading.Lock()
-        self._writing: dict[str, int] = {}  # by name: bytes of the temporary files of all processes
+        self._writing: dict[str, int] = {}  # bytes of all processes' temporary files, by name
         self._temporaries: set[str] = set()  # of this process
         self._unreadable: dict[str, float] = {}
         self._generation = b""  # content of `lock` at the last count; b"" if a count is due
@@ -105,7 +105,7 @@ class DiskDirectory:
             self._take_in(name, locked=locked)
         self._writing = {name: self._writing.get(name) or self._size(name) for name in temporary}
         if not is_as_known and not locked:
-            self._generation = b""  # another process may have the lock and be making a change
+            self._generation = b""  # another process may be making a change
         self._seen_ns = changed_ns if is_settled else None
         ended = time.monotonic()
         self._next_look_at = ended + (ended - began) / _SCAN_SHARE
@@ -178,7 +178,7 @@ class DiskDirectory:
             raise CorruptFileError(str(error)) from error
 
     def touch(self, names: list[str]) -> None:
-        """Mark files as used now. The first file becomes the newest, because later files are useless without it."""
+        """Mark files as used now, the first as newest, because later files are useless without the first."""
         now_ns = time.time_ns()
         for place, name in enumerate(names):
             try:
@@ -188,7 +188,7 @@ class DiskDirectory:
                     raise
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Stop reading a file."""
+        """Rename to `.bad`."""
         with self._mutex:
             self._set_aside(name, reason, locked=False)
 
@@ -209,7 +209,7 @@ class DiskDirectory:
         self.index.add(BlockFile(bad, size), 0)
 
     def _skip_undeletable(self, name: str) -> None:
-        """Count only a file's bytes, and retry it later."""
+        """Count a file's bytes, and retry later."""
         self._unreadable[name] = time.monotonic() + _UNREADABLE_S
         self.index.add(BlockFile(name, self._size(name)), 0)
 
@@ -227,7 +227,7 @@ class DiskDirectory:
             self._make_room(num_bytes)
 
     def write(self, num_bytes: int, keys: tuple[bytes, ...], fill: Callable[[int], None]) -> None:
-        """Add a file that `fill(descriptor)` writes. If `fill` raises, add no file."""
+        """Add a file that `fill(descriptor)` writes, unless `fill` raises."""
         name = secrets.token_hex(16)
         temporary, final = f"{name}.tmp", f"{name}.kv"
         self.path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -344,7 +344,7 @@ class DiskDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock. Needs the mutex. Raises `TimeoutError` if another process holds the lock."""
+        """Needs the mutex. Raises `TimeoutError` if another process holds the lock."""
         self._lock_descriptor = self._lock()
         try:
             yield

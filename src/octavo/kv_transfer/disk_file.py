@@ -6,7 +6,7 @@
                zeros up to a multiple of 4096
                the blocks, without gaps
 
-SHA-256 is fast, because processors have instructions for it.
+Processors have instructions for SHA-256.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def read_blocks(descriptor: int, header: Header, first: int, blocks: Sequence[me
 
 
 def is_ours(found: os.stat_result) -> bool:
-    """Return True for a regular file of this user."""
+    """True for this user's regular files."""
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
@@ -131,7 +131,7 @@ def sync_directory(path: str) -> None:
 def _move_all(
     move: Callable[[int, list[memoryview], int], int], descriptor: int, views: Sequence[memoryview], offset: int
 ) -> bool:
-    """Read or write all bytes of `views`. Return True if the file is too short."""
+    """Return True if the file is too short."""
     waiting = [view for view in reversed(views) if len(view)]  # empty if the first KV group has no layers
     while waiting:
         batch = [waiting.pop()]

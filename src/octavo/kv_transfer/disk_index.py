@@ -15,7 +15,7 @@ _MIN_SPARE = 1024  # stale heap entries before a rebuild
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A file of a disk store. keys: () if the file is corrupt or has another format."""
+    """A file of a disk store. keys: () if this engine cannot use the blocks."""
 
     name: str
     num_bytes: int
@@ -25,7 +25,7 @@ class BlockFile:
 class DiskIndex:
     """The files of a directory by name, key and age. Thread-safe.
 
-    Ages may be out of date. Before an eviction, the caller must check whether the file was used later.
+    Ages may be outdated. Before an eviction, the caller checks whether the file was used later.
     """
 
     def __init__(self) -> None:
@@ -122,10 +122,9 @@ class DiskIndex:
             return {file.name for key in keys for file in self._holders.get(key, ())}
 
     def run(self, keys: Sequence[bytes]) -> tuple[BlockFile, int, int] | None:
-        """Find the newest file that contains the first key. Return None if no file contains it.
+        """Return (newest file with the first key, its index in the file, number of leading `keys` from there on).
 
-        Returns the file, the first key's index in the file, and the number of leading `keys` that the file contains
-        from this index on.
+        Returns None if no file has the first key.
         """
         with self._lock:
             holders = self._holders.get(keys[0])

@@ -1,4 +1,4 @@
-"""Blocks stored with only the first KV group, because the content of other groups was evicted before the save.
+"""Blocks stored with only the first KV group, because the other groups' content was evicted before the save.
 
 A request can use such a block if no row reads the other groups any more. The bytes are the beginning of the whole
 block, with another key.
@@ -28,8 +28,8 @@ def key_of_first_group(key: bytes) -> bytes:
 def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: int, kinds: Sequence[KVGroupKind]) -> int:
     """Return the number of leading blocks after which a request can resume.
 
-    is_whole: True for each block with all groups. first: Index of the first block in the request, which has all earlier
-    blocks. kinds: Kinds of all groups except the first.
+    is_whole: True for each block with all groups. first: Index of the first block. The request has all earlier blocks.
+    kinds: Kinds of all groups except the first.
     """
     count, before = len(is_whole), -1
     while count != before:
@@ -56,7 +56,7 @@ def look_up(
         is_whole += [False] * (store.num_matched(rest, only_first_group=True) if rest else 0)
         if len(is_whole) == before:
             break
-    # The store may also have the whole block. Look for whole blocks among the blocks that the next row reads.
+    # The store may also have the whole block, which matters for the blocks that the next row reads.
     num_computed = min((first + len(is_whole)) * block_size, num_tokens - 1)
     start = max(min(kind.first_position(num_computed) for kind in kinds) // block_size - first, 0)
     if False in is_whole[start:]:
@@ -99,7 +99,7 @@ def save(
     part_bytes: int,
     tally: TierTally,
 ) -> int:
-    """Save blocks. If a block fails, still save later blocks. Return the number of leading blocks that are now stored.
+    """Save blocks, even after a failed block. Return the number of leading blocks that are now stored.
 
     has_all: True for each block with all groups.
     """

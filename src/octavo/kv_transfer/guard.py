@@ -1,4 +1,4 @@
-"""Turns failures into misses."""
+"""Failures become misses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ResultT = TypeVar("ResultT")
 class GuardedStore:
     """A `KVStore` over a store that may fail, hang or not be open yet. Raises nothing.
 
-    After a failure, no call is made during a pause. Then a single call tests the store. A further failure doubles the
+    After a failure, no call is made during a pause. Then one call tests the store. Each further failure doubles the
     pause. While a call hangs, no other call is made.
 
     open_store: Called until it succeeds. may_wait: True if calls may wait for other engines. Then no call counts as
@@ -75,7 +75,7 @@ class GuardedStore:
 
     @property
     def is_usable(self) -> bool:
-        """True if the store may be called."""
+        """True if callable."""
         now = self._clock()
         with self._lock:
             hangs = self._hangs(now)
@@ -95,7 +95,7 @@ class GuardedStore:
         threading.Thread(target=_check, args=arguments, name=f"octavo-kv-check-{self.name}", daemon=True).start()
 
     def check(self, period_s: float) -> None:
-        """Call the store if it was idle for period_s."""
+        """Call the store if idle for period_s."""
         if self._clock() - self._called_at >= period_s:
             self._ask(lambda store: store.num_matched([]), 0)
 
@@ -131,7 +131,7 @@ class GuardedStore:
         return count
 
     def take_evicted(self) -> int:
-        """Return how many blocks were evicted since the last call. The number is updated by loads and saves."""
+        """Return the blocks evicted since the last call, as of the last load or save."""
         with self._lock:
             count, self._num_evicted_reported = self._num_evicted - self._num_evicted_reported, self._num_evicted
         return count
@@ -183,7 +183,7 @@ class GuardedStore:
                 self._failed(error)
 
     def _ask(self, ask: Callable[[KVStore], ResultT], otherwise: ResultT) -> ResultT:
-        """Call the store. Return `otherwise` if no call may be made or the call fails."""
+        """Return `otherwise` if no call may be made or the call fails."""
         if not self._may_ask():
             return otherwise
         try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StoreError(OctavoError):
-    """A failed operation of a store. Counts as a miss."""
+    """A failed operation, which counts as a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class KVStore(Protocol):
     `stats` never block. Other methods may wait for I/O, and raise `StoreError`.
 
     block_bytes: Size of a full block. Blocks with only the first KV group (`octavo.kv_transfer.group_parts`) are
-    smaller. All blocks of one save have the same size. A load of these blocks must use the same size.
+    smaller. All blocks of one save have one size, which their loads must use.
     """
 
     name: str
@@ -50,7 +50,7 @@ class KVStore(Protocol):
         ...
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys known to be missing. Does no I/O."""
+        """Return the keys known to be missing."""
         ...
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:

@@ -33,7 +33,7 @@ class TransferCallback(Protocol):
 class KVBlock:
     """A node's copy of a block. access_time: Monotonic time of the last use.
 
-    num_tokens: Set for blocks that engines save, because these blocks have no token_ids.
+    num_tokens: Set for blocks that engines save, which have no token_ids.
     """
 
     block_hash: bytes
@@ -50,7 +50,7 @@ class KVBlock:
 
 
 class GlobalKVPool:
-    """Blocks of several nodes by hash. Several nodes may have copies of a block. Thread-safe.
+    """Blocks of several nodes by hash. Each node may have a copy. Thread-safe.
 
     A node with more than `max_blocks_per_node` blocks evicts the least recently used block. Raises `ConfigError` if
     this limit is below 1.
@@ -201,7 +201,7 @@ class GlobalKVPool:
         return is_complete
 
     def remove(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop all copies of blocks."""
+        """Drop all copies."""
         with self._lock:
             for block_hash in block_hashes:
                 for node_id in self._holders.pop(block_hash, {}):

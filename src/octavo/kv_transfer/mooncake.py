@@ -1,9 +1,4 @@
-"""A store in a pool of Mooncake, to which engines on several machines lend memory.
-
-Bytes from the pool are not trusted. Each read compares an object's key and checksum. Mooncake's codes: -200 no space,
--704 not found, -706 leased, -707 lease expired before the data arrived, -800 the lender is gone, -900 and -901 no
-master.
-"""
+"""A store in a pool of Mooncake, to which engines on several machines lend memory."""
 
 from __future__ import annotations
 
@@ -41,8 +36,8 @@ class MooncakeStore:
     """A `KVStore` over the pool of a `mooncake_master`. Raises `StoreError` if it cannot connect.
 
     All objects have one size. A block with only the first KV group is padded with zeros. A restarted master has an
-    empty pool, so each query also asks for a mark that this store has put into the pool. If the mark is missing, all
-    known keys are forgotten. Blocks go into the memory of other engines only if this engine's memory is full.
+    empty pool, so each query also asks for a mark that this store has put there. If the mark is missing, all
+    known keys are forgotten. Blocks go into other engines' memory only if this engine's memory is full.
     """
 
     name = "mooncake"
@@ -75,7 +70,7 @@ class MooncakeStore:
 
     @staticmethod
     def host_bytes(block_bytes: int, segment_bytes: int) -> int:
-        """Return the bytes on this machine, including lent memory."""
+        """Bytes on this machine, including lent memory."""
         return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
@@ -247,7 +242,7 @@ class MooncakeStore:
 
 
 def _is_wrong(code: int, is_whole: bool) -> bool:
-    """Return True if wrong bytes arrived. If no bytes arrived, the block may still be in the pool."""
+    """False if no bytes arrived: the block may still be in the pool."""
     return not is_whole and (code >= 0 or code == _WRONG_SIZE)
 
 

@@ -38,8 +38,8 @@ _SILENT = subprocess.DEVNULL  # Mooncake logs each missed heartbeat
 class ClientOrder:
     """Configuration of a client process, with the descriptors that it inherits.
 
-    master: HOST:PORT of the pool's master, or "" if there is no pool and the process writes into the memory of other
-    engines. channels: One pipe per area. Areas are contiguous in memory, and objects are contiguous in an area.
+    master: HOST:PORT of the pool's master, or "" if the process writes into other engines' memory. channels: One pipe
+    per area. Areas are contiguous in memory, and objects are contiguous in an area.
     """
 
     master: str
@@ -84,7 +84,7 @@ class Opened:
 
 
 class BusyError(StoreError):
-    """No area is free. Each area is in use, or a failed transfer may still write into it."""
+    """No area is free: Each is in use, or a failed transfer may still write into it."""
 
 
 class Area:
@@ -155,7 +155,7 @@ class MooncakeClient:
     """Starts a client process and calls it. Thread-safe. Raises `StoreError` if the process does not start or connect.
 
     master: See `ClientOrder`. host: Address by which other engines reach this process. segment_bytes: Memory lent to
-    the pool. gone_s: A process that is silent for this time is killed, by default `GONE_S`.
+    the pool. gone_s: A process silent for this time is killed, by default `GONE_S`.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class MooncakeClient:
 
 
 def client_bytes(object_bytes: int, segment_bytes: int, num_areas: int = NUM_AREAS) -> int:
-    """Return the bytes of a client and its process."""
+    """Bytes of a client and its process."""
     return PROCESS_BYTES + num_areas * _area_bytes(object_bytes) + segment_bytes
 
 

@@ -41,7 +41,7 @@ _LIMITS = {
 def open_client(order: ClientOrder, address: int) -> dict[str, Call]:
     """Connect to the pool, and return calls by name. A call takes keys and the address of the first key's object.
 
-    Raises `ImportError`. Raises `OSError` if the connection fails.
+    Raises `ImportError` and `OSError`.
     """
     from mooncake.store import (  # noqa: PLC0415 - an optional extra; its import may fail
         MooncakeDistributedStore,
@@ -103,7 +103,7 @@ def open_engine(order: ClientOrder, address: int) -> tuple[dict[str, Call], str]
 
 
 def _answer(channel: Connection, calls: dict[str, Call], start: int) -> None:
-    """Answer calls. An exception ends the process and closes the pipe."""
+    """An exception ends the process and closes the pipe."""
     try:
         while True:
             try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TierTally:
-    """Blocks per store in one transfer."""
+    """Blocks per store."""
 
     def __init__(self) -> None:
         self._moves: dict[str, TierMove] = {}
@@ -38,8 +38,7 @@ class TieredStore:
     """A `KVStore` over several stores, the fastest first. Skips a store that fails or hangs, and raises nothing.
 
     A block is saved to each store that lacks the block. only_first_group: True if blocks have only the first KV group
-    (`octavo.kv_transfer.group_parts`). `keys` are still the keys of whole blocks. Stores that do not keep such blocks
-    are skipped.
+    (`octavo.kv_transfer.group_parts`). `keys` are still those of whole blocks. Stores without such blocks are skipped.
     """
 
     def __init__(self, stores: Sequence[KVStore]) -> None:
@@ -55,7 +54,7 @@ class TieredStore:
 
     @property
     def is_usable(self) -> bool:
-        """True if any store may be called now."""
+        """True if any is callable."""
         return any(tier.is_usable for tier in self.tiers)
 
     def open(self) -> None:

@@ -1,1 +1,1 @@
-"""Model families and checkpoint readers. Broken or unsupported files raise `ModelError`."""
+"""Model families and checkpoint readers. Unusable files raise `ModelError`."""

@@ -35,13 +35,13 @@ class AttentionConfig:
     """Attention of one layer (Ainslie et al. 2023).
 
     rope      None for no rotation
-    window    tokens that a position attends to, including itself, or None for all
+    window    tokens that a position attends to, including itself; None for all
     scale     factor of scores; None for head_dim ** -0.5
     softcap   see `soft_cap`
     sinks     see `Kernels.paged_attention`
-    qk_norm   norm before rotation: "head" with one weight [head_dim] for each head, "width" with all heads as one row
-    is_fused  True if the checkpoint stores q, k and v in one tensor
-    v_norm    norm of each value without a weight
+    qk_norm   norm before rotation: "head" over each head, with one weight [head_dim], "width" over all heads
+    is_fused  the checkpoint stores q, k and v in one tensor
+    v_norm    norm of values, without a weight
     values_are_keys  keys before norm and rotation are values
     shared_layer  see `CacheSpec`; this layer then has only queries
     """
@@ -137,11 +137,11 @@ class AttentionConfig:
 
     @property
     def num_projections(self) -> int:
-        """Number of computed projections of q, k and v."""
+        """Computed projections of q, k and v."""
         return 1 if self.is_shared else 2 if self.values_are_keys else 3
 
     def unused_tensors(self, name: str, hidden_size: int) -> tuple[Any, ...]:
-        """Declare optional tensors that no layer reads."""
+        """Declare optional unread tensors."""
         if not self.is_shared:
             return ()
         own, whole = self.tensors(name, hidden_size), replace(self, shared_layer=None).tensors(name, hidden_size)
@@ -204,7 +204,7 @@ class Attention:
         v = apart[0] if apart else k
         if self.q_norm is not None:
             rows = (q, k)
-            if config.qk_norm == "width":  # not as views of heads, which lack a stride to record if there is one token
+            if config.qk_norm == "width":  # slices, because a view of one token's heads has no stride to record
                 q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
                 parts = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=1)
                 rows = (parts[0].unsqueeze(1), parts[1].unsqueeze(1))

@@ -24,18 +24,15 @@ if TYPE_CHECKING:
     from octavo.models.stored_quantization import StoredTensor
 
 logger = logging.getLogger(__name__)
-_RESIDENT_BYTES = 32 << 20  # of tensors that stay in memory, in addition to the last one
+_RESIDENT_BYTES = 32 << 20  # of resident tensors, in addition to the last one
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_PREDICTION = "eh_proj."  # only layers of multi-token prediction have this tensor
+_PREDICTION = "eh_proj."  # a tensor of multi-token prediction only
 # Tensors that octavo computes itself.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
 
 class CheckpointFiles:
-    """The `StoredTensors` of safetensors files, with the names of `decoder_names`.
-
-    Only pages of recently returned tensors stay in memory.
-    """
+    """The `StoredTensors` of safetensors files, named by `decoder_names`. Only recently read pages stay in memory."""
 
     __slots__ = ("_file_of", "_handed_out", "_part", "_stored_name", "directory")
 
@@ -78,7 +75,7 @@ class CheckpointFiles:
         return shape if (part := self._part.get(name)) is None else part.shape(shape)
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """See `StoredTensors`. If embeddings are tied, lm_head.weight may exist if it equals them."""
+        """See `StoredTensors`. Tied embeddings allow an equal lm_head.weight."""
         missing = [name for name, each in expected.items() if not each.is_optional and name not in self._file_of]
         if missing:
             raise ModelError(
@@ -116,7 +113,7 @@ class CheckpointFiles:
             )
 
     def _without_prediction_layers(self, extra: list[str]) -> list[str]:
-        """Remove layers of multi-token prediction (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2)."""
+        """Remove multi-token prediction (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2)."""
         layers = tuple(dict.fromkeys(name.partition(_PREDICTION)[0] for name in extra if _PREDICTION in name))
         if layers:
             names = ", ".join(layer.removesuffix(".") for layer in layers)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MISSING = object()
 
-# Keys that change the tokens, with harmless values. If a family does not read a key, other values are refused.
+# Keys that change tokens, with harmless values. Other values are refused if a family does not read the key.
 _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None, 0),
     "final_logit_softcapping": (None, 0),
@@ -42,7 +42,7 @@ _CHANGES_TOKENS: dict[str, tuple[Any, ...]] = {
 
 
 class ConfigFile:
-    """A JSON object that records which keys were read. Methods raise `ModelError` for wrong values."""
+    """A JSON object that records read keys. Methods raise `ModelError` for wrong values."""
 
     __slots__ = ("_read_keys", "path", "prefix", "values")
 
@@ -122,7 +122,7 @@ class ConfigFile:
         return values
 
     def optional_number(self, key: str, *, above: float = 0.0) -> float | None:
-        """Like `number`, but return None for a missing or null key."""
+        """Like `number`, or None for a missing or null key."""
         return self.number(key, above=above) if self.has(key) else None
 
     def flag(self, key: str, default: Any = _MISSING) -> bool:

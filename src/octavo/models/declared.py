@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Linear layers of one input, computed as one product. parts: (name without ".weight", out_features) of each."""
+    """Linear layers of one input, computed as one product. parts: (name without ".weight", out_features)."""
 
     parts: tuple[tuple[str, int], ...]
     in_features: int
@@ -48,7 +48,7 @@ class Linear:
 class HeadPart(Linear):
     """One head's rows of a stored matrix, multiplied as floats.
 
-    whole: the stored matrix. rows: first and end row. is_transposed: True if the rows become columns.
+    whole: the stored matrix. rows: first and end row. is_transposed: rows become columns.
     """
 
     whole: Linear = field(kw_only=True)

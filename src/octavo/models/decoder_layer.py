@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class TokenMixer(Protocol):
-    """The first sublayer: computes a token's output from the token and earlier tokens of its sequence.
+    """The first sublayer, which reads a token and earlier tokens of its sequence.
 
-    `cache` comes from `CacheSpec.views`. Its rows are written at `AttentionBatch.slot_mapping` and read through
-    `AttentionBatch.block_tables` of the layer's KV group. A row's result must not depend on other sequences, or on how
-    its sequence is divided among steps. Only `Attention` and `LatentAttention` are captured
-    as graphs, so other mixers get no padding.
+    `cache` comes from `CacheSpec.views`. Rows are written at `AttentionBatch.slot_mapping` and read through
+    `AttentionBatch.block_tables` of the layer's KV group. Results must not depend on other sequences, or on how a
+    sequence is divided among steps. Only `Attention` and `LatentAttention` are captured as graphs, so other mixers get
+    no padding.
     """
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """Write tokens [num_tokens, hidden] into the cache. Return the input [num_tokens, ...] of `attend`.
 
-        After the last layer writes KV, `attend` gets only rows that need an output.
+        From the last layer that writes KV on, `attend` gets only rows that need an output.
         """
         ...
 
     def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Return the output [num_rows, hidden] of all or some rows of `write_kv`."""
+        """Return the output [num_rows, hidden] of rows of `write_kv`."""
         ...
 
 
@@ -47,7 +47,7 @@ class TokenMixerConfig(Protocol):
 
     @property
     def width(self) -> int:
-        """Largest number of values computed for a token."""
+        """Largest number of values per token."""
         ...
 
     def within(self, max_model_len: int) -> TokenMixerConfig:
@@ -67,10 +67,7 @@ class MLP(Protocol):
     """The second sublayer: computes each token independently."""
 
     def forward(self, hidden: Tensor, batch: AttentionBatch) -> Tensor:
-        """Map [num_tokens, hidden] to the same shape.
-
-        batch: used by MLPs that treat requests differently, such as adapters.
-        """
+        """Map [num_tokens, hidden] to the same shape. batch: for differences between requests, such as adapters."""
         ...
 
 
@@ -93,7 +90,7 @@ class MLPConfig(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """The names of a layer's pre-norms and post-norms in the checkpoint."""
+    """Names of a layer's pre-norms and post-norms."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -118,7 +115,7 @@ class LayerTensors(NamedTuple):
 class LayerConfig:
     """One layer without weights.
 
-    embeddings: added after the MLP. stream_scale: True if a stored number finally multiplies the residual stream.
+    embeddings: added after the MLP. stream_scale: finally multiply the residual stream by a stored number.
     """
 
     attention: TokenMixerConfig
@@ -187,10 +184,9 @@ class DecoderLayer:
 
 
 class ResidualNorm:
-    """Adds a sublayer's output to the residual stream and normalizes the sum.
+    """Adds a sublayer's output to the residual stream, and normalizes the sum.
 
-    added: norm of the sublayer's output. stream: norm of the sum, which is the next sublayer's input. stream_scale:
-    factor of the sum.
+    added: the output's norm. stream: the sum's norm. stream_scale: the sum's factor.
     """
 
     __slots__ = ("add", "added", "eps", "kernels", "scale", "stream", "stream_scale")

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and models with the same layers: latent attention, and experts next to shared experts."""
+"""DeepSeek V2, V3 and models with these layers: latent attention, experts and shared experts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _score_factor(config: ConfigFile) -> float:
 
 
 def _read_v2_router(config: ConfigFile) -> Router:
-    """Read V2's router, which scores a group by its best expert and does not normalize."""
+    """V2 scores a group by its best expert, and does not normalize."""
     require(config, "scoring_func", "softmax")
     router, method = Router.read(config, normalizes=False), config.text("topk_method", "greedy")
     if method == "greedy":

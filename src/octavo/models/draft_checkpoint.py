@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCheckpoint:
-    """A checkpoint for drafting. shares_kv: True if the draft model is the quantized target and reads its KV."""
+    """A checkpoint for drafting. shares_kv: True if it is the quantized target, which reads the target's KV."""
 
     name: str
     weights: WeightSource

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from octavo.models.decoder_layer import LayerConfig, MLPConfig
     from octavo.models.rope_config import RopeConfig
 
-# 12 layers, in which every family's pattern of layers repeats.
+# 12 layers repeat every family's pattern.
 _SAMPLE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -76,7 +76,7 @@ _OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_sca
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A difference from the plain decoder. num_layers: how many layers differ, or None for the whole model."""
+    """A difference from the plain decoder. num_layers: None means the whole model."""
 
     name: str
     value: str = ""
@@ -89,7 +89,7 @@ class Part:
 
 
 def parts_of(architecture: Architecture) -> list[Part]:
-    """Return the differences from a decoder with full attention of equal heads, two norms and SiLU, without biases."""
+    """Return differences from full multi-head attention, two norms and SiLU, without biases."""
     counts: dict[Part, int] = {}
     for layer in architecture.layers:
         for part in dict.fromkeys(_layer_parts(layer)):
@@ -101,7 +101,7 @@ def parts_of(architecture: Architecture) -> list[Part]:
 
 
 def family_parts(name: str) -> tuple[list[str], list[str]]:
-    """Return the parts of all models of a family, and optional parts."""
+    """Return a family's constant and optional parts."""
     sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
     sample |= _DEEPSEEK if name in _OF_DEEPSEEK else {}
     try:

@@ -1,4 +1,4 @@
-"""Reads weights that checkpoints store as FP8 or MXFP4."""
+"""Reads FP8 and MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class ExpandedFloats:
         return self.files.find(name) if expanded is None else expanded
 
     def weight(self, name: str) -> StoredWeight:
-        """Return a stored matrix as GGUF blocks (MXFP4), FP8, or floats.
+        """Return GGUF blocks (MXFP4), FP8 or floats.
 
-        FP8 is expanded if its scales have too few columns for the kernels.
+        FP8 is expanded if a scale's columns are no multiple of `FP8_GROUP_MULTIPLE`.
         """
         module = name.removesuffix(".weight")
         if (stored := self._stored(module)) is None:
@@ -97,7 +97,7 @@ class ExpandedFloats:
 
 
 def expand(stored: StoredFloats, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values times scales, [out_features, in_features], computed in float32 and rounded once to `dtype`."""
+    """Return values times scales [out_features, in_features], computed in float32 and rounded to `dtype`."""
     flat = values.flatten(1)
     out_features, in_features = len(flat), flat.shape[1] * (1 if stored.layout is FloatLayout.FP8 else 2)
     scales = _scales_of_rows(stored, (out_features, in_features), scales)
@@ -122,7 +122,7 @@ def _scales_of_rows(stored: StoredFloats, shape: Sequence[int], scales: Tensor) 
 def as_blocks(values: Tensor, exponents: Tensor) -> BlockWeight:
     """Return MXFP4 as GGUF blocks: a group's exponent, then bytes with its second half in the upper bits.
 
-    values: uint8 [out_features, in_features / 2] with two neighbours per byte. exponents: uint8 [out_features, groups].
+    values: uint8 [out_features, in_features / 2], neighbours in a byte. exponents: uint8 [out_features, groups].
     """
     pairs = values.reshape(len(values), -1, MXFP4_GROUP // 2)
     nibbles = torch.stack((pairs & 15, pairs >> 4), dim=3).flatten(2)

@@ -42,7 +42,7 @@ def read_gemma(
     max_context_tokens: int,
     norm_offset: float = 1.0,
 ) -> Architecture:
-    """Read the keys that all Gemma generations share."""
+    """Read all Gemma generations' keys."""
     config = config.with_defaults(tie_word_embeddings=True)
     architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
     return replace(architecture, embedding_scale=math.sqrt(architecture.hidden_size), norm_offset=norm_offset)

@@ -52,9 +52,9 @@ def read_mixed(
     softcap: float | None = None,
     qk_norm: Literal["head"] | None = None,
 ) -> Architecture:
-    """Read the keys that Gemma 2 and 3 share.
+    """Read common keys of Gemma 2 and 3.
 
-    local_rope: for layers with a window. pattern: without `layer_types`, every `pattern`-th layer has full attention.
+    local_rope: for layers with a window. pattern: see `read_layer_types`.
     """
     bias = config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(config, rope=rope, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm)

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with norms of queries and keys, and a separate rotary embedding in layers with a window."""
+"""Gemma 3 (text): Gemma 2 with norms of queries and keys, and another rotary embedding in windows."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _DEFAULTS = {
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """Read Gemma 3's keys. `max_position_embeddings` already includes scaling.
+    """Read Gemma 3's keys. `max_position_embeddings` includes scaling.
 
-    Raises `ModelError` for soft-capped scores, which transformers does not compute.
+    Raises `ModelError` for soft-capped scores, which transformers ignores.
     """
     config = config.with_defaults(**_DEFAULTS)
     rope, local_rope = _read_ropes(config)

@@ -1,4 +1,4 @@
-"""Translates a GGUF file's metadata to the keys of config.json. Does not import torch."""
+"""Translates GGUF metadata to config.json. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 EMBEDDING, HEAD, TABLE = "token_embd.weight", "output.weight", "per_layer_token_embd.weight"
 _FLOATS = {TensorType.F32: "float32", TensorType.BF16: "bfloat16", TensorType.F16: "float16"}
-# Block types that kernels multiply directly, with the bytes that each block gains in memory.
+# Block types that kernels multiply directly, with bytes added to each block in memory.
 BLOCK_KINDS = {
     TensorType.Q8_0: 0,
     TensorType.Q4_0: 0,
@@ -33,7 +33,7 @@ BLOCK_KINDS = {
     TensorType.Q6_K: 0,
     TensorType.MXFP4: 0,
 }
-# Keys that octavo reads from other places, or that llama.cpp ignores.
+# Keys that are read from other places, or that llama.cpp ignores.
 _NOT_READ = (
     *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type"),
     *(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", "beta_fast", "beta_slow")),
@@ -54,9 +54,9 @@ class GGUFFamily:
     """How GGUF files store one of llama.cpp's architectures.
 
     name              class in `architectures` of config.json
-    names             Hugging Face's names, if they differ from Llama's
-    rotates_pairs     True if neighbouring rows of q and k rotate together
-    norms_around_one  True if norms are stored as factors; Hugging Face stores them minus 1
+    names             Hugging Face's names that differ from Llama's
+    rotates_pairs     neighbouring rows of q and k rotate together
+    norms_around_one  norms are factors; Hugging Face stores them minus 1
     """
 
     name: str
@@ -109,7 +109,7 @@ class GGUFFields:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers without multi-token prediction. Raises `ModelError` if the tensors disagree."""
+        """Layers without multi-token prediction. Raises `ModelError` if the tensors disagree."""
         left_out = prediction_layers(self.file)
         count = self.count("block_count") - max(len(left_out), int(self.optional("nextn_predict_layers") or 0))
         there = {name.split(".")[1] for name in self.file.tensors if name.startswith("blk.")}
@@ -119,7 +119,7 @@ class GGUFFields:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head's keys and values. With latents, the width of the key that all heads share."""
+        """Width of a head's keys and values. With latents, the width of the shared key."""
         if "attention.kv_lora_rank" in self.values.values:
             return self.count("rope.dimension_count")
         heads, hidden = self.count("attention.head_count"), self.count("embedding_length")
@@ -147,7 +147,7 @@ class GGUFFields:
         return self.count("attention.sliding_window") if self.optional("attention.sliding_window") else None
 
     def layer_types(self, window: int | None, period: int) -> list[str]:
-        """Return each layer's type. If no pattern is stored, every `period`-th layer has full attention."""
+        """Return each layer's type. Without a stored pattern, every `period`-th layer has full attention."""
         key, num_layers = "attention.sliding_window_pattern", self.num_layers
         self.values.mark(key)
         pattern = self.values.values.get(key, period)
@@ -174,7 +174,7 @@ class GGUFFields:
 
 
 def prediction_layers(file: GGUFFile) -> set[str]:
-    """Return the prefixes of layers of multi-token prediction, which octavo does not load."""
+    """Return the name prefixes of multi-token prediction, which octavo does not load."""
     return {name.partition(".nextn.")[0] + "." for name in file.tensors if ".nextn." in name}
 
 
@@ -239,9 +239,9 @@ def _refuse_unread(fields: GGUFFields, name: str) -> None:
 
 
 def _read_dtype(file: GGUFFile) -> str:
-    """Return the least precise dtype that holds all matrices outside `BLOCK_KINDS` exactly.
+    """Return bfloat16 if all matrices outside `BLOCK_KINDS` are, float16 if all matrices are, otherwise float32.
 
-    Other blocks become float32. Weights in `_WIDENED` are ignored.
+    Ignores `_WIDENED`.
     """
     matrices = {name: each for name, each in file.tensors.items() if len(each.shape) == 2}
     kinds = {each.type for name, each in matrices.items() if not any(part in name for part in _WIDENED)}
@@ -470,7 +470,7 @@ def _read_deepseek2(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _head_width(fields: GGUFFields, part: str) -> int:
-    """Return the width of a head's keys or values. Files with whole kv_b have no widths of latents."""
+    """Files with a whole kv_b may store a head's width under the key without `_mla`."""
     key = f"attention.{part}_length"
     return fields.count(
         key if fields.has("blk.0.attn_kv_b.weight") and f"{key}_mla" not in fields.values.values else f"{key}_mla"

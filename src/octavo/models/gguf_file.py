@@ -1,4 +1,4 @@
-"""Reads and checks GGUF, versions 2 and 3 in little-endian order (ggml's docs/gguf.md). Does not import torch."""
+"""Reads and checks little-endian GGUF, versions 2 and 3 (ggml's docs/gguf.md). Does not import torch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A model in one or several GGUF files. metadata: that of the first file."""
+    """A model in GGUF files. metadata: of the first file."""
 
     path: Path
     paths: tuple[Path, ...]
@@ -172,7 +172,6 @@ class _Reader:
         raise ModelError(f"{self.path}: {problem}")
 
     def read_metadata(self) -> tuple[dict[str, Value], int]:
-        """Return metadata and number of tensors."""
         if self.data[:4] != MAGIC:
             self.fail(f"this is not a GGUF file (it begins with {self.data[:4]!r}); give a .gguf file or a directory")
         version = self.number("I", "the version")
@@ -217,7 +216,6 @@ class _Reader:
         return tensors
 
     def describe(self, index: int) -> tuple[str, TensorType, tuple[int, ...], int]:
-        """Return name, type, shape, offset."""
         name = self.text(f"the name of tensor {index}", most=_MAX_NAME_CHARS)
         num_dimensions = self.number("I", name)
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -247,7 +245,7 @@ class _Reader:
         return self.texts(key, count)
 
     def numbers(self, code: int, count: int, key: str) -> list[int] | list[float] | list[bool]:
-        """Read `count` values. Raises `ModelError` before the allocation if the file is too short."""
+        """Check the size before the allocation."""
         if code not in _FORMATS:
             self.fail(f"{key} is {'an array in an array' if code == _ARRAY else f'of the unknown type {code}'}")
         kind = _FORMATS[code]
@@ -278,7 +276,7 @@ class _Reader:
         return text
 
     def texts(self, key: str, count: int) -> list[str]:
-        """Return strings. Invalid UTF-8 is replaced in keys that only describe the file."""
+        """Replace invalid UTF-8 in keys that only describe the file."""
         if count > (self.size - self.position) // _LENGTH.size:
             self.fail(f"{key} has {count} strings, more than the file can hold")
         data, size, unpack = self.data, self.size, _LENGTH.unpack_from
@@ -299,9 +297,9 @@ class _Reader:
 
 
 def check_piece(path: Path) -> None:
-    """Raise `ModelError` if `path` is a piece of a GGUF file cut by bytes. The message says how to join the pieces.
+    """Raise `ModelError` for a piece of a GGUF file, a folder of pieces, or a missing file that exists in pieces.
 
-    `path` may also be a folder of pieces, or a missing file that exists in pieces.
+    The message says how to join the pieces.
     """
     found = _PIECE_NAME.fullmatch(path.name)
     if path.is_dir():

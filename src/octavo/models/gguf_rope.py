@@ -21,7 +21,7 @@ ROPE_FREQUENCIES, LONG_FACTORS, SHORT_FACTORS = (
 _LLAMA3 = (1.0, 4.0, 8192)
 _YARN = "rope.scaling.yarn_"
 _NO_TURN = 1e20
-# llama.cpp's defaults, and the only architecture for which llama.cpp reads betas from the file.
+# llama.cpp's defaults, and the only architecture with betas in files.
 _BETA_FAST, _BETA_SLOW, _READS_BETAS = 32.0, 1.0, "mistral3"
 
 
@@ -53,7 +53,7 @@ def read_gguf_rope(fields: GGUFFields) -> dict[str, Any]:
 
 
 def read_proportional(fields: GGUFFields, theta: float) -> dict[str, Any]:
-    """Return `rope_parameters` of a file whose divisors of frequencies are 1, then huge."""
+    """Return `rope_parameters` of partly rotated heads. Stored frequency divisors are 1, then huge."""
     divisors = fields.factors(ROPE_FREQUENCIES) if fields.has(ROPE_FREQUENCIES) else []
     turned, width = divisors.count(1.0), 2 * len(divisors)
     if not turned or width != fields.head_dim or min([*divisors[turned:], _NO_TURN]) < _NO_TURN:
@@ -68,7 +68,7 @@ def read_proportional(fields: GGUFFields, theta: float) -> dict[str, Any]:
 
 
 def _read_yarn(fields: GGUFFields, factor: float) -> dict[str, Any]:
-    """Return yarn's numbers that llama.cpp uses (`llama_context`). Log values of the file that are not used."""
+    """Return yarn's numbers as in llama.cpp (`llama_context`). Log the file's unused values."""
     is_read = fields.architecture == _READS_BETAS
     multiplier = fields.optional(f"{_YARN}log_multiplier") if is_read else None
     attention_factor = _yarn_mscale(factor, 1.0) / (1.0 if multiplier is None else _yarn_mscale(factor, multiplier))

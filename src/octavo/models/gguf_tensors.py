@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RESIDENT_BYTES = 32 << 20  # of tensors that stay in memory, in addition to the last one
+_RESIDENT_BYTES = 32 << 20  # of resident tensors, in addition to the last one
 _FLOATS = {TensorType.F32: torch.float32, TensorType.F16: torch.float16, TensorType.BF16: torch.bfloat16}
 _BLOCKS = {each: BlockKind[each.name] for each in BLOCK_KINDS}
 _EXPANDED_AT_ONCE = 1 << 22
@@ -100,7 +100,7 @@ class GGUFTensors:
         return self.tensor(name) if name in self._names else None
 
     def weight(self, name: str) -> Tensor | BlockWeight:
-        """Return a stored matrix with rows in Hugging Face's order."""
+        """Return a matrix with Hugging Face's row order."""
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]
         if stored.type not in _BLOCKS or len(stored.shape) != 2:
@@ -124,9 +124,9 @@ class GGUFTensors:
         return ExpandedRows(stored, self._bytes(stored).view(stored.shape[0], -1))
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor, as float32 if it is stored in blocks.
+        """Return the tensor. Blocks become float32. Raises `ModelError` for values that are not finite.
 
-        Raises `ModelError` for infinite or NaN values, but does not check matrices of floats.
+        Matrices of floats are not checked.
         """
         stored_name = self._names[name]
         stored = self._weights.file.tensors[stored_name]
@@ -184,9 +184,9 @@ def _forget(path: Path, rows: Tensor) -> None:
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
-    """Return the index in llama.cpp's file of each row in Hugging Face's order.
+    """Return llama.cpp's row indices in Hugging Face's order.
 
-    llama.cpp stores rows that rotate together as neighbours. Hugging Face stores these rows in a head's two halves.
+    llama.cpp stores rows that rotate together as neighbours, Hugging Face in a head's two halves.
     """
     return torch.arange(num_rows).view(num_heads, -1, 2).swapaxes(1, 2).flatten()
 

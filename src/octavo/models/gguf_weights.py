@@ -1,4 +1,4 @@
-"""Maps the weights of a GGUF file to Hugging Face's names. Only `open` imports torch."""
+"""Maps GGUF weights to Hugging Face's names. Only `open` imports torch."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class GGUFWeights:
         return {_hugging_face_name(name, parts): name for name in read}
 
     def block_bytes(self) -> dict[str, int]:
-        """Return the bytes in memory of each matrix in blocks."""
+        """Return each block matrix's bytes in memory."""
         sizes: dict[str, int] = {}
         for name, stored_name in self.names().items():
             stored = self.file.tensors[stored_name]
@@ -138,7 +138,7 @@ class GGUFWeights:
         return sizes
 
     def heads_of_pairs(self, name: str) -> int | None:
-        """Return the number of heads, or None if neighbouring rows do not rotate together."""
+        """Return the number of heads, or None unless neighbouring rows rotate together."""
         part = name.split(".")[-2] if name.count(".") else ""
         return self._pairs.get(part)
 

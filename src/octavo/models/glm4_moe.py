@@ -18,7 +18,7 @@ _PARTIAL = "partial_rotary_factor"
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
-    """See `Family`. Half of each head rotates unless the configuration says otherwise."""
+    """See `Family`. By default, half of each head rotates."""
     rope_section = config.section("rope_scaling") or config.section("rope_parameters")
     if rope_section is None or not rope_section.has(_PARTIAL):
         config = config.with_defaults(partial_rotary_factor=0.5)

@@ -58,7 +58,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def _with_defaults(config: ConfigFile) -> ConfigFile:
-    """Add the defaults of the published checkpoints, which name no dtype."""
+    """Published checkpoints name no dtype."""
     defaults: dict[str, Any] = dict(_DEFAULTS)
     if not config.has("torch_dtype"):
         defaults["dtype"] = "bfloat16"
@@ -70,7 +70,7 @@ def _with_defaults(config: ConfigFile) -> ConfigFile:
 
 
 def _without_mxfp4(architecture: Architecture) -> Architecture:
-    """Mark weights outside of experts as floats, which `modules_to_not_convert` may not list."""
+    """Mark weights outside of experts as floats. `modules_to_not_convert` may omit them."""
     floats = architecture.stored_floats
     if floats is None or floats.layout is not FloatLayout.MXFP4_BLOCKS:
         return architecture

@@ -20,7 +20,7 @@ _SCALE_BYTES = 4  # per head and row
 class CacheSpec(Protocol):
     """What a layer stores for each position, and which positions it reads. Frozen and hashable.
 
-    shared_layer: index of an earlier layer, if this layer reads that layer's KV.
+    shared_layer: the earlier layer that provides this layer's KV, or None.
     """
 
     @property
@@ -41,14 +41,11 @@ class CacheSpec(Protocol):
         ...
 
     def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
-        """Return the layer's views of `part`, with num_blocks as first dimension.
-
-        part: [num_blocks, block_bytes / bytes per number].
-        """
+        """Return the layer's views [num_blocks, ...] of `part` [num_blocks, block_bytes / bytes per number]."""
         ...
 
     def obstacle(self, dtype: str) -> str | None:
-        """Return a problem with this dtype, as the end of a sentence, or None."""
+        """Return a problem with this dtype as the end of a sentence, or None."""
         ...
 
 
@@ -91,7 +88,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """A latent of `rank` values and a rotated key of `rope_dim`, which all heads of a layer read as one row."""
+    """A row of a latent (`rank` values) and a rotated key (`rope_dim`) for all heads."""
 
     rank: int
     rope_dim: int
@@ -136,7 +133,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What each layer stores. A block of a KV group holds the parts of its layers, in order."""
+    """What each layer stores. A KV group's block holds its layers' parts in order."""
 
     layers: tuple[CacheSpec, ...]
 
@@ -157,7 +154,7 @@ class KVLayout:
 
     @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
-        """One group per kind. The first has the layers that read all positions, and may be empty."""
+        """One group per kind. The first reads all positions, and may be empty."""
         groups: dict[KVGroupKind, list[int]] = {FullAttention(): []}
         for index, spec in enumerate(self.layers):
             if spec.shared_layer is None:
@@ -172,13 +169,13 @@ class KVLayout:
 
     @property
     def window(self) -> int | None:
-        """The largest window, or None if no layer has one."""
+        """The largest window, or None."""
         read = (each.kind.most_positions for each in self.layers)
         return max((most for most in read if most is not None), default=None)
 
     @property
     def without_windows(self) -> KVLayout:
-        """The layout with one group, which keeps all positions."""
+        """One group that keeps all positions."""
         return KVLayout(tuple(each.keeping_all for each in self.layers))
 
     def block_bytes(self, block_size: int, dtype: str) -> tuple[int, ...]:
@@ -188,11 +185,11 @@ class KVLayout:
         )
 
     def bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of a token inside all windows."""
+        """Return a token's bytes inside all windows."""
         return sum(self.block_bytes(1, dtype))
 
     def bytes_before_window(self, dtype: str) -> int:
-        """Return the bytes of a token before all windows."""
+        """Return a token's bytes before all windows."""
         return self.block_bytes(1, dtype)[0]
 
 

@@ -20,7 +20,7 @@ _ABSORBED = re.compile(r"\.(kv_b_proj|[kv]_b_proj\.\d+)\.weight$")
 
 
 class LatentAttentionTensors(NamedTuple):
-    """The tensors of latent attention. down: q_a or q, and kv_a. k_b, v_b: one for each head."""
+    """Latent attention's tensors. down: q_a or q, and kv_a. k_b, v_b: by head."""
 
     down: Linear
     q_norm: Norm | None
@@ -33,19 +33,19 @@ class LatentAttentionTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionConfig:
-    """Attention whose heads share one latent and one rotated key per token.
+    """Attention with one latent and one rotated key per token for all heads.
 
-    Weights are absorbed: a query is multiplied by the transposed key weight of its head and attends to latents, and the
-    result is multiplied by the head's value weight. This is done for every row, so its bits do not depend on its chunk.
+    Weights are absorbed: the head's transposed key weight multiplies a query, the query attends to latents, and the
+    head's value weight multiplies the result. This is done for every row, so its bits do not depend on its chunk.
 
-    q_rank      size of the queries' latent; None if queries are computed from the hidden state
+    q_rank      size of the queries' latent; None if the hidden state gives queries
     kv_rank     size of the latent in the cache
-    nope_dim    dimensions of a head without rotation
+    nope_dim    a head's dimensions without rotation
     rope_dim    dimensions with rotation
-    value_dim   dimensions of a head's values
+    value_dim   width of a head's values
     scale       factor of scores
-    bias        True if q_a, kv_a and o have biases
-    is_split    True if the checkpoint stores the weights of keys and values separately, head by head
+    bias        of q_a, kv_a and o
+    is_split    the checkpoint stores each head's key and value weights separately
     """
 
     num_heads: int
@@ -61,7 +61,7 @@ class LatentAttentionConfig:
 
     @classmethod
     def read(cls, config: ConfigFile, *, rope: RopeConfig, scale: float = 1.0) -> LatentAttentionConfig:
-        """Read the sizes. scale: multiplies the scores in addition to the usual factor."""
+        """Read sizes. scale: additional factor of scores."""
         nope_dim, rope_dim = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
         kv_rank = config.count("kv_lora_rank")
         if rope_dim % 2:

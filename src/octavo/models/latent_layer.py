@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from octavo.models.latent_attention import LatentAttentionConfig, LatentAttentionTensors
     from octavo.models.layers import ModelContext
 
-_NORM_EPS = 1e-6  # of the norms of latents, as in transformers, whatever rms_norm_eps is
+_NORM_EPS = 1e-6  # of the norms of latents, as in transformers; rms_norm_eps has no effect
 
 
 class LatentAttention:

@@ -11,7 +11,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_layer_types(config: ConfigFile, *, pattern: int | None = None) -> list[str]:
-    """Return `FULL` or `SLIDING` for each layer. Without `layer_types`, every `pattern`-th layer is full."""
+    """Return `FULL` or `SLIDING` by layer. Without `layer_types`, every `pattern`-th layer is full."""
     num_layers = config.count("num_hidden_layers")
     if pattern is not None and not config.has("layer_types"):
         return [SLIDING if (index + 1) % pattern else FULL for index in range(num_layers)]

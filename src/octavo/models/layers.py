@@ -54,13 +54,13 @@ class Weights(Protocol):
         ...
 
     def skip(self, declared: Linear) -> None:
-        """Count layers that another source provides."""
+        """Count weights from another source."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """Kernels, weights and tables from which layers are built. Methods record the weights that they return.
+    """Kernels, weights and tables of layers. Methods record returned weights.
 
     cos_sin         (rope, head_dim) -> float32 [max_model_len, rotary_dim], cached
     query_scale     rope -> float32 [max_model_len] or None, cached
@@ -90,7 +90,7 @@ class ModelContext:
         return packed
 
     def grouped(self, declared: Sequence[Linear]) -> PackedGroups:
-        """Return equal linear layers as groups of rows, such as experts."""
+        """Return equal linear layers, such as experts, as groups."""
         packed = [self.weights.linear(each) for each in declared]
         groups = self.kernels.pack_groups(packed)
         if isinstance(declared[0], RowsPart):
@@ -124,10 +124,7 @@ class ModelContext:
 
 
 class CausalLM:
-    """A decoder-only transformer: token ids -> hidden states -> logits.
-
-    Rows may belong to any number of sequences, without padding.
-    """
+    """A decoder-only transformer: token ids -> hidden states -> logits."""
 
     __slots__ = (
         "architecture", "dtype", "embed_tokens", "embedding_scale", "experts", "first_norm", "kernels", "last_writer",

@@ -51,7 +51,7 @@ _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def activation_dtype(weight_dtype: str, device: torch.device) -> torch.dtype:
-    """Return the weights' dtype, or float32 for float16 weights on a CPU."""
+    """Return the weights' dtype. On a CPU, float16 becomes float32."""
     if weight_dtype == "float16" and device.type == "cpu":
         return torch.float32
     return _TORCH_DTYPES[weight_dtype]
@@ -75,8 +75,8 @@ def load_model(
     """Read and pack all weights of a checkpoint.
 
     load_format: "dummy" makes random weights from `seed`. quantization, group_size: for weights that are not stored as
-    integers. progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels do not support fp8. Peak
-    memory is the packed weights, the largest weight and the pages read last.
+    integers. progress(done, total): in bytes of `dtype`. Raises `ConfigError` if the kernels lack fp8. Peak memory:
+    packed weights, the largest weight and recently read pages.
     """
     if quantization == "fp8" and not kernels.has_fp8_weights:
         raise ConfigError(
@@ -129,7 +129,7 @@ def load_model(
 
 
 def open_packed_cache(max_bytes: int) -> PackedCache | None:
-    """Return the cache, or None for 0 bytes or without a home directory."""
+    """Return the cache, or None for 0 bytes or a missing home directory."""
     try:
         return PackedCache(max_bytes) if max_bytes else None
     except RuntimeError as error:
@@ -287,7 +287,7 @@ class _Packer:
         return self._fused(stored)
 
     def _of_head(self, declared: HeadPart) -> WeightToPack:
-        """Return a head's rows. The next head usually needs the same matrix."""
+        """Keep the matrix, because the next head usually needs it."""
         name = f"{declared.whole.names[0]}.weight"
         if self.last_matrix is None or self.last_matrix[0] != name:
             stored = self.source.weight(name)
@@ -365,7 +365,6 @@ class _Packer:
         self.report_progress()
 
     def report_progress(self) -> None:
-        """Report progress, even without new bytes."""
         self.progress(self.done_bytes, self.total_bytes)
 
 

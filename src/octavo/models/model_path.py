@@ -14,10 +14,7 @@ _HUB_LEFT_OUT = ["consolidated*.safetensors", "*/*.safetensors"]
 
 
 def resolve_model_path(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint. A hub id is downloaded unless it is cached.
-
-    weights: False to download only other files.
-    """
+    """Return a checkpoint's directory. A hub id is downloaded unless it is cached. weights: False skips weights."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path

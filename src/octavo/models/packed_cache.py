@@ -1,6 +1,6 @@
-"""Keeps packed integer weights on disk, in safetensors' format, which holds no code.
+"""Keeps packed integer weights on disk, as safetensors.
 
-A cached file is used only if the checkpoint has not changed. A forged file can change tokens, but cannot run code.
+A cached file is valid until the checkpoint changes. A forged file can change tokens, but cannot run code.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _IN_USE_S = 86400.0
 
 
 class Identity:
-    """Identifies a checkpoint's files and the format of its packed weights."""
+    """Identifies a checkpoint's files and packed format."""
 
     def __init__(
         self, files: Iterable[Path], formats: Iterable[object], hashes: FileHashes, on_progress: Callable[[], None]
@@ -60,14 +60,14 @@ class Identity:
         self._on_progress = on_progress
 
     def digest(self) -> str:
-        """Hash formats and files. Stored hashes are reused. Raises `OSError`."""
+        """Hash formats and files, or reuse stored hashes. Raises `OSError`."""
         files = [
             (path.name, self._hashes.sha256(path, state, self._on_progress)) for path, state in self._states.items()
         ]
         return _digest_text(json.dumps([self._formats, files]))
 
     def is_current(self) -> bool:
-        """Return True if no file has changed. Raises `OSError`."""
+        """Return False if a file changed. Raises `OSError`."""
         return all(FileState.of(path) == state for path, state in self._states.items())
 
     def keep(self) -> None:
@@ -76,7 +76,7 @@ class Identity:
 
 
 class PackedCache:
-    """At most `max_bytes` of packed weights on disk. The least recently used are removed first."""
+    """At most `max_bytes` of packed weights. The least recently used are removed first."""
 
     def __init__(self, max_bytes: int, directory: Path | None = None) -> None:
         self.max_bytes = max_bytes
@@ -93,9 +93,9 @@ class PackedCache:
         return self.directory / f"{readable}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}{_SUFFIX}"
 
     def make_room(self, num_bytes: int, for_path: Path) -> bool:
-        """Remove old files until `num_bytes` fit, or return False and remove nothing.
+        """Remove old files until `num_bytes` fit, or return False and keep all weights.
 
-        Files used within a day are kept. Otherwise models used in turn would evict each other.
+        Files used within a day are kept, so that models used in turn do not evict each other.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
@@ -123,7 +123,7 @@ class PackedCache:
 
 
 class KeptWeights:
-    """`Weights` from a cached file or, if none exists, from the checkpoint. on_progress: called after each write."""
+    """`Weights` from a cached file, or from the checkpoint. on_progress: called after each write."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class KeptWeights:
         self._source.skip(declared)
 
     def finish(self) -> None:
-        """Write the file if all weights come from the checkpoint. Failures are only logged."""
+        """Write the file if all weights come from the checkpoint and are large enough. Failures are only logged."""
         if self._reader is not None:
             with suppress(OSError):
                 os.utime(self._path)
@@ -225,7 +225,6 @@ class _TensorBeingRead(NamedTuple):
     tasks: list[Future[list[int]]]
 
     def result(self) -> Tensor:
-        """Return data. Raises `ValueError` if damaged."""
         if _digest_sums(each for task in self.tasks for each in task.result()) != self.digest:
             raise ValueError(f"{self.name} is damaged")
         return self.data
@@ -236,7 +235,6 @@ class _Reader:
 
     @classmethod
     def open(cls, path: Path, identity: str, kernels: Kernels) -> _Reader | None:
-        """Return None for an unusable file."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -270,7 +268,6 @@ class _Reader:
         self._num_begun = 0
 
     def take(self, name: str) -> list[KeptLinear]:
-        """Return a weight, and read ahead."""
         index = self._names.index(name)
         for ahead in self._names[self._num_begun : index + 1 + _WEIGHTS_AHEAD]:
             self._begun[ahead] = [self._begin_part(ahead, *each) for each in enumerate(self._linears[ahead])]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class InputsTensors(NamedTuple):
-    """Tensors of all layers together."""
+    """Tensors of all layers."""
 
     table: Table
     projection: Linear
@@ -31,10 +31,10 @@ class InputTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerLayerEmbeddings:
-    """A layer's input is (norm(projection(embedding)) + sqrt(width) * row of a table) / sqrt(2).
+    """A layer's input is (norm(projection(embedding)) + sqrt(width) * table row) / sqrt(2).
 
-    The layer adds norm(projection(activation(gate(hidden)) * input)) to the residual stream. num_rows: of the table,
-    which stays in the checkpoint's file.
+    The layer adds norm(projection(activation(gate(hidden)) * input)) to the residual stream. The table of `num_rows`
+    stays in its file.
     """
 
     num_layers: int
@@ -48,7 +48,7 @@ class PerLayerEmbeddings:
         return self.num_layers * self.width
 
     def tensors(self, hidden_size: int) -> InputsTensors:
-        """Declare the tensors of all layers together."""
+        """Declare common tensors."""
         return InputsTensors(
             table=Table("model.embed_tokens_per_layer", self.num_rows, self.total_width),
             projection=Linear((("model.per_layer_model_projection", self.total_width),), hidden_size),
@@ -56,7 +56,7 @@ class PerLayerEmbeddings:
         )
 
     def layer_tensors(self, name: str, hidden_size: int) -> InputTensors:
-        """Declare the tensors of one layer."""
+        """Declare a layer's tensors."""
         return InputTensors(
             gate=Linear(((f"{name}.per_layer_input_gate", self.width),), hidden_size),
             projection=Linear(((f"{name}.per_layer_projection", hidden_size),), self.width),
@@ -64,13 +64,13 @@ class PerLayerEmbeddings:
         )
 
     def build(self, context: ModelContext, tensors: InputsTensors) -> LayerInputs:
-        """Return the module that computes the inputs of all layers."""
+        """Build all layers' inputs."""
         from octavo.models.per_layer_inputs import LayerInputs  # noqa: PLC0415
 
         return LayerInputs(context, self, tensors)
 
     def build_layer(self, context: ModelContext, tensors: InputTensors) -> LayerInput:
-        """Return the module that adds one layer's input."""
+        """Build a layer's input."""
         from octavo.models.per_layer_inputs import LayerInput  # noqa: PLC0415
 
         return LayerInput(context, self, tensors)

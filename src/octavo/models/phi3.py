@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 mini, with fused projections in files, and longrope for long contexts."""
+"""Phi-3, Phi-3.5 and Phi-4 mini: fused projections in files, and longrope."""
 
 from __future__ import annotations
 

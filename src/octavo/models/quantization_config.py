@@ -241,7 +241,7 @@ def _refuse(section: ConfigFile, key: str, problem: str) -> None:
 
 
 def _read_fp8(section: ConfigFile) -> StoredFloats:
-    """Read FP8 with a scale per block (`weight_scale_inv`, although it multiplies values) or per tensor."""
+    """`weight_scale_inv` multiplies values, in spite of its name."""
     _allow(section, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     _allow(section, "activation_scheme", ("dynamic", "static"), default="dynamic")
     _allow(section, "scale_fmt", ("float", "ue8m0"), default="float")

@@ -1,6 +1,6 @@
 """Writes quantized copies of checkpoints for octavo, vLLM and transformers.
 
-Embeddings, lm_head and norms are not quantized.
+Embeddings, lm_head, norms, routers and kv_b of latent attention stay floats.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def quantize_checkpoint(
     """Write a quantized copy of a checkpoint into a new or empty directory. Return the bytes of its weights.
 
     precision: "int8" (a scale per output feature) or "int4" (one per `group_size` input features). progress(done,
-    total): in bytes of the source's weights. Raises `ModelError` if the source is quantized or the destination is not
+    total): in bytes of the source's weights. Raises `ModelError` if the source has integers or the destination is not
     empty.
     """
     architecture = read_architecture(source)
@@ -161,7 +161,6 @@ class _ShardWriter:
         self._num_bytes += size
 
     def finish(self) -> int:
-        """Write the rest. Return all bytes."""
         self._write()
         names = [f"model-{number + 1:05}-of-{self._num_shards:05}.safetensors" for number in range(self._num_shards)]
         if self._num_shards == 1:

@@ -1,4 +1,4 @@
-"""Reads integer weights, and writes them in compressed-tensors' layouts."""
+"""Reads integer weights. Writes compressed-tensors' layouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READING_VERSION = 2
 _VALUES_A_WORD = 8
 _VALUES_AT_ONCE = 1 << 22
 _NIBBLE = 15
-# AWQ stores eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. Entry j is the place of column j.
+# AWQ stores columns in the order 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. Entry j is the place of column j.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -76,10 +76,10 @@ def read_quantized(
     tensor: Callable[[str], Tensor | None],
     round_weight: Callable[[Tensor, int], QuantizedWeight],
 ) -> QuantizedWeight:
-    """Return the weight [out_features, in_features] of a linear layer.
+    """Return a linear layer's weight [out_features, in_features].
 
-    tensor(name): returns one of `stored.tensors(module, ...)`, or None. round_weight: `Kernels.round_weight`, which
-    rotates int8 weights and rounds them again.
+    tensor(name): returns one of `stored.tensors(module, ...)`, or None. round_weight: `Kernels.round_weight`, to rotate
+    and round int8 weights again.
     """
 
     def required(name: str) -> Tensor:
@@ -156,7 +156,7 @@ def _in_order(values: Tensor) -> Tensor:
 
 
 def unpack_nibbles(words: Tensor, dim: int) -> Tensor:
-    """Return the eight values 0 .. 15 of each int32 along `dim`, lowest bits first, as uint8."""
+    """Return the eight values of each int32 along `dim`, lowest bits first, as uint8 0 .. 15."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     if dim == 1:
         return ((words.unsqueeze(2) >> shifts) & _NIBBLE).to(torch.uint8).flatten(1)

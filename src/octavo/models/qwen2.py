@@ -39,7 +39,7 @@ def layers_with_windows(
     attention: AttentionConfig,
     has_window: Callable[[int, int], bool] = lambda index, bound: index >= bound,
 ) -> tuple[LayerConfig, ...]:
-    """Return all layers. has_window(index, max_window_layers): decides which have a window without `layer_types`."""
+    """Return all layers. has_window(index, max_window_layers): used without `layer_types`."""
     mlp, windows = GatedMLPConfig.read(config), _read_windows(config, has_window)
     return tuple(LayerConfig(attention=replace(attention, window=each), mlp=mlp) for each in windows)
 

@@ -34,7 +34,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 def with_experts(
     config: ConfigFile, layers: tuple[LayerConfig, ...], shared_size: int | None = None
 ) -> tuple[LayerConfig, ...]:
-    """Give experts to each `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    """Give experts to each `decoder_sparse_step`-th layer, except `mlp_only_layers`."""
     step, dense = config.count("decoder_sparse_step", 1), config.whole_numbers("mlp_only_layers", [])
     router = Router.read(config, normalizes=config.flag("norm_topk_prob", default=False))
     experts = ExpertsConfig(

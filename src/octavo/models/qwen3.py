@@ -24,7 +24,7 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 
 def read_attention(config: ConfigFile) -> tuple[AttentionConfig, int]:
-    """Return the attention, without a window, and the longest context."""
+    """Return attention without a window, and the longest context."""
     max_positions = config.count("max_position_embeddings", 32768)
     rope, bias = read_rope(config, max_positions), config.flag("attention_bias", default=False)
     attention = AttentionConfig.read(

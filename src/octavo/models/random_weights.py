@@ -27,7 +27,7 @@ _TABLE_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class RepeatedRows:
-    """The `TableRows` of a table that repeats its first rows."""
+    """The `TableRows` of repeated first rows."""
 
     first_rows: Tensor
 
@@ -37,9 +37,9 @@ class RepeatedRows:
 
 
 class RandomWeights:
-    """`StoredTensors` of normally distributed values, with mean 0 or, for norms, `norm_mean`.
+    """`StoredTensors` of normally distributed values, with mean 0 (norms: `norm_mean`, scales: 1).
 
-    A tensor depends only on the seed and its name. Large tables repeat their first rows.
+    A tensor depends only on seed and name. Large tables repeat their first rows.
     """
 
     __slots__ = ("dtype", "norm_mean", "seed", "shapes", "std")

@@ -47,11 +47,11 @@ FAMILIES = {
 }
 
 
-_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more could exhaust memory before missing tensors are noticed
+_LAYERS, _MOST_LAYERS = "num_hidden_layers", 1024  # more could exhaust memory
 
 
 class Family(Protocol):
-    """A family's module. MODELS: maps architectures to model names that users know."""
+    """A family's module. MODELS: model names by architecture."""
 
     MODELS: dict[str, str]
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from octavo.models.rope_config import RopeConfig
 
-_SLICE_POSITIONS = 1024  # which fit a core's cache
+_SLICE_POSITIONS = 1024  # fit a core's cache
 
 
 def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
-    """Return float32 [num_positions, rotary_dim]: the cosines of rotary_dim / 2 angles, then their sines.
+    """Return float32 [num_positions, rotary_dim]: cosines of rotary_dim / 2 angles, then sines.
 
-    Angles are float32 products, rounded as in transformers.
+    Angles are float32 products, as in transformers.
     """
     if rope is None:
         return torch.empty(num_positions, 0, dtype=torch.float32)
@@ -33,7 +33,7 @@ def make_cos_sin(rope: RopeConfig | None, head_dim: int, num_positions: int) -> 
 
 
 def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int | None:
-    """Compute a table again. Return the first row with a different bit, or None."""
+    """Compute a table again. Return the first row that differs, or None."""
     if rope is None:
         return None
     for start, rows in _slices(rope, head_dim, len(table)):
@@ -44,7 +44,7 @@ def find_wrong_row(table: Tensor, rope: RopeConfig | None, head_dim: int) -> int
 
 
 def first_rows(rope: RopeConfig | None, head_dim: int, num_positions: int, num_rows: int) -> Tensor:
-    """Return at most `num_rows` first rows of the table for `num_positions`."""
+    """Return the first `num_rows` rows of the table for `num_positions`."""
     return make_cos_sin(None if rope is None else rope.within(num_positions), head_dim, num_rows)
 
 
@@ -65,7 +65,7 @@ def _slices(rope: RopeConfig, head_dim: int, num_positions: int) -> Iterator[tup
 
 
 def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.device) -> Tensor | None:
-    """Return float32 [num_positions]: factors of queries (Llama 4). None without scaling."""
+    """Return query factors (Llama 4), float32 [num_positions], or None."""
     if rope is None or not rope.query_scale_beta:
         return None
     with one_thread():
@@ -75,7 +75,7 @@ def make_query_scale(rope: RopeConfig | None, num_positions: int, device: torch.
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
-    """Return the radians per position as float32 [rotary_dim / 2]."""
+    """Return radians per position, float32 [rotary_dim / 2]."""
     wavelengths = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     match rope.kind:
         case "default":
@@ -96,7 +96,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Keep high frequencies, divide low ones and blend between them (Llama 3.1 model card)."""
+    """Keep high frequencies, divide low ones, blend between (Llama 3.1 model card)."""
     low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     blend = (original / wavelengths - low) / (high - low)
@@ -106,10 +106,10 @@ def _llama3(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, wavelengths: Tensor, rotary_dim: int) -> Tensor:
-    """Keep high frequencies, divide low ones and blend between them (Peng et al. 2023, section 3.2)."""
+    """Like `_llama3`, with other bounds (Peng et al. 2023, section 3.2)."""
 
     def pair_with(rotations: float) -> float:
-        """Return the fractional index of the pair with this many rotations in the context."""
+        """Return the pair with this many rotations in the context."""
         original = rope.original_max_position_embeddings
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 

@@ -20,8 +20,8 @@ _UNSUPPORTED_KEYS = ("mrope_section", "full_attention", "sliding_attention", "sh
 class RopeConfig:
     """Parameters of one rotary embedding.
 
-    partial_rotary_factor             share of a head's dimensions that rotates, starting with the first
-    interleaved                       True if neighbouring dimensions rotate together, False for a head's halves
+    partial_rotary_factor             rotated share of a head, from the first dimension on
+    interleaved                       neighbouring dimensions rotate together, otherwise a head's halves
     query_scale_beta                  factor of queries at position p is 1 + beta * ln(1 + floor(p / original))
     low_freq_factor, high_freq_factor llama3: bounds of interpolation
     original_max_position_embeddings  llama3, yarn, longrope: context before stretching
@@ -48,7 +48,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return the rotated dimensions. "proportional" rotates the others by zero."""
+        """Return the rotated dimensions. "proportional" rotates some of them by zero."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def check(self, config: ConfigFile, head_dim: int) -> None:
@@ -73,7 +73,7 @@ class RopeConfig:
         return replace(self, short_factors=factors, long_factors=factors)
 
     def max_context_tokens(self, max_position_embeddings: int) -> int:
-        """Return the longest context. Linear and yarn scaling extend it, as in vLLM."""
+        """Return the longest context, which linear and yarn extend, as in vLLM."""
         if self.kind == "linear":
             return int(max_position_embeddings * self.factor)
         if self.kind == "yarn":
@@ -89,10 +89,9 @@ def read_rope(
     is_partial: bool = False,
     scales_queries: bool = False,
 ) -> RopeConfig:
-    """Read `rope_scaling`, or `rope_parameters` if it is missing. A nested `rope_theta` wins, as in transformers.
+    """Read `rope_scaling`, otherwise `rope_parameters`. A nested `rope_theta` wins, as in transformers.
 
-    section: replaces these sections. is_partial: allow partially rotated heads. scales_queries: allow queries scaled by
-    position.
+    section: replaces both. is_partial: allow partly rotated heads. scales_queries: allow `query_scale_beta`.
     """
     section = section or config.section("rope_scaling") or config.section("rope_parameters")
     sections = [config] if section is None else [config, section]

@@ -21,10 +21,7 @@ _ROUTERS = ("mlp.gate", "mlp.router")
 def read_routed_mlps(
     config: ConfigFile, router: Router, *, num_dense: int, bias: bool = False
 ) -> tuple[MLPConfig, ...]:
-    """Return each layer's MLP.
-
-    num_dense: default number of dense layers. bias: dense MLPs and shared experts have biases.
-    """
+    """Return each layer's MLP. num_dense: default number of dense layers. bias: of dense MLPs and shared experts."""
     mlp = GatedMLPConfig.read(config, bias=bias)
     experts = ExpertsConfig(
         router=router,
@@ -39,7 +36,7 @@ def read_routed_mlps(
 
 
 def read_sigmoid_router(config: ConfigFile) -> Router:
-    """Read V3's router, which adds a bias for the choice of experts."""
+    """Read V3's router, with a bias for the choice."""
     require(config, "scoring_func", "sigmoid")
     require(config, "topk_method", "noaux_tc")
     normalizes = config.flag("norm_topk_prob", default=True)
@@ -49,7 +46,7 @@ def read_sigmoid_router(config: ConfigFile) -> Router:
 
 
 def with_float_routers(architecture: Architecture) -> Architecture:
-    """Return the architecture with routers, and lm_head of FP8 checkpoints, as floats."""
+    """Return a copy with routers, and lm_head of FP8 checkpoints, as floats."""
     floats, integers = architecture.stored_floats, architecture.stored
     if floats is not None:
         floats = replace(floats, ignored=(*floats.ignored, *_ROUTERS, "lm_head"))

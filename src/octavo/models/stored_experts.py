@@ -1,4 +1,4 @@
-"""Finds each expert's tensors inside tensors that hold all experts of a layer.
+"""Finds each expert's part of a layer's tensors.
 
 transformers stores [experts, rows, columns], with the gates' rows before those of `up`. gpt-oss, recognized by its
 biases, alternates these rows, and stores floats as [experts, columns, rows].
@@ -25,7 +25,7 @@ _PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """One expert's rows of a stored tensor. is_transposed: True if rows are stored as columns."""
+    """One expert's rows of a stored tensor. is_transposed: rows are stored as columns."""
 
     stored: str
     expert: int
@@ -46,10 +46,7 @@ class ExpertPart:
 def find_expert_parts(
     directory: Path, names: Iterable[str], shape_of: Callable[[str], Sequence[int]]
 ) -> Iterator[tuple[str, ExpertPart]]:
-    """Yield each expert's tensor name, and its part of a stored tensor.
-
-    Raises `ModelError` if a shape cannot be divided.
-    """
+    """Yield each expert's tensor name and part. Raises `ModelError` if a shape cannot be divided."""
     names = set(names)
     for name in sorted(names):
         if (match := _ALL_EXPERTS.fullmatch(name)) is None:

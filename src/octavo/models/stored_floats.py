@@ -1,7 +1,7 @@
-"""Describes how a checkpoint stores floats of 8 or 4 bits with scales.
+"""Describes floats of 8 or 4 bits with scales.
 
-MXFP4 is multiplied without expansion. FP8 is expanded at load, or by Triton kernels in every product. The option
-`quantization` rounds either format.
+MXFP4 is multiplied without expansion. FP8 is expanded at load, or in products of Triton kernels. The option
+`quantization` rounds both.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _VALUES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFloats:
-    """The small floats of a checkpoint (FP8: E4M3; MXFP4: OCP Microscaling Formats 1.0, section 5.4).
+    """A checkpoint's FP8 (E4M3) or MXFP4 (OCP Microscaling Formats 1.0, section 5.4).
 
     block        (out_features, in_features) that share a scale; None means all
-    scale_names  possible names of the scales; the first name in the file is used
+    scale_names  possible names of scales; the file's first is used
     """
 
     layout: FloatLayout
@@ -80,7 +80,7 @@ class StoredFloats:
         return rows, columns
 
     def block_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """Return the bytes of matrices in MXFP4 blocks, with one exponent byte per group."""
+        """Return the bytes of MXFP4 matrices, with one exponent byte per group."""
         if self.bits != 4:
             return {}
         covered = {name: shape for name, shape in shapes.items() if len(shape) == 2}
@@ -92,7 +92,7 @@ class StoredFloats:
         }
 
     def tensors(self, module: str, out_features: int, in_features: int) -> dict[str, StoredTensor]:
-        """Return a module's tensors by name. Scales of activations, keys and values are ignored."""
+        """Return a module's tensors by name. Scales of activations and KV are ignored."""
         if self.bits == 4 and in_features % MXFP4_GROUP:
             raise ModelError(
                 f"{module} has {in_features} input features, which is not a multiple of MXFP4's {MXFP4_GROUP}"

@@ -1,7 +1,6 @@
-"""Describes how a checkpoint stores integers.
+"""Describes stored integers: compressed-tensors (W8A8, or packed W4A16), GPTQ and AWQ.
 
-Supports compressed-tensors with int8 weights and activations (W8A8) or packed int4 weights (W4A16), GPTQ and AWQ. All
-products round activations to int8.
+All products round activations to int8.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class StoredLayout(StrEnum):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's shape, and allowed dtypes under safetensors' names."""
+    """A tensor's shape, and allowed dtypes as in safetensors."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
@@ -40,8 +39,8 @@ class StoredQuantization:
 
     group_size   input features that share a scale, or None for all
     zero_offset  added to stored zero points (GPTQ stores them minus 1)
-    may_reorder  True if groups may have any input features (act-order, g_idx)
-    ignored      layers stored as floats: names, last parts of names, or "re:" and a regular expression
+    may_reorder  groups may have any input features (act-order, g_idx)
+    ignored      layers stored as floats: names, whole parts of names, or "re:" and a regular expression
     """
 
     layout: StoredLayout
@@ -59,7 +58,7 @@ class StoredQuantization:
         return f"int{self.bits} ({self.layout}) with a scale per {of}{', act-order' if self.may_reorder else ''}"
 
     def covers(self, module: str) -> bool:
-        """Return True if the module has integers. module: name without ".weight"."""
+        """Return True if a module (name without ".weight") has integers."""
         return not (module.endswith(("embed_tokens", "embed_tokens_per_layer")) or is_ignored(module, self.ignored))
 
     def num_groups(self, in_features: int) -> int:
@@ -92,7 +91,7 @@ class StoredQuantization:
                     "qzeros": StoredTensor(zero_shape, _INT32),
                     "scales": StoredTensor((groups, out_features)),
                     "g_idx": StoredTensor((in_features,), _INT32, is_optional=not self.may_reorder),
-                    # Some programs write zeros. A nonzero bias must be refused.
+                    # Some programs write zeros; nonzero biases are refused.
                     "bias": StoredTensor((out_features,), is_optional=True),
                 }
             case StoredLayout.AWQ:

@@ -31,7 +31,7 @@ _TIED, _ROPES = "tie_word_embeddings", ("rope_scaling", "rope_parameters")
 
 
 def text_part(config: ConfigFile) -> ConfigFile:
-    """Return the text part's configuration, or `config` unchanged for a text model.
+    """Return the text part, or `config` itself for a text model.
 
     Token ids, dtype and quantization come from the whole model.
     """
@@ -57,6 +57,6 @@ def _part_of(config: ConfigFile, whole: str) -> ConfigFile:
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace mrope by plain rotation, because all position dimensions of text are equal."""
+    """Replace mrope by plain rotation, because a text's position dimensions are equal."""
     kept = {key: value for key, value in rope.items() if key not in {"mrope_section", "mrope_interleaved"}}
     return kept | {key: "default" for key in ("rope_type", "type") if rope.get(key) == "mrope"}

@@ -22,11 +22,10 @@ def weight_bytes(
     quantization: str | None = None,
     group_size: int = DEFAULT_GROUP_SIZE,
 ) -> int:
-    """Return the bytes of all weights with scales, except tables. FP8 in a checkpoint counts as expanded to `dtype`.
+    """Return the bytes of all weights, scales and zero points, except tables.
 
-    norm_dtype: dtype of activations and of norms without an offset. quantization: for matrices not stored as integers.
-    int8 and fp8 add four bytes per row. int4 adds two bytes per scale and zero point, four per row, and four per input
-    feature if features may be reordered.
+    A checkpoint's FP8 counts as expanded to `dtype`. norm_dtype: of activations and of norms without an offset.
+    quantization: for matrices not stored as integers.
     """
     norm_dtype = "float32" if architecture.norm_offset else norm_dtype or dtype
     in_blocks = _kept_blocks(architecture) if quantization is None else {}
@@ -48,7 +47,7 @@ def weight_bytes(
 
 
 def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
-    """Return the bits that a matrix is rounded to, or None."""
+    """Return the bits to which a matrix is rounded, or None."""
     if quantization is None or is_never_rounded(matrix_name) or (quantization == "fp8" and is_vocabulary(matrix_name)):
         return None
     if quantization == "fp8":
@@ -58,7 +57,7 @@ def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
 
 
 def is_never_rounded(matrix_name: str) -> bool:
-    """Return True for routers and for latent attention's absorbed weights."""
+    """Return True for routers and absorbed weights."""
     return is_router(matrix_name) or is_absorbed(matrix_name)
 
 
@@ -80,7 +79,7 @@ def _kept_blocks(architecture: Architecture) -> dict[str, int]:
 def _rounding(
     architecture: Architecture, name: str, shape: tuple[int, ...], quantization: str | None, group_size: int
 ) -> tuple[int | None, int, bool]:
-    """Return (bits, scales per row, whether zero points exist)."""
+    """Return (bits, scales per row, has zero points)."""
     if len(shape) != 2 or is_absorbed(name):
         return None, 0, False
     stored = architecture.stored

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 BARE_EMBEDDING = "embed_tokens.weight"  # exists if names lack "model."
-# Prefixes of the text part of models with images, which transformers writes in either order.
+# Prefixes of the text part, which transformers writes in either order.
 _TEXT_PART = re.compile(r"^language_model\.(?=(?:model|lm_head)\.)|(?<=^model\.)language_model\.")
 _OTHER_PARTS = re.compile(
     r"(model\.)?(vision_tower|audio_tower|vision_embedder|embed_vision|embed_audio|multi_modal_projector|visual)\."
@@ -33,7 +33,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def find_weight_files(directory: Path) -> list[Path]:
-    """Return model.safetensors if it exists, otherwise the files of its index or all safetensors files."""
+    """Return model.safetensors, otherwise the index's files, otherwise all safetensors files."""
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
@@ -68,9 +68,9 @@ def _indexed_files(index_path: Path) -> list[Path]:
 
 
 def was_saved_without_head(directory: Path) -> bool:
-    """Return True for an embedding model without lm_head.
+    """Return True for an embedding model (names without `model.`, or a modules.json) without lm_head.
 
-    Such models have names without `model.`, or a modules.json. Returns False for broken files, which fail to load.
+    Return False for broken files, which fail to load.
     """
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
@@ -86,13 +86,13 @@ def was_saved_without_head(directory: Path) -> bool:
 
 
 def some(names: list[str]) -> str:
-    """Return three names, and the number of further names."""
+    """Return three names, and how many follow."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def decoder_names(stored: Iterable[str]) -> dict[str, str]:
-    """Map a decoder's tensor names to those in the files. Embedding models often lack `model.`."""
+    """Map a decoder's tensor names to the files' names. Embedding models often lack `model.`."""
     stored = list(stored)
     if BARE_EMBEDDING in stored:
         return {f"model.{name}": name for name in stored}

@@ -1,4 +1,4 @@
-"""Stores SHA-256 hashes of files, with each file's size, times and inode.
+"""Stores SHA-256 hashes of files.
 
 A file with the same size, times and inode is unchanged, because users cannot reset a ctime.
 """
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_ENTRIES = 1024
 _PART_BYTES, _READ_BYTES = 8 << 20, 1 << 20
 _READERS = 4
-# Hashes of younger files are not stored, because a second change within a clock tick does not alter times.
+# Hashes of younger files are not stored, because two changes in one clock tick give equal times.
 _SETTLED_NS = 2 * 10**9
 
 
@@ -46,7 +46,7 @@ class FileState:
 
 
 class FileHashes:
-    """Hashes by resolved path, in a JSON file. Above `MAX_ENTRIES`, the oldest are dropped."""
+    """Hashes by resolved path, in a JSON file, which keeps the newest `MAX_ENTRIES`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -27,7 +27,7 @@ class TableRows(Protocol):
     """A matrix's rows, read when a step needs them."""
 
     def rows(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows in `dtype`, on the CPU, for int64 indices."""
+        """Return rows in `dtype` on the CPU. indices: int64."""
         ...
 
 
@@ -57,7 +57,7 @@ class StoredTensors(Protocol):
     """A checkpoint's tensors. Files stay open while this object or a tensor lives."""
 
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
-        """Raise `ModelError` if a tensor is missing, unexpected, or has an unexpected shape or dtype."""
+        """Raise `ModelError` for missing or unexpected tensors, shapes or dtypes."""
         ...
 
     def find(self, name: str) -> Tensor | None:
@@ -65,7 +65,7 @@ class StoredTensors(Protocol):
         ...
 
     def weight(self, name: str) -> StoredWeight:
-        """Return the format that kernels multiply: blocks, fp8, integers or floats. May alias a file's pages."""
+        """Return blocks, fp8, integers or floats for kernels. May alias a file's pages."""
         ...
 
     def table(self, name: str) -> TableRows:
@@ -73,7 +73,7 @@ class StoredTensors(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Return floats that may alias a file's pages. Copy them before the file may change."""
+        """Return floats. May alias a file's pages, so copy before the file may change."""
         ...
 
     def release(self) -> None:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class WeightsIdentity:
-    """A hash of a checkpoint's weights and architecture. A thread computes it while the model is loaded.
+    """A hash of weights and architecture, computed by a thread while the model is loaded.
 
-    seed: for random weights. Raises `ConfigError` if there is no directory for hashes.
+    seed: for random weights. Raises `ConfigError` without a directory for hashes.
     """
 
     def __init__(self, weights: WeightSource, architecture: Architecture, seed: int | None = None) -> None:

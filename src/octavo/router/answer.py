@@ -43,7 +43,8 @@ class SilentEngineError(TimeoutError):
 class AnswerLimits:
     """Limits of an answer.
 
-    first_byte_s: Seconds from the request's end to the headers' end. idle_s: Seconds between pieces of the body.
+    first_byte_s: Seconds from the request's end to the headers' end.
+    idle_s: Seconds between pieces of the body.
     max_bytes: Largest body read as a whole.
     """
 
@@ -55,8 +56,8 @@ class AnswerLimits:
 class Answer:
     """An engine's answer, used in an `async with` block.
 
-    The end of the block releases the connection, or closes the connection if the answer is incomplete. The time limits
-    do not run while received bytes wait for the reader.
+    The end of the block releases the connection, or closes it if the answer is incomplete. Time limits do not run while
+    received bytes wait for the reader.
     """
 
     def __init__(self, connection: EngineConnection, limits: AnswerLimits, *, is_head: bool) -> None:
@@ -65,7 +66,7 @@ class Answer:
         self._connection, self._limits, self._is_head = connection, limits, is_head
         self._parser = httptools.HttpResponseParser(self)
         self._loop = asyncio.get_running_loop()
-        self._progress_at = self._loop.time()  # when the body was last taken, or reading paused or resumed
+        self._progress_at = self._loop.time()  # last time the body was taken, or reading paused or resumed
         self._num_header_bytes = 0
         self._num_body_bytes = 0
         self._num_framing_bytes = 0
@@ -90,7 +91,7 @@ class Answer:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers for the client. A stream's length is omitted, because an error event may follow."""
+        """The headers for the client, without a stream's length, because an error event may follow."""
         is_bodiless = self.status in _EMPTY_STATUSES and not self._is_head
         return headers_for_client(self._headers, self._connection.url, has_length=not (self.is_stream or is_bodiless))
 
@@ -147,7 +148,7 @@ class Answer:
         return body
 
     async def read_held(self) -> tuple[bytes, bool]:
-        """Return (body, True), or (start of the body, False) if the body is too large. Raises `OSError`."""
+        """Return (body, True), or (the body's start, False) if it is too large. Raises `OSError`."""
         pieces: list[bytes] = []
         num_bytes = 0
         while num_bytes <= self._limits.max_bytes:
@@ -161,7 +162,7 @@ class Answer:
     async def relay(self, take: Callable[[bytes], bool], wait_for_space: Callable[[], Awaitable[None]]) -> None:
         """Pass the rest of the body to `take` as it arrives. Raises `OSError`, and errors of `take`.
 
-        take: Returns False if the receiver is full. Then `wait_for_space` is awaited.
+        take: Returns False to have `wait_for_space` awaited before the next piece.
         """
         self._take = take
         try:
@@ -283,7 +284,7 @@ class Answer:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Begin the answer, unless it is an interim one (1xx)."""
+        """Begin the answer, except after interim headers (status 1xx)."""
         self.status = self._parser.get_status_code()
         if self.status in _INTERIM_STATUSES:
             self._headers.clear()

@@ -17,7 +17,7 @@ _MAX_DATE_BYTES = 64
 
 
 def of_connection(headers: list[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    """Return the names of headers that concern only one connection (RFC 9110, section 7.6.1)."""
+    """Return the names of headers that concern only the connection (RFC 9110, section 7.6.1)."""
     named = {each.strip().lower() for name, value in headers if name == b"connection" for each in value.split(b",")}
     return _OF_CONNECTION | named
 
@@ -25,10 +25,12 @@ def of_connection(headers: list[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def headers_for_client(
     headers: list[tuple[bytes, bytes]], engine_url: str, *, has_length: bool
 ) -> list[tuple[bytes, bytes]]:
-    """Return an answer's headers, except headers that concern only the connection.
+    """Return an answer's headers without headers that concern only the connection.
 
-    The engine's address and an invalid `Retry-After` are removed. headers: Names in lower case. has_length: True to
-    keep `Content-Length`.
+    The engine's address and an invalid `Retry-After` are removed.
+
+    headers: Names in lower case.
+    has_length: True to keep `Content-Length`.
     """
     origin = engine_url.encode()
     dropped = of_connection(headers) | _OF_ROUTER | (set() if has_length else {b"content-length"})
@@ -40,7 +42,7 @@ def headers_for_client(
 
 
 def retry_after_s(value: bytes) -> float | None:
-    """Return a `Retry-After` in seconds. Return 0 for a past date, and None for an invalid value."""
+    """Return a `Retry-After` in seconds: 0 for a past date, None for an invalid value."""
     text = value.strip()
     if text.isdigit():
         return float(text) if len(text) <= _MAX_DIGITS else None

@@ -63,7 +63,7 @@ class EngineConnection(asyncio.Protocol):
         return answer
 
     def read_on(self, *, is_reading: bool) -> None:
-        """Pause or resume."""
+        """Pause or resume reading."""
         if self._transport.is_closing():
             return
         if is_reading:

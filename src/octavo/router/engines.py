@@ -25,18 +25,18 @@ _numbers = itertools.count()
 
 @dataclass(slots=True, eq=False)
 class EngineHandle:
-    """One engine. A field that is None is not known yet.
+    """One engine. None means not known yet.
 
     is_member: True until the engine is removed.
     models: Empty if the engine has no valid list.
     role: "prefill", "decode" or "both".
-    kv_format: Properties by name. Only engines with the same properties can exchange KV.
+    kv_format: Properties by name. Only engines with equal properties can exchange KV.
     prefills_from: Earliest time for the next prefill, on the event loop's clock.
     incarnation: Identifies a run of the engine's process.
     open_tokens: Estimated tokens of this router's open requests.
     other_tokens: Estimated tokens of other clients.
-    num_paired: Number of requests sent to this engine with a prefill on another engine.
-    num_paired_in_vain: Number of these requests for which no KV arrived.
+    num_paired: Requests sent to this engine with a prefill on another engine.
+    num_paired_in_vain: Requests of `num_paired` for which no KV arrived.
     """
 
     url: str
@@ -92,7 +92,7 @@ class EnginePool:
         self.partners = Partners()
 
     def change(self, urls: Iterable[str]) -> tuple[list[EngineHandle], list[EngineHandle]]:
-        """Set the addresses. Returns new and removed engines. Removed engines finish their requests."""
+        """Set the addresses. Return new and removed engines. Removed engines finish their requests."""
         wanted = dict.fromkeys(urls)
         gone = [engine for url, engine in self.engines.items() if url not in wanted]
         for engine in gone:
@@ -115,7 +115,7 @@ class EnginePool:
     def choose(
         self, summary: RequestSummary, tried: Sequence[EngineHandle], failed: Collection[EngineHandle] = ()
     ) -> EngineHandle | None:
-        """Choose an untried engine, or return None. Prefill engines are chosen only if all other engines `failed`."""
+        """Choose an untried engine, or return None. Prefill engines are used only if all other engines `failed`."""
         able = self._able(summary)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
             able = [engine for engine in able if engine.role != "prefill"]

@@ -19,7 +19,8 @@ _LONGEST_END = 3
 class EventStream:
     """Splits an engine's stream into complete events in linear time. `share` counts the events.
 
-    is_of_lines: True if each line is an event. Otherwise a blank line ends an event. max_bytes: Limit of an event.
+    is_of_lines: True if each line is an event. Otherwise a blank line ends an event.
+    max_bytes: Limit of an event.
     """
 
     def __init__(self, share: Share, *, is_of_lines: bool, max_bytes: int) -> None:

@@ -23,7 +23,7 @@ _FROZEN_TIMES = 8  # unanswered checks in a row, which take half a minute by def
 
 
 class Launcher:
-    """Base of classes that run engines during a `with` block. This class runs no engine."""
+    """Base of classes that run engines during a `with` block. Runs no engine itself."""
 
     @property
     def has_failed(self) -> bool:
@@ -34,7 +34,7 @@ class Launcher:
         """Reload API keys."""
 
     def silent(self, url: str, num_times: int) -> None:
-        """Handle unanswered checks."""
+        """Handle `num_times` consecutive checks that an engine did not answer."""
 
     def __enter__(self) -> Self:
         return self
@@ -44,7 +44,7 @@ class Launcher:
 
 
 class LocalReplicas(Launcher):
-    """Runs engines as child processes. Restarts a child that dies or freezes. Children end when this process ends."""
+    """Runs engines as child processes, which end with this process. Restarts children that die or freeze."""
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environment: Mapping[str, str]) -> None:
         self._replicas = {
@@ -58,7 +58,7 @@ class LocalReplicas(Launcher):
         return all(replica.has_failed for replica in self._replicas.values())
 
     def silent(self, url: str, num_times: int) -> None:
-        """Restart if frozen."""
+        """Restart the engine if it is frozen."""
         if num_times >= _FROZEN_TIMES and url in self._replicas:
             self._replicas[url].kill_frozen()
 
@@ -90,15 +90,12 @@ class _Replica:
 
     @property
     def has_failed(self) -> bool:
-        """True if the child is down after failed starts or a wrong option."""
         return self._has_failed and self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
-        """Run the child."""
         self._thread.start()
 
     def request_stop(self) -> None:
-        """Stop without restart."""
         with self._lock:
             self._is_stopping.set()
             if self._process is not None and self._process.poll() is None:
@@ -111,14 +108,12 @@ class _Replica:
                 self._process.send_signal(signal.SIGHUP)
 
     def kill_frozen(self) -> None:
-        """Kill the child."""
         with self._lock:
             if self._process is not None and self._process.poll() is None:
                 logger.error("replica %d does not respond any more: killing it", self._index)
                 self._process.kill()
 
     def join(self) -> None:
-        """End the child."""
         self._thread.join(_STOP_S)
         if self._thread.is_alive() and self._process is not None:
             logger.warning("replica %d does not exit: killing it", self._index)
@@ -134,7 +129,7 @@ class _Replica:
                 return
             was_well = time.monotonic() - start >= _LONG_S
             pause, num_failed = (_FIRST_PAUSE_S, 0) if was_well else (pause, num_failed + 1)
-            # status 1 or 2 means a wrong option, which a restart does not correct
+            # status 1 or 2 means a wrong option
             self._has_failed = num_failed >= _MAX_FAILED_STARTS or (num_failed > 0 and status in {1, 2})
             logger.error("replica %d exited with status %d; it restarts in %g s", self._index, status, pause)
             self._is_stopping.wait(pause)

@@ -26,7 +26,7 @@ _FILES = {
 
 
 def page_routes(service: RouterService) -> list[Route]:
-    """Return the page's routes. Metrics need the permission `read_metrics`."""
+    """Return the page's routes. Its data need the permission `read_metrics`."""
     static = files(__package__) / "static"
     pages = [
         Route(path, partial(_file, static.joinpath(name).read_bytes(), kind)) for path, (name, kind) in _FILES.items()

@@ -38,7 +38,7 @@ def pair(
 ) -> Pair | None:
     """Start a prefill on another engine. Return None if the request or the engines are unsuitable.
 
-    known: Share of the prompt expected in the cache of `engine`. Other tokens are new.
+    known: Share of the prompt expected in the cache of `engine`. The other tokens are new.
     """
     summary = routed.summary
     num_new = summary.num_tokens * (1 - known)
@@ -62,9 +62,8 @@ def without_kv_transfer(scope: Scope) -> Scope:
 class Pair:
     """A request to two engines. `prefill` computes the prompt, and `decode` generates the answer.
 
-    If KV is sent directly, both engines get the request together. If KV is sent through a store, `decode` gets
-    the request after the prefill. The answer never depends on the prefill, because `decode` itself computes any KV that
-    does not arrive.
+    If KV is sent directly, both engines get the request together. If KV is sent through a store, `decode` gets the
+    request after the prefill. The answer does not depend on the prefill, because `decode` computes missing KV.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Pair:
         self._params = KVTransferParams(new_id(), source=_source_of(prefill))
         scope["state"]["audit"]["prefill_engine"] = prefill.url
         prefill.num_prefills += 1
-        # The load must change now, before the next engine is chosen.
+        # The load must change before the next engine is chosen.
         share = Share(self._routed, prefill).__enter__()
         self._task = asyncio.create_task(self._compute())
         self._task.add_done_callback(share.__exit__)
@@ -105,7 +104,7 @@ class Pair:
     def close(self, usage: ReportedUsage | None) -> None:
         """Cancel the prefill, and record whether its KV arrived. usage: None if the answer is incomplete.
 
-        If fewer than `min_prefill_tokens` tokens were new, nothing is recorded.
+        Nothing is recorded unless at least `min_prefill_tokens` tokens were new for `decode`.
         """
         has_failed = self._task.done() and not (self._task.cancelled() or self._task.result())
         self._task.cancel()

@@ -16,15 +16,16 @@ logger = logging.getLogger(__name__)
 _VAIN_IN_A_ROW = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 _MAX_UNKNOWN = 1024
-_LEAST_SHARE = 0.1  # if a smaller share of the new tokens was cached, no KV arrived
-_COMPUTED_SHARE = 0.5  # if at least this share of the estimated new tokens was computed, no KV arrived
+_LEAST_SHARE = 0.1  # no KV arrived if a smaller share of the new tokens was cached
+_COMPUTED_SHARE = 0.5  # no KV arrived if this share of the new tokens was computed
 
 
 class PromptFigures(NamedTuple):
     """Prompt tokens of an engine since its start.
 
-    num_loaded: Tokens with KV from a store or another engine. num_computed: Tokens that were in no cache, or None if
-    the engine does not count them. num_sent: Estimated tokens of prompts from this router.
+    num_loaded: Tokens with KV from a store or another engine.
+    num_computed: Tokens that were in no cache, or None if unknown.
+    num_sent: Estimated tokens of prompts from this router.
     """
 
     num_loaded: float
@@ -44,8 +45,8 @@ class _Pair:
 class _Unknown:
     """A finished request without `usage`.
 
-    before: The decode engine's figures at the request's start. num_new: Prompt tokens that were not expected in the
-    decode engine's cache.
+    before: The decode engine's figures at the request's start.
+    num_new: Prompt tokens that were not expected in the decode engine's cache.
     """
 
     prefill: EngineHandle
@@ -58,8 +59,8 @@ class _Unknown:
 class Partners:
     """Compares engines' KV formats, and counts requests for which no KV arrived.
 
-    Engines with different formats are never paired. After `_VAIN_IN_A_ROW` consecutive requests without KV, a pair is
-    not used for a while. Each further request without KV doubles this pause.
+    Engines with different formats are never paired. After `_VAIN_IN_A_ROW` consecutive requests without KV, a pair
+    pauses. Each further request without KV doubles the pause.
     """
 
     _pairs: defaultdict[tuple[EngineHandle, EngineHandle], _Pair] = field(default_factory=lambda: defaultdict(_Pair))
@@ -86,8 +87,8 @@ class Partners:
     ) -> None:
         """Record a request's end.
 
-        found_share: Share of the prompt that `decode` did not compute. known_share: Share that was expected in the
-        cache of `decode`.
+        found_share: Share of the prompt that `decode` did not compute.
+        known_share: Share that was expected in the cache of `decode`.
         """
         has_arrived = found_share - known_share >= _LEAST_SHARE * (1 - known_share)
         self._note(prefill, decode, now, has_arrived=has_arrived)
@@ -103,7 +104,7 @@ class Partners:
     def figures_read(self, decode: EngineHandle, now: float) -> None:
         """Decide from the token counts of `decode` whether KV arrived for ended requests.
 
-        If `decode` neither loaded nor computed the new tokens, they were already cached, and nothing is recorded.
+        If `decode` neither loaded nor computed the new tokens, they were cached, and nothing is recorded.
         """
         figures, unknown = decode.prompt_figures, self._unknown.pop(decode, ())
         if figures is None:
@@ -142,10 +143,7 @@ class Partners:
 
 
 def _is_computed(request: _Unknown, after: PromptFigures) -> bool:
-    """Return True if the decode engine itself computed the request's new tokens.
-
-    The engine counts all prompts together. The tokens of the other prompts are subtracted.
-    """
+    # The engine counts all prompts together, so the other prompts' tokens are subtracted.
     before = request.before
     if before.num_computed is None or after.num_computed is None:
         return False

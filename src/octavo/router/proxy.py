@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from octavo.router.service import RouterService
 
 logger = logging.getLogger(__name__)
-_OK, _FULL, _NOT_SERVING = 200, 429, 503  # after a restart, an engine answers 503 to requests that were open
+_OK, _FULL, _NOT_SERVING = 200, 429, 503  # after a restart, an engine answers 503 to open requests
 _REFUSED = frozenset({_FULL, _NOT_SERVING})
 _MAX_FAILURES = 2
 _END_BYTES = 2 * COUNTS_BYTES
-_UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end, so only the idle limit applies
+_UNLIMITED = frozenset({"GET", "HEAD"})  # a dashboard's feed has no end
 
 
 class Proxy:
@@ -109,7 +109,6 @@ class _Refusal:
 
     @property
     def retry_after_s(self) -> float:
-        """Seconds until retry."""
         reported_s = self.answer.retry_after_s
         return math.inf if reported_s is None else reported_s
 
@@ -127,7 +126,6 @@ class _Exchange:
         self._is_complete = False
 
     async def run(self) -> None:
-        """Try engines until one answers. Raises `NoEngineError` or `EngineLostError`."""
         pool, summary = self._service.pool, self._routed.summary
         num_failures = 0
         refusals: list[_Refusal] = []
@@ -195,7 +193,7 @@ class _Exchange:
         return None
 
     async def _relay_json(self, answer: Answer) -> ReportedUsage:
-        """Send a JSON answer when it is complete. Relay a too large answer."""
+        # A too large answer is sent as it arrives.
         async with self._routed.guarded():
             body, is_whole = await answer.read_held()
             if not is_whole:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _BYTES_PER_TOKEN = 4
 _USUAL_TOKENS = 256  # assumed for an answer without a limit
-_SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes of a prompt's pieces; the first 128 are small
+_SMALL_PIECE, _LARGE_PIECE, _SMALL_PIECES = 64, 1024, 128  # bytes per piece of a prompt; the first 128 are small
 _MAX_PIECES = 4096  # bytes after 4 MB are ignored
 _MAX_TOKENS = 1 << 17
 _MAX_STREAMS = 1 << 10
@@ -48,8 +48,8 @@ _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
 class RequestSummary:
     """The facts of a request that a router needs.
 
-    prompt: Views of the body. If a prompt continues another prompt, it begins with the other prompt's bytes.
-    owner: JSON of model, salt and tenant. Requests with the same owner share a prefix cache.
+    prompt: Views of the body. If a prompt continues another prompt, it begins with the other's bytes.
+    owner: JSON of model, salt and tenant. Requests of one owner share a prefix cache.
     num_tokens: Estimated tokens of all prompts.
     max_tokens: Estimated tokens of each answer.
     num_choices: Number of answers per prompt.
@@ -77,7 +77,7 @@ class RequestSummary:
 
     @cached_property
     def pieces(self) -> tuple[list[bytes], list[int]]:
-        """The hashes and the ends of the prompt's pieces. A hash covers all bytes up to the piece's end."""
+        """Hashes and ends of the prompt's pieces. A hash covers all bytes up to the piece's end."""
         hashes: list[bytes] = []
         ends: list[int] = []
         digest = hashlib.blake2b(self.owner, digest_size=16).digest()
@@ -136,7 +136,7 @@ def read_request_summary(
 
 
 def _prompt(read: Any) -> tuple[memoryview, ...]:
-    """Return the prompt without final quotes and brackets: longer prompts with this prefix do not have them."""
+    # Final quotes and brackets are removed, because a longer prompt continues before them.
     given = [memoryview(raw) for name in _PROMPT_FIELDS if (raw := getattr(read, name))]
     if given:
         given[-1] = _opened(given[-1])

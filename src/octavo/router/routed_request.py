@@ -36,7 +36,7 @@ class RoutedRequest:
         self._why: Exception | None = None
 
     def end(self, why: Exception) -> None:
-        """Abort with the error `why`, unless the request is being aborted already."""
+        """Abort with the error `why`, unless an abort is pending."""
         if self._why is None:
             self._why = why
             if self._task is not None:
@@ -44,7 +44,7 @@ class RoutedRequest:
 
     @contextlib.asynccontextmanager
     async def guarded(self) -> AsyncIterator[None]:
-        """Run a block that `end` can abort. The block then raises the error of `end`."""
+        """Run a block that `end` can abort with its error."""
         self._task = asyncio.current_task()
         try:
             self._raise()
@@ -92,7 +92,7 @@ class RoutedRequest:
 
 
 class Share:
-    """A request's part of an engine's load."""
+    """Adds a request's tokens to an engine's load during a `with` block."""
 
     __slots__ = ("_num_left", "_num_prompt", "_routed", "engine")
 
@@ -112,7 +112,7 @@ class Share:
         return self
 
     def note_returned(self, num_events: int) -> None:
-        """Subtract one token per event from the load. At the first event, also subtract the prompt's tokens."""
+        """Subtract one token per event from the load, and the prompt's tokens at the first event."""
         done = min(num_events, self._num_left)
         self._num_left -= done
         self.engine.open_tokens -= done + self._num_prompt

@@ -60,7 +60,7 @@ class RouterService(HttpService):
 
     @property
     def request_timeout_s(self) -> float:
-        """The time limit of a request. By default, it is the engines' longest limit plus a margin."""
+        """The time limit of a request. Default: the engines' longest limit plus a margin."""
         limit_s = self.config.request_timeout_s
         return self.pool.ends_within_s if limit_s is None else limit_s
 

@@ -33,7 +33,7 @@ _MAY_BE_REPEATED = frozenset({"GET", "HEAD"})
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return True if an error means that no server listens at the address."""
+    """Return True if an error means that no server listens."""
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 

@@ -9,7 +9,7 @@ from octavo.http.apis import APIS
 
 
 def _number(*names: str) -> re.Pattern[bytes]:
-    """Make a pattern for a JSON field with a number. Text of a model never matches, because its quotes are escaped."""
+    # A model's text never matches, because its quotes are escaped.
     return re.compile(rb'(?<!\\)"(?:%b)":\s*(\d+)' % "|".join(names).encode())
 
 
@@ -21,7 +21,7 @@ COUNTS_BYTES = 2048
 
 
 class ReportedUsage(NamedTuple):
-    """Token counts. A count that was not reported is None. num_tokens: Sum of prompt and answer."""
+    """Token counts, or None if not reported. num_tokens: Sum of prompt and answer."""
 
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
@@ -31,7 +31,8 @@ class ReportedUsage(NamedTuple):
 def read_usage(first: bytes, last: bytes) -> ReportedUsage:
     """Read an answer's token counts.
 
-    first: A stream's first events, in which Anthropic's API reports the prompt's tokens. last: The answer's end.
+    first: A stream's first events, in which Anthropic's API reports the prompt's tokens.
+    last: The answer's end.
     """
     counts = first[:COUNTS_BYTES] + _last_counts(last)
     prompt, cached, read = _last(_PROMPT, counts), _last(_CACHED, counts), _last(_READ, counts)

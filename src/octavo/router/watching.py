@@ -114,7 +114,7 @@ class EngineWatch:
                     self._lost(engine, error)
                     self._launcher.silent(engine.url, num_silent)
                 elif isinstance(error, TimeoutError):
-                    continue  # without a pause, because the engine's requests wait
+                    continue  # no pause, because the engine's requests wait
             except Exception:
                 logger.exception("%s could not be checked", engine.url)
             await self._pause(engine)

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class DaemonThreads:
-    """Runs tasks on daemon threads. The threads end when this object is garbage-collected.
+    """Daemon threads, which end when this object is garbage-collected.
 
-    hangs_after_s: If the tasks of all threads have run for longer, `submit` adds a thread.
+    hangs_after_s: if the tasks of all threads have run for longer, `submit` adds a thread.
     """
 
     def __init__(self, num_threads: int, name: str, hangs_after_s: float = math.inf) -> None:
@@ -44,7 +44,7 @@ class DaemonThreads:
         thread.start()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run a task when a thread is free. Exceptions are logged. After `close`, do nothing."""
+        """Queue a task. Its exceptions are logged. After `close`, do nothing."""
         if self._is_closed:
             return
         self._tasks.put(task)

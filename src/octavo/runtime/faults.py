@@ -1,12 +1,10 @@
-"""Handles faults of one request. A fault is logged with the request's id, and fails only this request.
+"""Logs a fault with its request's id. A fault fails only this request.
 
-A loop over requests guards the work for each request:
+A loop guards the work for each request, and fails the request with the text `request_failed(request_id)`:
 
     try: ...
     except BaseException as error:
         log_fault(request_id, "it was rendered", error)
-
-Then the loop fails the request with the text `request_failed(request_id)`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ def request_failed(request_id: str) -> str:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return False for exceptions that end the process. A Rust panic is a fault, although it is no `Exception`."""
+    """Return False for exceptions that end the process. A Rust panic, which is no `Exception`, is a fault."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -37,7 +35,7 @@ def log_fault(request_id: str, doing: str, error: BaseException) -> None:
 
 
 def error_for(request_id: str, doing: str, error: BaseException) -> OctavoError:
-    """Return an `OctavoError` unchanged. For another fault, log it and return a `RequestFailedError`."""
+    """Return an `OctavoError` unchanged. Log another fault, and return a `RequestFailedError`."""
     if isinstance(error, OctavoError):
         return error
     log_fault(request_id, doing, error)

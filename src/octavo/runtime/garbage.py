@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def permanent_generation() -> Iterator[None]:
-    """Disable garbage collection during the block, then freeze all objects. Use it only in octavo's own processes."""
+    """Disable garbage collection during the block, then freeze all objects. Only for octavo's own processes."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -11,8 +11,5 @@ _count = itertools.count()  # next() is atomic
 
 
 def new_id() -> str:
-    """Return a unique, unguessable id of 32 hexadecimal digits. Thread-safe.
-
-    Makes no system call.
-    """
+    """Return a unique, unguessable id of 32 hexadecimal digits. Thread-safe, without a system call."""
     return hashlib.blake2b(next(_count).to_bytes(8), key=_secret, digest_size=16).hexdigest()

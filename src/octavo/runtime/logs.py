@@ -22,7 +22,7 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 class Fields(dict[str, Any]):
-    """A message of several fields. A text line shows them as JSON. A JSON line has these fields."""
+    """A message of several fields. A text line shows them as JSON, a JSON line contains them."""
 
     def __str__(self) -> str:
         return json.dumps(self)
@@ -89,9 +89,9 @@ class _AuditHandler(logging.handlers.WatchedFileHandler):
 def configure(level: int | str, style: str, *, process: str = "", audit_file: Path | None = None) -> None:
     """Log to standard error, unless the root logger has handlers.
 
-    style: One of `LOG_FORMATS`. process: Name of this process in log lines, or "" if the user started it. audit_file:
-    File for the lines of the logger `AUDIT`, as JSON. These lines do not depend on `level` and do not go to standard
-    error. Raises `ConfigError` if the file cannot be opened.
+    style: one of `LOG_FORMATS`. process: this process's name in log lines, or "" if the user started it. audit_file:
+    receives the lines of the logger `AUDIT`, as JSON, for any `level`, and instead of standard error. Raises
+    `ConfigError` if the file cannot be opened.
     """
     formatter = JsonFormatter(process) if style == "json" else TextFormatter(process)
     handler = logging.StreamHandler()
@@ -111,7 +111,7 @@ def configure(level: int | str, style: str, *, process: str = "", audit_file: Pa
 
 
 def in_use() -> tuple[int, str]:
-    """Return the level and style in use, for `configure` in a child process."""
+    """Return the level and style, for a child process."""
     root = logging.getLogger()
     is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
     return root.getEffectiveLevel(), LOG_FORMATS[is_json]

@@ -1,4 +1,4 @@
-"""Follows the fate of the parent process."""
+"""Handles the parent's death."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _MAPS = Path("/proc/self/maps")
 def forget_pages(path: Path, parts: Iterable[tuple[int, int]]) -> None:
     """Drop resident pages of a mapped file. The page cache keeps their content.
 
-    parts: (address, number of bytes) of each part. Parts outside the file's mappings are ignored. Linux only.
+    parts: (address, number of bytes). Ignores parts outside the file's mappings. Linux only.
     """
     libc = _libc()
     if libc is None or not _MAPS.exists():
@@ -43,10 +43,7 @@ def return_free_memory() -> None:
 
 @contextmanager
 def returning_free_memory(period_s: float = RETURN_PERIOD_S) -> Iterator[None]:
-    """Call `return_free_memory` every period_s seconds during the block.
-
-    Also limits glibc to two heaps for the rest of the process.
-    """
+    """Call `return_free_memory` every period_s seconds during the block. Limits glibc to two heaps permanently."""
     choose = getattr(_libc(), "mallopt", None)
     if choose is not None:
         choose(_M_ARENA_MAX, _ARENAS)

@@ -41,7 +41,7 @@ class LoadingProgress:
 
 
 class CountProgress:
-    """A progress bar of items. Its `with` block gets a callback that counts one item."""
+    """A progress bar of items. Its `with` block gets a callback for an item."""
 
     def __init__(self, text: str, total: int) -> None:
         self._progress = _bar(TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

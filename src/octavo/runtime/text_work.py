@@ -39,12 +39,10 @@ class _Work:
         self._end = math.inf
 
     def begin(self) -> None:
-        """Start the time limit."""
         self._end = time.monotonic() + _LONGEST_S
         self.check()
 
     def check(self) -> None:
-        """Raise an error if the work must end."""
         if self.is_abandoned:
             raise AbandonedError
         if time.monotonic() > self._end:
@@ -55,10 +53,10 @@ _local = threading.local()  # `work`: this thread's `_Work`
 
 
 def progress(num_tokens: int = 0) -> None:
-    """Count tokens that this thread's text work has read. Does nothing outside of text work.
+    """Count tokens that this thread's text work has read. Outside of text work, do nothing.
 
-    Long work must call this function often, because work can be cancelled only here. Raises `AbandonedError` if the
-    caller no longer waits, and `RequestError` if the work takes too long.
+    Long work must call this often, because only this call can end it. Raises `AbandonedError` if the caller no longer
+    waits, and `RequestError` if the work takes too long.
     """
     work: _Work | None = getattr(_local, "work", None)
     if work is not None:
@@ -69,8 +67,8 @@ def progress(num_tokens: int = 0) -> None:
 class TextWork:
     """One thread for each size class of texts ("lane"). Tenants use a thread in turns.
 
-    Tiny texts run on the event loop. Token counts have separate threads. A lane starts a token count only after the
-    event loop got the result of the previous count.
+    Tiny texts run on the event loop. Token counts have separate threads. A lane starts the next count after the event
+    loop got the previous result.
     """
 
     def __init__(self) -> None:
@@ -94,8 +92,8 @@ class TextWork:
     ) -> T:
         """Run `work` and return its result. Raises exceptions of `work`, and `DeadlineError`.
 
-        deadline: Time of the event loop's clock. on_read: Called at the end, even after an error, with the number of
-        tokens read. If the caller is cancelled, the work stops at its next `progress`.
+        deadline: time of the event loop's clock. on_read: called with the number of tokens read, even after an error.
+        If the caller is cancelled, the work stops at its next `progress`.
         """
         under_way = _Work()
         if num_chars <= _AT_ONCE_CHARS and not is_count:

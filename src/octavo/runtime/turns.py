@@ -29,8 +29,7 @@ class TaskRunner(Protocol):
 class Turns:
     """Lets tenants use an executor in turns. A tenant's backlog delays only this tenant. Thread-safe.
 
-    max_waiting: Limit of a tenant's waiting tasks. refusal, parameter: Message and request field of the error that is
-    raised above this limit.
+    max_waiting: limit of a tenant's waiting tasks. refusal, parameter: message and request field of `QueueFullError`.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Turns:
         self._lock = threading.Lock()
 
     def submit(self, tenant: str, run: Callable[[], T]) -> Future[T]:
-        """Run `run` at the tenant's turn. Raises `QueueFullError` if max_waiting tasks wait already."""
+        """Run `run` at the tenant's turn. Raises `QueueFullError` if max_waiting tasks wait."""
         future: Future[T] = Future()
         with self._lock:
             if len(self._waiting.get(tenant, ())) >= self._max_waiting:

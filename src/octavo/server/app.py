@@ -1,4 +1,4 @@
-"""The server's ASGI application."""
+"""The ASGI application."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def create_app(service: Service, routes: Routes = ROUTES) -> Starlette:
     """Return the ASGI application. If API keys are configured, every route except /health and /ready requires a key.
 
-    Raises the errors of `find_endpoint`.
+    Raises `ImportError` or `AttributeError` if a route has no endpoint.
     """
     table = [
         _AppRoute(path, partial(_serve, service, route, find_endpoint(route)), route.methods, route.is_described)
@@ -54,16 +54,11 @@ class _AppRoute(AppRoute):
         self.methods = set(methods)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Store this route in the scope even for a wrong method."""
         match, child = super().matches(scope)
         return match, {**child, "route": self} if match is not Match.NONE else child
 
 
 async def _serve(service: Service, route: Route, endpoint: Endpoint, request: Request) -> Response:
-    """Check the permissions, read the body, and call the handler.
-
-    If the endpoint takes a body, errors after the permission check have the format of the route's API.
-    """
     if route.operators:
         check_operator(request.state.tenant, route.operators)
     if endpoint.body is None:

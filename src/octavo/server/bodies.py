@@ -32,12 +32,13 @@ _HUGE = 2**64
 async def read_body(
     request: Request, schema: type[Schema], *, is_count: bool = False, any_type: bool = False
 ) -> Schema:
-    """Read a request's body and check it against `schema`.
+    """Read a JSON body and check it against `schema`.
 
     Sets `deadline` (on the event loop's clock), `is_count`, `num_body_bytes` and `kv_transfer` in `request.state`.
     Raises `RequestError`, `DeadlineError` and the errors of `received`.
 
-    any_type: True to accept any Content-Type from clients that are not browsers.
+    is_count: True if the request only counts tokens.
+    any_type: True to accept any Content-Type, except from browsers.
     """
     service: Service = request.app.state.service
     config, state = service.config, request.state
@@ -59,17 +60,14 @@ def _joined(chunks: list[bytes]) -> bytes:
 
 
 def _check_media_type(given: str | None) -> None:
-    """Raise `MediaTypeError` unless the body is application/json.
-
-    Any web page can send forms, plain text and untyped bytes, because these need no CORS preflight request.
-    """
+    """Accept only JSON, because any web page can send forms or plain text without a CORS preflight request."""
     if given is None or given.partition(";")[0].strip().lower() != "application/json":
         said = "no Content-Type" if given is None else f"Content-Type {given[:60]!r}"
         raise MediaTypeError(f"the body must be sent as Content-Type: application/json, got {said}")
 
 
 async def look_at(request: Request, work: Callable[[], T]) -> T:
-    """Run `work`, which reads a request's body. For a large body, `work` runs on a thread."""
+    """Return the result of `work`, which reads the body of `request`. If the body is large, `work` runs on a thread."""
     state = request.state
     entries = entries_of_bytes(state.num_body_bytes)
     return await run_text_work(
@@ -83,7 +81,7 @@ async def look_at(request: Request, work: Callable[[], T]) -> T:
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
-    """Parse and validate a JSON object, which must not contain NaN or Infinity.
+    """Parse and validate a JSON object. NaN and Infinity are invalid.
 
     Raises `RequestError` for the first invalid field.
     """
@@ -108,7 +106,7 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _not_finite(body: bytes) -> str | None:
-    """Return the name of the first field with NaN, Infinity or 1e999."""
+    """Return the name of the first field with a number that is not finite, such as 1e999."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -127,7 +125,7 @@ def _not_finite(body: bytes) -> str | None:
 
 
 def field_name(location: tuple[int | str, ...]) -> str:
-    """Return a Pydantic location as a path like messages[0].content. Names of a union's types are omitted."""
+    """Return a Pydantic location as a path, such as messages[0].content. Names of types are omitted."""
     name = str(location[0])
     for part in location[1:]:
         if isinstance(part, int):

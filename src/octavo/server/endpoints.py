@@ -22,8 +22,8 @@ _ROOM = "octavo.server.api"
 class Endpoint:
     """A route's handler.
 
-    handler: Takes the service, the HTTP request, and the checked body if `body` is not None. answer: Type of the
-    answer's body, or None if the OpenAPI document shows no type.
+    handler: Takes the service, the HTTP request, and the checked body if `body` is not None.
+    answer: Type of the answer, or None to omit the type from the OpenAPI document.
     """
 
     handler: Handler
@@ -41,7 +41,7 @@ class Endpoint:
 def endpoint(
     *, body: type[BaseModel] | None = None, answer: Any = None, is_streamed: bool = False
 ) -> Callable[[Handler], Endpoint]:
-    """Declare a handler. The first line of the handler's docstring becomes the summary."""
+    """Return a decorator for a handler. The first line of the handler's docstring becomes the route's summary."""
 
     def declare(handler: Handler) -> Endpoint:
         summary = (handler.__doc__ or "").partition("\n")[0]
@@ -51,6 +51,6 @@ def endpoint(
 
 
 def find_endpoint(route: Route) -> Endpoint:
-    """Import a route's endpoint. Raises `ImportError` or `AttributeError` if the endpoint does not exist."""
+    """Import a route's endpoint. Raises `ImportError` or `AttributeError`."""
     found: Endpoint = pkgutil.resolve_name(f"{_ROOM}.{route.endpoint}")
     return found

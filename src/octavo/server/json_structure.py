@@ -21,7 +21,7 @@ _QUOTE, _MARKS = ord('"'), (b"[{", b":", b",")
 
 
 def check_structure(body: bytes) -> None:
-    """Raise `RequestError` if a body has too many values to be parsed quickly."""
+    """Raise `RequestError` if a body has too many values."""
     if len(body) <= _SMALL_BYTES:
         return
     counts = _count_outside_strings(body)
@@ -44,7 +44,7 @@ def _count_outside_strings(body: bytes) -> list[int]:
 
 
 def _blocks(body: bytes) -> Iterator[NDArray[np.uint8]]:
-    """Yield a body as arrays of uint8 [num_bytes]. Escaped backslashes and quotes are removed."""
+    """Yield a body as arrays of uint8 [num_bytes], without escaped backslashes and quotes."""
     start = 0
     while start < len(body):
         end = start + _BLOCK_BYTES

@@ -70,7 +70,7 @@ class Service(HttpService):
 
     settings: Shown by GET /server_info, so they must not contain secrets.
 
-    Raises `ConfigError` if the file of keys cannot be used, or if packages for a requested feature are missing.
+    Raises `ConfigError` if the file of keys is unusable, or if packages for a requested feature are missing.
     """
 
     config: ServerConfig
@@ -106,9 +106,9 @@ class Service(HttpService):
         return self.engine.input_processor.model_info
 
     def check_model(self, name: str | None, aliases: Sequence[str] = _NO_NAMES) -> str:
-        """Return the model name to write in the answer. Raises `ModelNotFoundError`.
+        """Return the served model name for a name that a client sent. Raises `ModelNotFoundError`.
 
-        The first served name is returned if `name` is None, or if `name` is in `aliases` and not served.
+        None and the unserved names in `aliases` mean the first served name.
         """
         if name is None or (name in aliases and name not in self.model_names):
             return self.model_names[0]
@@ -136,17 +136,18 @@ class Service(HttpService):
         ending.add_done_callback(self._endings.discard)
 
     def enter(self, request: Request, num_streams: int, *, at_least: int | None = None) -> Permit:
-        """Return a permit for a request's streams. Must be called before any work for the request.
+        """Return a permit for a request's streams. Call this before any work for the request.
 
-        Raises `QueueFullError`, `RequestError`, or the errors of `check_ready`. See `RequestLimiter.enter`.
+        For arguments, see `RequestLimiter.enter`. Raises `QueueFullError`, `RequestError`, or the errors of
+        `check_ready`.
         """
         self.check_ready()
         return self.limiter.enter(request.state.tenant, num_streams, at_least=at_least)
 
     async def read(self, http_request: Request, place: Permit, work: Callable[[], T]) -> T:
-        """Run `work` on a request's texts. See `TextWork.do`.
+        """Return the result of `work`, which tokenizes or decodes texts. See `TextWork.do`.
 
-        The deadline or a disconnect stops the work. The tenant is charged for the tokens that were read, even if the
+        The deadline or a disconnect stops the work. The tenant is charged for the tokens that `work` read, even if the
         request fails.
         """
         state = http_request.state
@@ -184,8 +185,10 @@ class Service(HttpService):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs for one prompt of a job. Closing the generator aborts the prompt's request.
 
-        check: Called with the tokenized prompt, and may raise an error to refuse the request. unsent: Called with the
-        last output of a failed request. For errors, see `outputs_of`.
+        check: Called with the tokenized prompt. May raise an error to refuse the request.
+        unsent: Called with the last output of a failed request.
+
+        For errors, see `outputs_of`.
         """
         place, request_id = job.place, job.request_ids[index]
         tenant, num_waiting = place.tenant, 0
@@ -280,7 +283,7 @@ class Service(HttpService):
             logger.warning("the engine is already dead; its requests have failed")
 
     def _announce(self, open_ids: list[str]) -> None:
-        """Fail the requests that are still open, even if the engine is in a long step."""
+        """Fail open requests without waiting for the engine, which may be in a long step."""
         for request_id in open_ids:
             opened = self._open.get(request_id)
             if opened is not None and opened.cut_off is not None:

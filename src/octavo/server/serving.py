@@ -25,8 +25,7 @@ def make_server(
 ) -> GracefulServer:
     """Return an HTTP server. The caller must shut down the engine.
 
-    To serve, call `run(sockets=[...])` with a socket from `octavo.http.listening.bind`. For arguments and errors, see
-    `Service`.
+    To serve, call `run(sockets=[...])` with a socket from `octavo.http.listening.bind`. For errors, see `Service`.
     """
     service = Service(engine, config, settings)
     return http_server(create_app(service), service, max_connections=max_connections)

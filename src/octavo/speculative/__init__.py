@@ -1,6 +1,6 @@
-"""Speculative decoding. Proposers guess draft tokens, and one step verifies several draft tokens.
+"""Speculative decoding: proposers guess draft tokens, and one step verifies all drafts of a request.
 
-Drafts do not change the output, except with rejection sampling.
+Drafts change no output, except with rejection sampling.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def create_proposer(config: SpeculativeConfig | None, *, max_num_seqs: int, max_model_len: int) -> Proposer:
-    """Return the configured proposer that looks up drafts, or a `NoProposer`."""
+    """Return the configured lookup proposer, or a `NoProposer`."""
     if config is None or config.method in {"draft_model", "quantized"}:
         return NoProposer()
     if config.method == "suffix":

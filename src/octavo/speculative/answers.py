@@ -1,4 +1,4 @@
-"""Keeps the answers of ended requests as drafts for later requests."""
+"""Keeps answers of ended requests as drafts for later requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ BYTES_PER_ANSWER = 400  # measured
 
 
 class Answers:
-    """A ring buffer of answers, with limits on bytes and number.
-
-    In the index, each cache salt has one owner number.
-    """
+    """A ring buffer of answers, limited in bytes and number. Each cache salt is one owner in the index."""
 
     def __init__(self, max_bytes: int, max_answers: int) -> None:
         self._index = SuffixIndex(max_bytes // BYTES_PER_TOKEN)
@@ -29,14 +26,14 @@ class Answers:
 
     @staticmethod
     def bytes_of(max_bytes: int, max_answers: int) -> int:
-        """Return the maximum memory use in bytes."""
+        """Return the maximum memory."""
         return max_bytes + max_answers * BYTES_PER_ANSWER
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def add(self, token_ids: list[int], cache_salt: str | None) -> None:
-        """Keep an answer. token_ids: The prompt's last tokens and the answer."""
+        """Keep an answer. token_ids: the prompt's last tokens and the answer."""
         while len(self._ends) >= self._max_answers:
             self._index.drop(self._ends[0][0])
             self._release_oldest()

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 class DraftTask:
     """A request that needs draft tokens.
 
-    token_ids: int32 [num_tokens]. Prompt and output with this step's sampled tokens, valid until the next step. Later
-    steps only append tokens. max_computed: Maximum number of drafts from a model. None means max_drafts. cache_salt:
-    Only requests with equal salts may share drafts. predicted_token_ids: int32. Answer that the client expects.
+    token_ids            int32 [num_tokens]: prompt and output, valid until the next step; later steps only append
+    max_computed         maximum number of drafts from a model; None means max_drafts
+    cache_salt           only requests with equal salts share drafts
+    predicted_token_ids  int32: the answer that the client expects
     """
 
     request_id: str
@@ -33,7 +34,7 @@ class DraftTask:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """An ended request. token_ids: int32. Prompt and output, valid only during the call."""
+    """An ended request. token_ids: int32, prompt and output, valid only during the call."""
 
     request_id: str
     token_ids: NDArray[np.int32]
@@ -44,8 +45,9 @@ class EndedRequest:
 class Proposer(Protocol):
     """A source of draft tokens, called once after each step.
 
-    num_bytes: Maximum memory use in bytes. num_passes: Number of forward passes of a draft model in the latest call.
-    computes: True if the proposer may run a model.
+    num_bytes   maximum memory
+    num_passes  forward passes of a draft model in the latest `propose`
+    computes    True if `propose` may run a model
     """
 
     num_speculative_tokens: int
@@ -55,7 +57,7 @@ class Proposer(Protocol):
 
     @property
     def computed(self) -> AbstractSet[str]:
-        """Requests for which the latest call ran a model."""
+        """Requests for which the latest `propose` ran a model."""
         ...
 
     def propose(self, tasks: Sequence[DraftTask]) -> list[list[int]]:
@@ -67,5 +69,5 @@ class Proposer(Protocol):
         ...
 
     def finish(self, ended: Sequence[EndedRequest]) -> None:
-        """Drop the state of ended requests. The answers may become drafts for later requests with an equal salt."""
+        """Drop the state of ended requests. May keep their answers as drafts for equal salts."""
         ...

@@ -1,7 +1,6 @@
 """Drafts from a smaller model with the same vocabulary, or from the quantized target model.
 
-Based on speculative decoding (Leviathan et al., arXiv 2211.17192). With exact verification, the draft model samples
-with the same random noise as the target model.
+Source: Leviathan et al., arXiv 2211.17192. With exact verification, both models sample with the same random noise.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Protocol):
-    """A model that drafts tokens for requests of the latest step. max_model_len: Limit on a sequence, in tokens."""
+    """Drafts tokens for requests of the latest step. max_model_len: limit on a sequence, in tokens."""
 
     max_model_len: int
 
@@ -31,7 +30,7 @@ class DraftingModel(Protocol):
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Append one token to each of these requests, in one forward pass.
 
-        Return the tokens (-1 if a request needs another pass first), and a mask of requests that can continue.
+        Return tokens (-1 if a request needs another pass first), and a mask of requests that can continue.
         """
         ...
 
@@ -41,7 +40,7 @@ class DraftingModel(Protocol):
 
 
 class ModelProposer:
-    """Takes drafts from the lookup proposer `first`, and drafts with a model if `first` finds none."""
+    """Drafts with a model if the lookup proposer `first` finds nothing."""
 
     def __init__(self, model: DraftingModel, num_speculative_tokens: int, first: Proposer) -> None:
         self.num_speculative_tokens = num_speculative_tokens

@@ -1,6 +1,6 @@
 """Drafts the tokens that followed the latest earlier occurrence of a request's last tokens.
 
-Based on "prompt lookup decoding" (Apoorv Saxena, 2023), with an index instead of a search.
+Source: "prompt lookup decoding" (Apoorv Saxena, 2023), here with an index.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ if TYPE_CHECKING:
     from octavo.speculative.interface import DraftTask
 
 _TOKEN_BITS = 32
-_MOST_TOKENS = 1 << 17  # limit for all requests together
+_MOST_TOKENS = 1 << 17  # of all requests
 _ENTRY_BYTES = 120  # maximum size of a dict entry, excluding the tokens of the key
 
 
 @dataclass(slots=True)
 class _Index:
-    """The latest end position of each n-gram in a request's first `num_tokens` tokens.
+    """The latest end position of each n-gram of a request. newest: the last tokens. Both are encoded as integers.
 
-    An n-gram is added once the next token is known. newest: The last tokens. N-grams and `newest` are encoded as
-    integers.
+    An n-gram is added once its next token is known.
     """
 
     ends: dict[int, int] = field(default_factory=dict)
@@ -37,7 +36,7 @@ class _Index:
 class NgramProposer(LookupProposer[_Index]):
     """Matches as many last tokens as possible, from prompt_lookup_max down to prompt_lookup_min.
 
-    While the indices are full, new requests get no drafts.
+    A request that does not fit the limit of all indices gets no drafts.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class NgramProposer(LookupProposer[_Index]):
         if end is None:
             return []
         num_drafts = min(task.max_drafts, self.num_speculative_tokens)
-        # If too few tokens follow the match, assume that these tokens repeat.
+        # If too few tokens follow the match, they are repeated.
         period = len(task.token_ids) - end
         found: list[int] = task.token_ids[end : end + num_drafts].tolist()
         return [found[i % period] for i in range(num_drafts)]

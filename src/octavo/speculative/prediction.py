@@ -19,7 +19,7 @@ DRAFTS_PER_TOKEN = 2
 
 
 class PredictionProposer:
-    """Takes drafts from the prediction, or from `proposer` if `proposer` finds more drafts."""
+    """Drafts from the prediction, or from `proposer` if that finds more."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 
@@ -51,8 +51,8 @@ class PredictionProposer:
 def find_following(predicted: NDArray[np.int32], answer: NDArray[np.int32], most: int) -> list[int]:
     """Return up to `most` tokens with which the prediction continues the answer.
 
-    If the prediction does not begin with the answer, the returned tokens follow the longest match of the answer's last
-    tokens in the prediction. On a tie, the match that ends closest to position len(answer) wins.
+    If the prediction does not begin with the answer, the tokens follow the longest match of the answer's end, at most
+    `DRAFTS_PER_TOKEN` per matched token. On a tie, the match that ends closest to len(answer) wins.
     """
     start = len(answer)
     if not np.array_equal(predicted[:start], answer):

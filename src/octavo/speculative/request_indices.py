@@ -13,7 +13,7 @@ IndexT = TypeVar("IndexT")
 
 
 class RequestIndices(Generic[IndexT]):
-    """One token index per running request. All indices together hold at most `max_tokens` tokens."""
+    """A token index per running request, with at most `max_tokens` tokens in total."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -25,12 +25,12 @@ class RequestIndices(Generic[IndexT]):
         return self._kept[request_id][0] if request_id in self._kept else None
 
     def free_tokens(self, request_id: str) -> int:
-        """Return the maximum number of tokens that the request's index may hold."""
+        """Return the largest capacity of a request's index, in tokens."""
         current = self._kept[request_id][1] if request_id in self._kept else 0
         return self.max_tokens - self.num_tokens + current
 
     def keep(self, request_id: str, index: IndexT, num_tokens: int) -> None:
-        """Store a request's index. num_tokens: Capacity of the index, at most `free_tokens()`."""
+        """Store a request's index. num_tokens: capacity, at most `free_tokens()`."""
         self.forget((request_id,))
         self._kept[request_id] = (index, num_tokens)
         self.num_tokens += num_tokens
@@ -43,7 +43,7 @@ class RequestIndices(Generic[IndexT]):
 
 
 class LookupProposer(Generic[IndexT]):
-    """Looks up drafts in an index of each request's own tokens. max_tokens: Limit on all indices together."""
+    """Looks up drafts in each request's own tokens. max_tokens: limit on all indices together."""
 
     num_passes, computed, computes = 0, frozenset[str](), False
 

@@ -1,10 +1,10 @@
 """Drafts from a request's own tokens, and from earlier answers with the same cache salt.
 
-Based on SuffixDecoding (Oliaro et al., arXiv 2411.04975). A client can observe accepted drafts, because they make the
-answer faster. Therefore drafts are isolated by cache salt, like prefix cache hits:
+Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975). Accepted drafts make an answer faster, which a client can
+observe. So drafts are isolated by cache salt, like prefix cache hits:
 
-- An answer becomes a draft only for requests with an equal salt. Requests without a salt share one empty salt.
-- The last tokens of a prompt are kept with the answer.
+- An answer, with its prompt's last tokens, becomes a draft only for requests with an equal salt. Requests without a
+  salt share answers.
 - The tokens of an unfinished request are drafts only for that request.
 """
 
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
     from octavo.config import SpeculativeConfig
     from octavo.speculative.interface import DraftTask, EndedRequest
 
-_MOST_TOKENS = 1 << 17  # limit for all requests together
+_MOST_TOKENS = 1 << 17  # of all requests
 _MIN_CAPACITY = 256  # least spare capacity of a new index, in tokens
 
 
 class SuffixProposer(LookupProposer[SuffixIndex]):
     """Drafts from the request's own tokens or from earlier answers. The draft with the higher score wins.
 
-    When all indices together reach the size limit, an index keeps only its newest tokens, and a new request gets no
-    index.
+    When the indices reach their size limit, an index keeps its newest tokens, and a new request gets no index.
     """
 
     def __init__(self, config: SpeculativeConfig, *, max_num_seqs: int, max_model_len: int) -> None:
@@ -40,7 +39,7 @@ class SuffixProposer(LookupProposer[SuffixIndex]):
         self._max_model_len = max(max_model_len, MIN_CAPACITY)
         super().__init__(config.num_speculative_tokens, min(max_num_seqs * self._max_model_len, _MOST_TOKENS))
         self.num_bytes = self._indices.max_tokens * BYTES_PER_TOKEN
-        # Allocated when the first request ends, but counted in `num_bytes` from the start.
+        # Allocated when the first request ends, but always counted in `num_bytes`.
         self._answers: Answers | None = None
         self._max_bytes = config.suffix_decoding_max_cached_bytes
         self._max_answers = config.suffix_decoding_max_cached_requests

@@ -1,6 +1,6 @@
-"""Finds earlier occurrences of a suffix, and drafts the tokens after these occurrences.
+"""Drafts the tokens after earlier occurrences of a suffix.
 
-Uses an n-gram index over a ring buffer instead of SuffixDecoding's suffix tree. Hits are compared token by token.
+An n-gram index over a ring buffer replaces SuffixDecoding's suffix tree. Hits are compared token by token.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MAX_LENGTHS = 2
 class SuffixIndex:
     """An index of the newest `capacity` tokens of several texts. Each text has an owner.
 
-    Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to the latest position with this
-    hash. Each position links to the previous position with an equal hash.
+    Positions count all tokens ever written. A hash of owner and NGRAM tokens maps to its latest position. Each position
+    links to the previous one with an equal hash.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -74,7 +74,7 @@ class SuffixIndex:
         self.num_tokens = end
 
     def close(self) -> None:
-        """End the newest text. Matches and drafts never cross the end of a text."""
+        """End the newest text. No match or draft crosses an end."""
         self._tokens[self.num_tokens % self.capacity] = _BOUNDARY
         self.num_tokens += 1
 
@@ -87,16 +87,16 @@ class SuffixIndex:
     ) -> tuple[list[int], float]:
         """Return the best continuation of the suffix in the owner's texts, and the expected number of accepted tokens.
 
-        If the newest text is not closed, the suffix must be the end of this text. A hit is an earlier occurrence of the
-        suffix's last tokens. For each match length, one draft is made from the hits with at least this length:
+        If the newest text is not closed, the suffix must be its end. A hit is an earlier occurrence of the suffix's
+        last tokens. Each of the two longest match lengths gives a draft, from the hits with at least this length:
 
         - The draft has at most `most` tokens, and at most factor times the match length.
-        - Only hits that are followed by the draft so far decide the next token. The most frequent token is taken. On a
-          tie, the token after the newest hit wins.
-        - The token's probability is its share of these hits times the previous token's probability. The draft ends
-          before a probability below min_probability.
+        - The next token is the most frequent one in hits that continue with the draft so far. On a tie, the newest hit
+          wins.
+        - Its probability is its share of these hits times the previous token's probability. The draft ends before a
+          probability below min_probability.
 
-        The draft with the largest sum of probabilities is returned (section 4 of SuffixDecoding).
+        The draft with the largest sum of probabilities is returned (SuffixDecoding, section 4).
         """
         hits = self._find(suffix, owner)
         best: list[int] = []

@@ -30,7 +30,7 @@ class Checkpoint(Protocol):
 
     @property
     def path(self) -> Path:
-        """The path by which another process opens the checkpoint."""
+        """The path for another process."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
         ...
 
     def check_tokenizer(self) -> None:
-        """Raise those errors of `read_tokenizer` that can be found quickly."""
+        """Raise errors of `read_tokenizer` that are found quickly."""
         ...
 
     def read_tokenizer(self) -> Tokenizer:

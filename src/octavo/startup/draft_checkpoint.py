@@ -25,7 +25,7 @@ _WORTHWHILE_SHARE = 0.8  # of the model's bytes. A larger draft model is hardly 
 def find_draft_checkpoint(
     speculative: SpeculativeConfig | None, config: ModelConfig, target: ServedModel
 ) -> DraftCheckpoint | None:
-    """Return the draft model's checkpoint, or None. config: The target model's configuration. Raises `ConfigError`."""
+    """Return the draft model's checkpoint, or None. config: of the target model. Raises `ConfigError`."""
     if speculative is None or not speculative.drafts_by_model:
         return None
     if speculative.model is None:
@@ -58,10 +58,7 @@ def find_draft_checkpoint(
 
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
-    """Return a draft model with the target's weights in fewer bits.
-
-    Raises `ConfigError` if the draft is hardly smaller.
-    """
+    """Return the target in fewer bits."""
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Compares an engine's fingerprint with those of earlier starts, and makes the keys under which engines share KV."""
+"""Compares fingerprints of an engine's starts, and makes the keys under which engines share KV."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN_KEY = 100
 
 
 def find_identity(config: ModelConfig, served: ServedModel) -> WeightsIdentity:
-    """Start to hash the weights in the background. Return their identity."""
+    """Return the weights' identity, which a thread computes."""
     seed = config.seed if config.load_format == "dummy" else None
     return WeightsIdentity(served.checkpoint.weights, served.architecture, seed)
 
@@ -43,9 +43,9 @@ def check_fingerprint(
 ) -> EngineFingerprint:
     """Compare the fingerprint with those of this engine's earlier starts, and return it.
 
-    identity: Hash of the weights. The engine is recognized even if the weights are copied to other files. Nothing is
-    compared if packed_cache_bytes is 0 or the fingerprint has no checksums. Raises `FingerprintError` if checksums
-    differ, and `ModelError` if weights were changed.
+    identity: hash of the weights, so that copied files are recognized. Nothing is compared if packed_cache_bytes is 0
+    or the fingerprint has no checksums. Raises `FingerprintError` if checksums differ, and `ModelError` if weights were
+    changed.
     """
     logger.info("fingerprint: %s", fingerprint.summary)
     if not config.model.packed_cache_bytes or not fingerprint.logits:
@@ -83,9 +83,9 @@ def _describe_engine(
 def cache_keys(
     config: EngineConfig, info: WorkerInfo, dtype: str, identity: WeightsIdentity | None, fingerprint: EngineFingerprint
 ) -> tuple[str, ...]:
-    """Return the texts of all properties, except tokens, on which KV depends.
+    """Return descriptions of all that KV depends on, except tokens. Engines share KV only if all are equal.
 
-    Engines share KV only if all texts are equal. identity: Hash of the weights, or None if KV stays in this engine.
+    identity: hash of the weights, or None if KV stays in this engine.
     """
     model, cache = config.model, config.cache
     keys = [

@@ -63,8 +63,8 @@ def launch_engine(
 ) -> Engine:
     """Start a process for the core, load the tokenizer meanwhile, and return the engine.
 
-    progress: Called with (done, total) bytes of packed weights. meanwhile: Called while the process loads. An error of
-    `meanwhile` ends the start. Raises `ConfigError` and `ModelError`.
+    progress: called with (done, total) bytes of packed weights. meanwhile: called while the process loads; its error
+    ends the start. Raises `ConfigError` and `ModelError`.
     """
     from octavo.engine.remote_core import RemoteCore  # noqa: PLC0415 - only for servers
 
@@ -90,7 +90,7 @@ def launch_engine(
 
 
 def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProcessor, OutputProcessor]:
-    """Create the processors of inputs and outputs."""
+    """Create both processors."""
     tokenizer = template = None
     if not config.skip_tokenizer_init:
         tokenizer = served.text.read_tokenizer()
@@ -105,7 +105,7 @@ def make_processors(config: ModelConfig, served: ServedModel) -> tuple[InputProc
 
 
 def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler | None:
-    """Create the grammar compiler. Return None if the engine has no tokenizer."""
+    """Create the grammar compiler, or None without a tokenizer."""
     if config.skip_tokenizer_init:
         return None
 
@@ -123,7 +123,7 @@ def make_grammars(config: ModelConfig, served: ServedModel) -> GrammarCompiler |
 
 
 def resolve_max_model_len(model_config: ModelConfig, architecture: Architecture) -> int:
-    """Return the configured maximum length, by default the checkpoint's. Raises `ConfigError` if it is too large."""
+    """Return the configured length, by default the checkpoint's. Raises `ConfigError` if it is too large."""
     longest = architecture.max_context_tokens
     path = model_config.max_model_len
     if path is not None and path > longest:

@@ -1,1 +1,1 @@
-"""Structured output: computes which tokens may come next."""
+"""Computes which tokens may come next."""

@@ -74,7 +74,7 @@ def _fits(rules: Rules, node: Node, work: _Work) -> bool:
 
 
 class _Sizes:
-    """Computes the size of a node with all rules expanded, or None if the node is recursive or too large."""
+    """Sizes of nodes with all rules expanded, or None for recursive or too large nodes."""
 
     def __init__(self, rules: Rules) -> None:
         self._of_rules: dict[str, tuple[int, int]] = {}
@@ -306,7 +306,7 @@ class _Parts:
                 place = run.stop
 
     def _find_run(self, items: tuple[Node, ...], start: int) -> _Run | None:
-        """Return the shortest run of items from `start` that has several characters and can be a lexeme."""
+        """Return the shortest run from `start` with several characters that can be a lexeme."""
         if (id(items), start) in self._refused:
             return None
         for stop in range(start + (2 if isinstance(items[start], Chars) else 1), len(items) + 1):

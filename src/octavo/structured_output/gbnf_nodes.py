@@ -49,7 +49,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """A node that is one lexeme."""
+    """One lexeme."""
 
     regex: str
 
@@ -78,7 +78,7 @@ def negated(ranges: Ranges) -> Ranges:
 
 
 def chars_regex(ranges: Ranges) -> str:
-    """Return a regular expression for `ranges`."""
+    """Regular expression for `ranges`."""
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return f"\\u{{{ranges[0][0]:X}}}"
     return "[" + "".join(f"\\u{{{first:X}}}-\\u{{{last:X}}}" for first, last in ranges) + "]"

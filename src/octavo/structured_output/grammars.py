@@ -61,7 +61,7 @@ class GrammarError(RequestError):
 class Matcher:
     """The position of one output in its grammar. Methods raise `GrammarError` if the grammar exceeds its limits.
 
-    Other threads can run during `allowed`. If `large` is given, other threads can also run during `advance`.
+    Other threads can run during `allowed`, and during `advance` if `large` is given.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, large: _LargeSteps | None = None) -> None:
@@ -89,7 +89,7 @@ class Matcher:
         self.num_tokens += len(token_ids)
 
     def step_back(self, num_tokens: int) -> None:
-        """Undo the last tokens."""
+        """Undo last tokens."""
         with _named_faults():
             goes_back = not num_tokens or self._matcher.rollback(num_tokens)
         if not goes_back:
@@ -150,7 +150,7 @@ class _Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. Caches recently used grammars and the grammars of unfinished requests.
+    """Compiles grammars for one vocabulary. Caches recent grammars and those of unfinished requests.
 
     read_vocabulary: Called by `read_ahead` or for the first grammar. Reading 150,000 tokens takes 110 MB and one or two
     seconds, and blocks other threads. vocab_size: Number of ids that the model can sample. Other ids are never allowed.
@@ -295,7 +295,7 @@ def _turns() -> Turns:
 
 @functools.cache
 def _executor() -> ThreadPoolExecutor:
-    """Return a single-threaded executor for compilation, with a large stack for llguidance's recursion."""
+    """One thread, with a large stack for llguidance's recursion."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="octavo-grammar")
     before = threading.stack_size(_STACK_BYTES)
     try:

@@ -1,4 +1,4 @@
-"""Refuses JSON schemas that are too large."""
+"""Refuses large schemas."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # JSON is on one line, with an optional space after commas and colons. `oneOf` is treated as `anyOf`, because an
-# automaton cannot count the options that match.
+# automaton cannot count matching options.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -24,7 +24,7 @@ JSON_OPTIONS = {
 # By default, llguidance forces ordinary tokens if only one text can follow. Then an added token with this text, such as
 # "<think>", would be refused.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-# White space at the start is limited but not forbidden, because templates put up to two line feeds around reasoning.
+# Some white space is allowed at the start, because templates put up to two line feeds around reasoning.
 _SPACE = "SPACE: /[ \\t\\r\\n]{0,4}/"
 FEW_BLANKS = "& ~/\\s{5,}(.|\\n)*/"
 _ANY = f"/(.|\\n)*/ {FEW_BLANKS}"
@@ -63,10 +63,10 @@ def by_id(token_id: int) -> str:
 def text_up_to(
     marker: str, token: str | None, *, head: str = "head", text: str = "TEXT", between: Sequence[int] = ()
 ) -> str:
-    """Return two rules. `head` matches any text up to and including a marker, and `text` matches any text.
+    """Return two rules. `head` matches text up to and including a marker, and `text` matches any text.
 
-    token: Name of the marker's token, or None if the marker has several tokens. If token is not None, `text` matches
-    only text without the marker. between: Ids of added tokens that `head` may contain.
+    token: Name of the marker's token, or None if the marker has several tokens. With a token, `text` matches only
+    text without the marker. between: Ids of added tokens that `head` may contain.
     """
     if token is None:
         return f"{head}[lazy]: {text} {json.dumps(marker, ensure_ascii=False)}\n{text}: {_ANY}"

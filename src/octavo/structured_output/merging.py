@@ -57,7 +57,7 @@ def merged(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
 def alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one merged schema for each option of `anyOf` and `oneOf`.
 
-    Above MAX_OPTIONS options, return a single schema with the properties of all options.
+    Above MAX_OPTIONS options, return one schema with all options' properties.
     """
     left, found = [merged(schema, root)], list[dict[str, Any]]()
     num_seen = 0

@@ -1,4 +1,4 @@
-"""Resolves references within a schema."""
+"""Resolves schema references."""
 
 from __future__ import annotations
 

@@ -43,10 +43,9 @@ def rewritten(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Rewriter:
-    """Rewrites one schema.
+    """Closes each value's schema.
 
-    Each value's schema is closed. If `allOf`, or `$ref` with other keywords, merges several schemas for one value, only
-    the merged schema is closed.
+    If `allOf`, or `$ref` with other keywords, merges several schemas for one value, only the merged schema is closed.
     """
 
     def __init__(self, root: dict[str, Any]) -> None:

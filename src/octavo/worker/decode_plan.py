@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MOST_ROWS = 512  # larger steps take longer to compute than to launch
-BYTES_PER_LAYER = 512 << 10  # estimate; drivers do not report memory of launches
+BYTES_PER_LAYER = 512 << 10  # estimate of launches' memory, which drivers do not report
 _SPARE_BYTES = 32 << 20  # margin; torch allocates up to 20 MiB
 
 
@@ -36,7 +36,7 @@ def make_decode_plan(
 ) -> DecodePlan | None:
     """Return the plan, or None if no graphs are captured.
 
-    num_rows: each graph's maximum mean number of rows per request, ascending.
+    num_rows: maximum mean numbers of rows per request, ascending.
     """
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
@@ -58,7 +58,7 @@ def make_decode_plan(
 
 
 def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_width: int, dtype: str) -> int:
-    """Return the bytes of graphs' inputs and outputs."""
+    """Return graphs' input and output bytes."""
     num_groups = len(architecture.kv_layout.kv_groups)
     of_sequence = 4 + num_groups * 4 * table_width
     of_row = 8 + 8 + num_groups * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]

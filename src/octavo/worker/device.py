@@ -8,7 +8,7 @@ from octavo.errors import ConfigError
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """Return the named device, by default a GPU if available. Raises `ConfigError` for an unusable name."""
+    """Return the named device, by default a GPU if available. Raises `ConfigError` if it cannot be used."""
     if name is None or name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -27,7 +27,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a numbered GPU current, because Triton launches on the current GPU even if tensors are on another."""
+    """Make a numbered GPU current. Triton launches on the current GPU, even if tensors are on another."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

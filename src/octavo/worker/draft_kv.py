@@ -1,4 +1,4 @@
-"""Tracks which tokens have KV of a draft model. Mistakes only lower acceptance rates."""
+"""Tracks which tokens have draft model KV. Mistakes only lower acceptance rates."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class DraftKV(Protocol):
         ...
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each row's number of known tokens with KV, excluding the newest token."""
+        """Return each row's number of known tokens with KV, without the newest."""
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record that known tokens before `ends` have KV."""
+        """Record KV of known tokens before `ends`."""
         ...
 
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Record that drafts before `num_computed` have KV."""
+        """Record KV of drafts before `num_computed`."""
         ...
 
 
 class SharedDraftKV:
     """The target's KV cache. When drafting begins, all tokens except the newest have KV.
 
-    The draft model writes further KV into slots that the target overwrites before it reads them.
+    The draft model writes drafts' KV to slots that the target overwrites before it reads them.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -70,7 +70,7 @@ class SharedDraftKV:
 class OwnDraftKV:
     """The draft model's own cache, with the block ids of the target's first KV group.
 
-    In a shared or swapped block, only positions that were computed for drafting have KV.
+    In a shared or swapped block, only positions computed for drafting have KV.
     """
 
     def __init__(self, cache: PagedKVCache, batch: InputBatch, num_speculative_tokens: int) -> None:
@@ -80,12 +80,12 @@ class OwnDraftKV:
         # Leading positions with final KV, by block.
         self._filled = np.zeros(cache.num_blocks, dtype=np.int64)
         self._filled_on_host = np.zeros(cache.num_host_blocks, dtype=np.int64)
-        # By row: number of tokens with recorded KV, and the guesses after these tokens.
+        # By row: number of tokens with recorded KV, and following drafts with KV.
         self._num_noted = np.zeros(num_rows, dtype=np.int64)
         self._guesses = np.full((num_rows, num_speculative_tokens), -1, dtype=np.int64)
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Repeat the target's copies of blocks. New blocks have no KV."""
+        """Repeat the target's block copies. New blocks have no KV."""
         copies, filled = scheduled.copies, self._filled
         if copies:
             copies = copies.of_group(0)
@@ -130,7 +130,7 @@ class OwnDraftKV:
         return ends
 
     def _find(self, row: int, end: int, most: int) -> int:
-        """Return the row's first position without KV, at least `end` and at most `most`."""
+        """Return the first position without KV, from `end` to `most`."""
         size = self.cache.block_size
         first = end // size
         filled = self._filled[self._batch.block_tables[0][row, first : -(-most // size)]]

@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from octavo.models.expert_layer import Experts
     from octavo.worker.host_copies import HostCopies
 
-_ALIGNMENT = 4  # numbers; Triton compiles again for other alignments
+_ALIGNMENT = 4  # numbers; Triton recompiles for other alignments
 
 
 class ExpertTally:
     """Counts tokens by layer and expert.
 
-    tokens: totals. layers: at least one. Replayed passes count, with their padding rows, because each replay writes
-    `Experts.starts` in place.
+    tokens: totals. layers: at least one. Replayed passes write `Experts.starts`, so they count, with padding rows.
     """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
@@ -53,7 +52,7 @@ class ExpertTally:
         return copies.to_host(self._starts)
 
     def read(self, starts: Tensor) -> ExpertLoad | None:
-        """Add a step to the totals. Return the step's load, or None without tokens."""
+        """Add a step to the totals. Return its load, or None without tokens."""
         ends = starts.numpy()
         num_tokens: list[int] = ends[:, -1].tolist()
         if not any(num_tokens):

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from octavo.models.layers import CausalLM
     from octavo.worker.model_runner import ModelRunner
 
-_FIRST_ROWS = 256  # of rotary tables; these rows are equal for all model lengths
+_FIRST_ROWS = 256  # of rotary tables; equal for all model lengths
 
 
 def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: int) -> EngineFingerprint:
-    """Return the fingerprint. Requires compiled CPU kernels, which give the same results in every start."""
+    """Return the fingerprint. Requires compiled CPU kernels, which repeat results in every start."""
     kernels, model = runner.kernels, runner.model
     draft = None if runner.draft_runner is None else runner.draft_runner.forward_pass.model
     return EngineFingerprint(
@@ -52,7 +52,7 @@ def _weights(model: CausalLM) -> Iterator[Tensor]:
 def check_tables(model: CausalLM) -> None:
     """Recompute rotary tables and query scales. Raises `FingerprintError` if a bit differs.
 
-    After this check, tables with equal configurations and equal first rows are equal.
+    Checked tables with equal configurations and first rows are equal.
     """
     for attention in _attentions(model):
         rope, table, scale = attention.config.rope, attention.cos_sin, attention.query_scale

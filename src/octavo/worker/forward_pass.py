@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: maximum rows of `recorded`. Larger steps are not replayed. recorded: None before the first step, or if
-    kernels cannot record.
+    max_tokens: maximum rows of replayed steps. recorded: None before the first step, or if kernels cannot record.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ForwardPass:
         return self.model.forward(token_ids, batch, self.kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor, most_rows: int) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], valid until the next call. most_rows: maximum rows of any call."""
+        """Return float32 [rows, vocab_size], valid until the next call. most_rows: any call's maximum."""
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():
             self._logits = torch.empty(0)

@@ -1,7 +1,6 @@
 """Advances grammars over new tokens ("walks") on a separate thread.
 
-A mask may take 20 ms, so a step waits for walks only during a share of the step's time. If a walk is late, a later step
-chooses the token.
+A mask may take 20 ms, so a step waits only for a share of its time. If a walk is late, a later step chooses the token.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 _SHARE = 0.25  # of the step's time so far
 _LEAST_S = 0.001
 _ALONE_S = 0.005  # longer wait if no request could get a token
-_PATIENCE = 10.0  # shorter walks may overtake for this multiple of the last walk's duration
+_PATIENCE = 10.0  # shorter walks may overtake for this multiple of the request's last walk
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """Masks, bool [vocab], after the newest token and each draft. The masks end at a forbidden draft or an error."""
+    """Masks, bool [vocab], after the newest token and each draft, up to a forbidden draft or an error."""
 
     masks: Masks
     error: BaseException | None
@@ -38,7 +37,7 @@ class Walked:
 
 @dataclass(slots=True)
 class Walk:
-    """A walk of one request's grammar. drafts: tokens after the `num_tokens` known ones."""
+    """A walk of a request's grammar. drafts: tokens after `num_tokens` known ones."""
 
     num_tokens: int
     drafts: list[int]
@@ -51,7 +50,7 @@ class Walk:
         return self.result.done()
 
     def wait(self) -> None:
-        """Cancel the walk. If the walk has begun, wait for its end."""
+        """Cancel the walk, or wait for its end if it has begun."""
         if not self.result.cancel():
             wait([self.result])
 

@@ -1,7 +1,7 @@
 """Copies between host memory and the device for steps in flight.
 
-A GPU copies after the call returns, so the source must not change before the copy. Therefore steps alternate between
-two sets of pinned memory.
+A GPU copies after the call returns. The source must not change before the copy, so steps alternate between two sets of
+pinned memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Mark(Protocol):
     """A position in a device's queue."""
 
     def synchronize(self) -> None:
-        """Wait for all earlier work, and raise the work's error."""
+        """Wait for earlier work. Raises its error."""
         ...
 
 
@@ -87,7 +87,7 @@ class HostCopies(Protocol):
         ...
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the host, which is complete at a later `mark`. On a CPU, return `tensor` itself."""
+        """Return a host copy that is complete at a later `mark`; on a CPU, `tensor` itself."""
         ...
 
     def mark(self) -> Mark:
@@ -144,7 +144,7 @@ class _PinnedSet:
         self._num_used = 0
 
     def write(self, arrays: Sequence[NDArray[np.generic]], sizes: Sequence[int]) -> Tensor:
-        """Return a copy of the arrays, valid until `rewind`. sizes: each array's bytes with padding."""
+        """Return a copy of the arrays, valid until `rewind`. sizes: bytes with padding."""
         num_bytes = sum(sizes)
         if self._num_used + num_bytes > len(self._memory):
             self._full.append(self._memory)

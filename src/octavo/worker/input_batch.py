@@ -1,7 +1,7 @@
 """The worker's requests, and the ragged batch of a step.
 
-A step may be launched before the previous step is collected. A token that is sampled but not collected is an awaited
-token. Instead of its id, the host writes -(row + 1). The device replaces this number by the row's last sampled token.
+A step may be launched before the previous one is collected. A sampled, uncollected token is an awaited token. Instead
+of its id, the host writes -(row + 1), which the device replaces by the row's last sampled token.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RequestRow:
-    """A request's data that is not in arrays.
-
-    has_failed: True after an error. Later results are discarded.
-    """
+    """A request's data that is not in arrays. has_failed: True after an error; later results are discarded."""
 
     row: int
     request_id: str
@@ -52,12 +49,12 @@ class RequestRow:
 class ModelInputs:
     """One step, ready for the model, without padding.
 
-    output_start    first row of each request's hidden states, then the total. A request has rows for tokens to sample,
-                    or for all tokens with prompt logprobs or mean pooling
-    sampled         indices of `requests` to sample. The step computes the last tokens of these requests
-    cu_num_logits   int32 [len(sampled) + 1], first row of logits of each sampled request, then the total
+    output_start    each request's first row of hidden states, then the total. A request has rows for tokens to sample,
+                    or with prompt logprobs or mean pooling for all tokens
+    sampled         indices of `requests` to sample: the step computes their last tokens
+    cu_num_logits   int32 [len(sampled) + 1], each sampled request's first row of logits, then the total
     sampled_rows    int64 [num_logits], rows in the worker's arrays
-    num_known       int64 [num_logits], number of tokens before the token to choose
+    num_known       int64 [num_logits], number of tokens before the one to choose
     logits_indices  int64 [num_logits], rows of hidden states; None for all
     rows_there, known_there: `sampled_rows`, and `num_known` as int32, on the device
     """
@@ -81,12 +78,12 @@ class ModelInputs:
 
 
 class InputBatch:
-    """The requests that the worker knows, one row each.
+    """The worker's requests, one row each.
 
-    Only `append_sampled` makes sampled tokens known. Awaited tokens or drafts may follow known tokens. block_tables:
-    [max_num_seqs, blocks] per KV group, undefined for released blocks. num_changes: how often a request was removed or
-    failed. num_position_dims: dimensions of a position. After the prompt, all dimensions continue from the prompt's
-    largest position.
+    Awaited tokens or drafts may follow known tokens. Only `append_sampled` makes sampled tokens known.
+    block_tables: [max_num_seqs, blocks] per KV group, undefined for released blocks.
+    num_changes: how often requests were removed or failed.
+    num_position_dims: dimensions of a position; after the prompt, all continue from its largest position.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class InputBatch:
         self._update_cached(scheduled.scheduled_cached_reqs)
 
     def add_request(self, data: NewRequestData) -> None:
-        """Add a request. If positions have a wrong number of dimensions, change nothing and raise `ValueError`."""
+        """Add a request. Raises `ValueError`, without changes, for a wrong number of position dimensions."""
         if data.rotary_positions is not None and len(data.rotary_positions) != self.num_position_dims:
             raise ValueError(f"positions of {len(data.rotary_positions)} dimensions, not of {self.num_position_dims}")
         row, predicted = self._free_rows.pop(), data.predicted_token_ids
@@ -175,17 +172,14 @@ class InputBatch:
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
         """Make the next step feed the tokens that this step sampled.
 
-        sampled_rows, sampled: distinct rows and their tokens, int64 [n] on the device. rows: the rows that get a token.
+        sampled_rows, sampled: distinct rows and their tokens, int64 [n] on the device. rows: those that get a token.
         """
         self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
         self.num_awaited[rows] += 1
 
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
-        """Decrement `num_awaited` of `rows`.
-
-        A removed request in `left` is skipped, because a new request may use its row.
-        """
+        """Decrement `num_awaited` of `rows`. Skips removed requests in `left`: new ones may use their rows."""
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
@@ -224,20 +218,20 @@ class InputBatch:
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def append_unsampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens after the known tokens. Return a view of known and new tokens."""
+        """Write tokens after known tokens. Return a view of all."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
 
     def input_tokens(self, inputs: ModelInputs) -> NDArray[np.int64]:
-        """Return the input token of each row of logits."""
+        """Return each logits row's input token."""
         return self.token_ids[inputs.sampled_rows, inputs.num_known - 1].astype(np.int64)
 
     def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
-        """Gather the ragged batch of a step.
+        """Gather a step's ragged batch.
 
-        Requests with more tokens come first. Of requests with equally many tokens, those with the same first block are
-        adjacent, so attention reads this block once.
+        Requests with more tokens come first. Of equally many tokens, requests with the same first block are adjacent,
+        so that attention reads shared blocks once.
         """
         requests = [self.requests[request_id] for request_id in scheduled.num_scheduled_tokens]
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), dtype=np.int64, count=len(requests))
@@ -296,8 +290,8 @@ class InputBatch:
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
         """Return token ids and attention input of `counts` tokens per row from `first` on, and copies of `others`.
 
-        output_start: first output row of each request, then the total. Outputs are a request's last tokens. All results
-        are on the device.
+        All results are on the device. output_start: each request's first output row, then the total. Outputs are a
+        request's last tokens.
         """
         query_start = _starts(counts)
         row_of_token, positions = rows, first
@@ -328,14 +322,14 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Replace awaited tokens by their ids. A failed choice becomes 0."""
+        """Replace awaited tokens by ids; failed choices by 0."""
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)
         return torch.where(fed < 0, sampled, fed)
 
     def write_scratch_blocks(self, rows: NDArray[np.int64], block_ids: Sequence[NDArray[np.int32]]) -> None:
-        """Append scratch blocks [len(rows), n] of each KV group to block tables."""
+        """Append each KV group's scratch blocks [len(rows), n]."""
         for tables, num_blocks, ids in zip(self.block_tables, self.num_blocks, block_ids, strict=False):
             tables[rows[:, None], num_blocks[rows, None] + np.arange(ids.shape[1])] = ids
 

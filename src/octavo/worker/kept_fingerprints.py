@@ -1,4 +1,4 @@
-"""Compares a start's fingerprint with the stored one. A new fingerprint is refused once, and accepted if repeated."""
+"""Compares a start's fingerprint with the stored one. A different one is refused once, and accepted if repeated."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _ROOMS = ("kernels", "models", "worker")  # code in these packages affects resul
 
 
 class KeptFingerprints:
-    """A directory with a JSON file per engine. If there are too many files, the oldest are removed.
+    """A directory with at most `MAX_FILES` JSON files, the newest, one per engine.
 
-    `<key>.json` has the expected fingerprint. `<key>.other` has the fingerprint of the last refused start.
+    `<key>.json` has the expected fingerprint, `<key>.other` that of the last refused start.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,9 +46,9 @@ class KeptFingerprints:
     def check(self, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
         """Compare `found` with the stored fingerprint. At the engine's first start, store `found`.
 
-        engine: plain data about everything that affects results. Raises `FingerprintError` if a checksum differs,
-        except if the previous start was refused with the same fingerprint. Then `found` replaces the stored
-        fingerprint. An unusable directory only causes a warning.
+        engine: plain data about everything that affects results. Raises `FingerprintError` if a checksum differs. If
+        another process was refused with the same fingerprint before, `found` is stored instead. An unusable directory
+        only causes a warning.
         """
         path = self.path(engine)
         try:
@@ -127,7 +127,7 @@ def describe_model(
 ) -> dict[str, Any]:
     """Describe everything that affects a model's results. seed: for random weights. Raises `OSError`.
 
-    Weights are not read. A file is described by its hash in `hashes`, or by path and state if the hash is missing.
+    Weights are not read: files are described by their hashes in `hashes`, or else by path and state.
     """
     files = [] if seed is not None else [_hash_or_state(path, hashes) for path in weights.weight_files()]
     configs = [_content(path) for path in weights.config_files()]

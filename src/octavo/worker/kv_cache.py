@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import BlockCopies
     from octavo.models.kv_layout import KVLayout
 
-# Version of stored blocks. Each KV group after the first adds 1. Stores ignore blocks of other versions.
+# Version of stored blocks. Each KV group after the first adds 1. Stores ignore other versions.
 LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """A KV group's memory, with one row per block. Scratch blocks are last."""
+    """A KV group's memory, a row per block. Scratch blocks are last."""
 
     kind: KVGroupKind
     num_blocks: int
@@ -44,7 +44,7 @@ class TimeMark(Protocol):
     """A time in a device's queue."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds until a later mark. The device must have reached both."""
+        """Return milliseconds until a later mark. The device must have reached both."""
         ...
 
 
@@ -60,9 +60,9 @@ class _Now:
 class PagedKVCache:
     """Keys and values of all layers; see `KVLayout`.
 
-    dtype: int8, float8_e4m3fn, or the activations' dtype. With the first two, float32 scales follow the rows of each
-    head in a block. num_host_blocks: blocks of host memory, each with space for one block of every group.
-    num_scratch_blocks: additional blocks of each group, which the scheduler does not use.
+    dtype: int8, float8_e4m3fn, or the activations' dtype. With the first two, float32 scales follow each head's rows in
+    a block. num_host_blocks: each group's blocks in host memory. num_scratch_blocks: additional blocks of each group,
+    which the scheduler does not use.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PagedKVCache:
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of a block in all groups."""
+        """A block's bytes in all groups."""
         return sum(group.block_bytes for group in self.groups)
 
     @property
@@ -125,7 +125,7 @@ class PagedKVCache:
     def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
         """Enqueue copies of whole blocks, in the order of `BlockCopies`.
 
-        Returns a function to call after the copies have ended. It returns the moves to and from host memory.
+        Returns a function that returns the moves to and from host memory, after the copies have ended.
         """
         if not copies:
             return _no_moves
@@ -158,7 +158,7 @@ class PagedKVCache:
 
 
 def time_mark(device: torch.device) -> TimeMark:
-    """Return a mark after all enqueued work. On a CPU, return the current time."""
+    """Return a mark after all enqueued work; on a CPU, the time."""
     if device.type == "cpu":
         return _Now(time.perf_counter())
     event = torch.cuda.Event(enable_timing=True)

@@ -30,10 +30,10 @@ class KVSize:
 class KVPlan:
     """Bytes per block of each KV group, and the blocks that bounded groups (with windows) need.
 
-    A short sequence has equally many blocks in every group, but a long sequence has fewer blocks in bounded groups.
-    Because lengths are unknown, a bounded group gets enough blocks for all sequences that may run, and at least
-    `block_bytes[0] / bytes_of_all` times the blocks of the first group.
-    block_bytes: the first entry includes the draft model's KV. blocks_of_sequence: blocks of each bounded group that a
+    A short sequence has equally many blocks in every group, a long one has fewer in bounded groups. Because lengths are
+    unknown, a bounded group gets enough blocks for all sequences that may run, and at least `block_bytes[0] /
+    bytes_of_all` times the blocks of the first group.
+    block_bytes: the first entry includes the draft model's KV. blocks_of_sequence: by bounded group, the blocks that a
     sequence holds after a step.
     """
 
@@ -53,7 +53,7 @@ class KVPlan:
         max_num_batched_tokens: int,
         draft_block_bytes: int = 0,
     ) -> KVPlan:
-        """Compute the plan. Raises `ConfigError` for unsupported `kv_dtype`."""
+        """Compute the plan. Raises `ConfigError`; see `check_kv_dtype`."""
         check_kv_dtype(architecture, kv_dtype)
         layout = architecture.kv_layout
         first, *others = layout.block_bytes(block_size, kv_dtype)
@@ -61,14 +61,14 @@ class KVPlan:
         return cls(
             block_bytes=(first + draft_block_bytes, *others),
             max_num_seqs=max_num_seqs,
-            # One more block because a window may begin inside a block, and one for the source of a copy.
+            # 2 more: a window may begin inside a block, and a copy has a source block.
             blocks_of_sequence=tuple(-(-most // block_size) + 2 for most in most_positions if most is not None),
             blocks_of_step=-(-max_num_batched_tokens // block_size),
         )
 
     @property
     def bytes_of_all(self) -> int:
-        """Bytes of a block in all groups."""
+        """A block's bytes in all groups."""
         return sum(self.block_bytes)
 
     @property
@@ -77,7 +77,7 @@ class KVPlan:
 
     @property
     def _blocks_that_run(self) -> list[int]:
-        """Blocks of each bounded group for all sequences, a step's tokens, and equally many tokens being saved."""
+        """Bounded groups' blocks for all sequences, a step's tokens, and as many tokens being saved."""
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
@@ -94,9 +94,8 @@ class KVPlan:
     def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
         """Return how many blocks of the first group are useful if bounded groups have `num_bytes`.
 
-        Without full-attention layers, blocks of the first group have no bytes, but still cost the scheduler time and
-        memory. The result is enough for a step of all sequences that fit in the bounded groups, and for one longest
-        sequence plus all cached blocks.
+        Without full-attention layers, these blocks have no bytes, but cost the scheduler time and memory. The result is
+        enough for all sequences that fit in the bounded groups, and for one longest sequence plus all cached blocks.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:
@@ -106,7 +105,7 @@ class KVPlan:
         return min(most, max(num_sequences * blocks_of_longest, blocks_of_longest + kept))
 
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
-        """Return the largest cache in `num_bytes` with at most `most_blocks` of the first group."""
+        """Return the largest cache in `num_bytes`, with up to `most_blocks` of the first group."""
         first_bytes, bounded_bytes = self.block_bytes[0], self._bounded_bytes
         if not bounded_bytes:
             return KVSize((min(num_bytes // first_bytes, most_blocks),))

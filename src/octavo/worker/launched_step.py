@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class LaunchedStep:
     """A launched step, passed once to `ModelRunner.collect`.
 
-    host_moves   returns, after `end`, the moves to and from host memory
+    host_moves   see `PagedKVCache.copy`; to call after `end`
     inputs       None if nothing is computed
     chosen       None if no request is sampled
-    due_rows     rows of requests that get one token; None if drafts are verified or no request is sampled
-    is_awaited   True if a later step is fed the sampled tokens
+    due_rows     rows of requests that get one token; None if no request is sampled or drafts are verified
+    is_awaited   True if the sampled tokens are fed to a later step
     num_changes  `InputBatch.num_changes` at the launch
     troubles     reasons why rows of logits give no token
     experts      from `ExpertTally.take`

@@ -30,7 +30,7 @@ TRANSFER_WAIT_S = 0.01  # new requests wait meanwhile
 class LocalExecutor:
     """Runs a worker in this process, and transfers KV between worker and store.
 
-    store: closed at shutdown. num_threads: threads for loads. ended_transfers: a queue. None only wakes the reader.
+    store: closed at shutdown. num_threads: for loads. ended_transfers: None only wakes the reader.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LocalExecutor:
         self._submitted.append(scheduled)
 
     def collect(self) -> ModelOutput:
-        """Return the oldest submitted step's result, or raise its `ExecutionError`."""
+        """Return the oldest step's result, or raise its `ExecutionError`."""
         assert self._submitted, "collect without submit"
         result = self._mode.collect()
         only_waits = self._submitted.popleft().only_waits_for_transfers

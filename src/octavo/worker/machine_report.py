@@ -45,7 +45,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One product's time. experts: number of experts that compute each row; 1 for a dense layer."""
+    """One product's time. experts: number per row; 1 for a dense layer."""
 
     name: str
     out_features: int
@@ -61,7 +61,7 @@ class Timing:
 class Product(Timing):
     """A product, measured as the model computes it: gate_up includes SiLU.
 
-    of_limit: used share of the machine's arithmetic rate or bandwidth, whichever share is larger.
+    of_limit: the used share of the machine's arithmetic rate or of its bandwidth; the larger one.
     """
 
     ops_per_s: float
@@ -85,9 +85,9 @@ class Product(Timing):
 class Check:
     """Results of checking one product.
 
-    rows_are_independent: a row has equal bits alone and in a batch. threads_are_equal: one thread and all threads
-    compute equal bits. error: relative norm of the difference from the float64 product, including the rounding of
-    activations (int8, int4) and scales (int4).
+    rows_are_independent: a row has equal bits in any batch. threads_are_equal: one thread and all threads compute equal
+    bits. error: relative norm of the difference from the float64 product, including the rounding of activations and of
+    int4's scales.
     """
 
     name: str
@@ -106,8 +106,7 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits_each: measured before and after the products. limits: the higher rates. best_limits: limits of the best
-    instruction set.
+    limits_each: before and after the products. limits: the higher rates. best_limits: of the best instruction set.
     """
 
     processor: str
@@ -143,8 +142,8 @@ def examine(
 ) -> Report:
     """Measure the processor's limits and the model's matrix products, and check exactness.
 
-    precisions: dtypes, "int8", "int4" (with int8 lm_head), "int4_all", or kinds of GGUF blocks. Raises `ConfigError` if
-    no kernels for `isa` are compiled, or if a precision is impossible for all matrices of the model.
+    precisions: dtypes, "int8", "int4" (without lm_head), "int4_all", or kinds of GGUF blocks. Raises `ConfigError` if
+    no kernels for `isa` are compiled, or a precision is impossible for all matrices.
     """
     if importlib.util.find_spec("octavo._kernels") is None:
         raise ConfigError(
@@ -204,7 +203,7 @@ def _measure_limits(kernels: CpuKernels, best: CpuKernels) -> tuple[Limits, Limi
 
 
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """Return (out_features, in_features) by name. Experts are excluded."""
+    """Return (out_features, in_features) by name, without experts."""
     tensors = architecture.tensors()
     linears: dict[str, Linear | None] = {}
     for layer in tensors.layers:
@@ -222,7 +221,7 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """The matrices of a layer's experts, all of one shape. num_chosen: experts per token."""
+    """A matrix of each of a layer's experts. num_chosen: experts per token."""
 
     out_features: int
     in_features: int
@@ -231,12 +230,12 @@ class ExpertShape:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of one expert's matrix."""
+        """One expert's rows and columns."""
         return self.out_features, self.in_features
 
 
 def expert_shapes(architecture: Architecture) -> dict[str, ExpertShape]:
-    """Return the shapes of experts by name; none for a dense model."""
+    """Return experts' shapes by name; none for dense models."""
     for layer, tensors in zip(architecture.layers, architecture.tensors().layers, strict=True):
         if isinstance(layer.mlp, ExpertsConfig):
             router, experts = layer.mlp.router, cast("ExpertsTensors", tensors.mlp)
@@ -274,7 +273,7 @@ def _rows(precision: str, count: int, depth: int) -> Tensor:
 
 
 def checked_rows(precision: str, depth: int) -> int:
-    """Return a number of rows for which every kind of product reads its panels twice."""
+    """Return a number of rows for which every product reads its panels twice."""
     row_bytes = depth * (2 if precision in _DTYPES else 1)
     return _BLOCKS_BYTES // row_bytes + _BLOCK_ROWS + 64
 

@@ -26,7 +26,7 @@ _UNLIMITED = 1 << 60
 
 
 def block_bytes(architecture: Architecture, block_size: int, kv_dtype: str) -> int:
-    """Return the bytes of a KV block over all layers. Raises `ConfigError` for an unsupported `kv_dtype`."""
+    """Return a KV block's bytes over all layers. Raises `ConfigError` for an unsupported `kv_dtype`."""
     check_kv_dtype(architecture, kv_dtype)
     return sum(architecture.kv_layout.block_bytes(block_size, kv_dtype))
 
@@ -51,8 +51,8 @@ def kernel_scratch_bytes(architecture: Architecture, kernels: Kernels, *, max_se
 def activation_bytes(architecture: Architecture, num_tokens: int, num_logits_rows: int, dtype: str) -> int:
     """Return an upper bound of a step's bytes without weights and KV.
 
-    The peak is in attention, or in an MLP, which needs residual, hidden, gate, up, their product and a float32 copy.
-    The sampler needs three float32 copies of the logits.
+    The peak is in attention, or in an MLP: residual, hidden, gate, up, their product and a float32 copy. The sampler
+    adds three float32 copies of logits.
     """
     of_logits = max(num_logits_rows, PROMPT_LOGPROBS_SLICE_ROWS) * 3 * 4 * architecture.vocab_size
     return forward_bytes(architecture, num_tokens, dtype) + of_logits
@@ -68,7 +68,7 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the device's free bytes. For the CPU, respects the limits of cgroups."""
+    """Return the device's free bytes, for the CPU within cgroups' limits."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
@@ -89,11 +89,11 @@ def largest_batch(
     store_bytes: int = 0,
     num_ranks: int = 1,
 ) -> int:
-    """Return max_num_batched_tokens, or fewer tokens if step and KV cache would not fit, but at least max_num_seqs.
+    """Return max_num_batched_tokens, or fewer (at least max_num_seqs) if step and KV cache would not fit.
 
-    If the configuration does not set the cache's size, the cache must hold the step's tokens.
-    scratch_bytes(num_tokens): memory of kernels, drafting and graphs. store_bytes: memory of KV stores on the device.
-    num_ranks: processes that share the free memory.
+    If the cache's size is not configured, the cache must hold the step's tokens.
+    scratch_bytes(num_tokens): of kernels, drafting and graphs. store_bytes: of KV stores on the device. num_ranks:
+    processes that share the free memory.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     configured_blocks, configured_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
@@ -147,12 +147,12 @@ def decide_kv_size(
     store_bytes: int = 0,
     num_ranks: int = 1,
 ) -> KVSize:
-    """Return the number of blocks of each KV group, after loading weights. Arguments are as in `largest_batch`.
+    """Return each KV group's number of blocks, after loading weights. Arguments are as in `largest_batch`.
 
     store_bytes and, on a CPU, swap_space_bytes are reserved first. num_gpu_blocks or kv_cache_memory_bytes decides, if
-    set. Otherwise the cache gets half of the free memory (90 % on a GPU) minus activations and scratch_bytes. The
-    limits are max_num_seqs full sequences and, on a CPU, 4 GiB. Raises `ConfigError` if no block fits or memory is too
-    small.
+    set. Otherwise the cache gets half of the free memory (90 % on a GPU) minus activations and scratch_bytes, but at
+    most max_num_seqs full sequences and, on a CPU, 4 GiB for all ranks. Raises `ConfigError` if no block fits or memory
+    is too small.
     """
     plan = KVPlan.of(
         architecture,
@@ -201,7 +201,7 @@ def decide_num_host_blocks(
     store_bytes: int = 0,
     num_ranks: int = 1,
 ) -> int:
-    """Return how many blocks fit in `swap_space_bytes`. Raises `ConfigError` if host memory is too small."""
+    """Return how many blocks fit in `swap_space_bytes`. Raises `ConfigError` if too little is free."""
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu")) // num_ranks
     if wanted + store_bytes > free:
         of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""
@@ -217,7 +217,7 @@ def _machine_free_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> int:
-    """Return the least free bytes of any cgroup. Inactive page cache counts as free."""
+    """Return the least free bytes of cgroups. Inactive page cache counts as free."""
     free = _UNLIMITED
     for limit_file, usage_file, stat_file in _cgroup_files():
         limit = "".join(read_lines(limit_file)).strip()

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Runs steps on one device.
 
-    draft: used if `proposer` finds nothing. draft_cache: KV cache of `draft`, with the block ids of `kv_cache`.
-    leader: sends steps to other ranks.
+    draft: used if `proposer` finds nothing. draft_cache: of `draft`, with the block ids of `kv_cache`. leader: sends
+    steps to other ranks.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class ModelRunner:
     def needs_sampled_tokens(self, scheduled: SchedulerOutput) -> bool:
         """Return True if earlier steps must be collected before this one is launched.
 
-        Drafts, penalties and grammars need the sampled tokens on the host. Steps with copies, transfers or preemptions
-        are rare, so they wait, too.
+        Drafts, penalties and grammars need sampled tokens on the host. Steps with copies, transfers or preemptions are
+        rare, so they wait, too.
         """
         return bool(
             self.drafting.proposer.num_speculative_tokens
@@ -143,7 +143,7 @@ class ModelRunner:
         return rows is not None and bool(self.batch.sampling.reads_tokens[rows].any())
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
-        """Enqueue a step. At most one earlier step may be uncollected, and none if `needs_sampled_tokens`."""
+        """Enqueue a step. One earlier step may be uncollected, unless `needs_sampled_tokens`."""
         with torch.inference_mode():
             return self._launch(scheduled)
 
@@ -211,7 +211,7 @@ class ModelRunner:
             return self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
 
     def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
-        """For each sampled request, choose the next token, and a token after each draft."""
+        """Choose each sampled request's next token, and a token after each draft."""
         tasks = self._tasks.make(inputs, step.troubles, step.postponed)
         logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.known_there)
@@ -230,7 +230,7 @@ class ModelRunner:
             step.due_rows = inputs.sampled_rows[is_due]
 
     def collect(self, step: LaunchedStep) -> ModelOutput:
-        """Wait for the oldest uncollected step. Return the results of requests that have not ended."""
+        """Wait for the oldest uncollected step. Return results of requests that have not ended."""
         with torch.inference_mode():
             return self._collect(step)
 
@@ -294,8 +294,8 @@ class ModelRunner:
     ) -> None:
         """Record accepted tokens and log probabilities, or errors. Skips ids in `without`.
 
-        Without rejection sampling, drafts do not change tokens: if all earlier drafts equal the chosen tokens, logits
-        and random noise are the same as without drafts.
+        Without rejection sampling, drafts do not change tokens: after accepted drafts, logits and noise are the same as
+        without drafts.
         """
         errors, troubles, chosen = step.errors, step.troubles, sampled.token_ids
         is_plain = not (without or troubles or sampled.logprobs) and len(chosen) == len(inputs.sampled)

@@ -20,14 +20,14 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 def pinned_memory(num_bytes: int, *, is_brief: bool = False) -> torch.Tensor:
     """Return uint8 [num_bytes] of pinned memory. Raises `ConfigError` if too little is free.
 
-    is_brief: True if only one step uses the memory. Then it comes from torch's allocator, which keeps freed memory
-    until copies are done, and rounds sizes up to powers of two. Otherwise the memory has whole pages, and must not be
-    freed during a copy. If the driver refuses whole pages, torch's allocator is used, with a warning.
+    is_brief: True if only one step uses the memory. It then comes from torch's allocator, which keeps freed memory
+    until copies are done, and rounds sizes up to powers of two. Otherwise the driver registers whole pages, and freeing
+    them waits for the device. If the driver refuses, torch's allocator is used, with a warning.
     """
     if is_brief or not num_bytes:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     area = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(mmap.MADV_DONTFORK)  # after a fork, a write could move a page away from the device
+    area.madvise(mmap.MADV_DONTFORK)  # after a fork, writes could move pages away from the device
     memory = np.frombuffer(area, np.uint8)
     cudart = torch.cuda.cudart()
     result = cudart.cudaHostRegister(memory.ctypes.data, num_bytes, _PORTABLE)
@@ -63,6 +63,6 @@ def _unregister(address: int) -> None:
 
 
 def _clear_error() -> None:
-    """Clear the runtime's last error, which the next launch would raise."""
+    """Clear the last error, which the next launch would raise."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")

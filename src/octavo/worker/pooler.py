@@ -40,10 +40,10 @@ class PooledRows:
 
 
 class Pooler:
-    """Takes a prompt's last hidden state, or the mean of all hidden states, after the final norm.
+    """Takes a prompt's last hidden state, or the mean of all, after the final norm.
 
-    Positions are added one by one, so bits do not depend on how steps divide the prompt. Sums survive preemptions that
-    keep KV.
+    Positions are added one by one, so bits do not depend on the division into steps. Sums survive preemptions that keep
+    KV.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Pooler:
     def take(
         inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch, copies: HostCopies, errors: dict[str, str]
     ) -> list[PooledRows]:
-        """Copy the needed hidden states [num_outputs, hidden]. Adds failed requests to `errors`."""
+        """Copy needed hidden states [num_outputs, hidden]. Adds failed requests to `errors`."""
         taken: list[PooledRows] = []
         for index, request in enumerate(inputs.requests):
             pooling = request.sampling_params.pooling
@@ -78,10 +78,7 @@ class Pooler:
         return taken
 
     def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
-        """Return complete prompts' embeddings as float32 bytes.
-
-        The copies must have ended. Adds failed requests to `errors`.
-        """
+        """Return complete prompts' embeddings as float32 bytes, once copied. Adds failed requests to `errors`."""
         result: dict[str, bytes] = {}
         for rows in taken:
             request_id = rows.request.request_id

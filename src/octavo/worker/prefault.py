@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Prefault:
-    """A thread with idle priority (on Linux) that touches each page of memory, without changing it."""
+    """A thread that touches each page of memory at idle priority (Linux), without changes."""
 
     def __init__(self, data: Tensor) -> None:
         self._stop = np.zeros(1, np.uint8)  # not a tensor, because a finalizer may run while a pass is recorded

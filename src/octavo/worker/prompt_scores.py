@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def slices_of(
     inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch
 ) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
-    """Yield (next tokens, hidden states) of the prompts to score, at most PROMPT_LOGPROBS_SLICE_ROWS rows at a time."""
+    """Yield (next tokens, hidden states) of prompts to score, up to PROMPT_LOGPROBS_SLICE_ROWS rows at a time."""
     for request, (first, end) in zip(inputs.requests, pairwise(inputs.output_start.tolist()), strict=True):
         if request.sampling_params.prompt_logprobs is not None:
             yield from _slices(request, hidden[first:end], batch)
@@ -48,14 +48,14 @@ def _slices(
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """A prompt's log probabilities, being copied to the host. parts: tokens and log probabilities, by slice."""
+    """A prompt's tokens and log probabilities by slice, being copied to the host."""
 
     request: RequestRow
     parts: list[tuple[list[int], LogprobRows]]
 
 
 class PromptScorer:
-    """Computes `SamplingParams.prompt_logprobs`. has_ranks: True if the step fails together with a request."""
+    """Computes `SamplingParams.prompt_logprobs`. has_ranks: True if a request's error fails the step."""
 
     def __init__(
         self, model: CausalLM, batch: InputBatch, sampler: Sampler, copies: HostCopies, *, has_ranks: bool = False
@@ -67,7 +67,7 @@ class PromptScorer:
         self._copies = copies
 
     def score(self, inputs: ModelInputs, hidden: torch.Tensor, errors: dict[str, str]) -> list[PromptScores]:
-        """Score the prompt tokens after hidden states [num_outputs, hidden]. Adds failed requests to `errors`."""
+        """Score prompt tokens after hidden states [num_outputs, hidden]. Adds failed requests to `errors`."""
         result: list[PromptScores] = []
         for index, request in enumerate(inputs.requests):
             count = request.sampling_params.prompt_logprobs
@@ -77,7 +77,7 @@ class PromptScorer:
             try:
                 parts = self._score(request, hidden[first_row:end_row], count)
             except BaseException as error:
-                if self._has_ranks:  # the others have no error, and compute the remaining slices
+                if self._has_ranks:  # without the error, other ranks compute the remaining slices
                     raise
                 log_fault(request.request_id, "its prompt was scored", error)
                 errors[request.request_id] = ErrorCode.REQUEST_FAILED
@@ -97,7 +97,7 @@ class PromptScorer:
 
     @staticmethod
     def read(scores: Iterable[PromptScores], errors: dict[str, str]) -> dict[str, list[TokenLogprobs]]:
-        """Return the log probabilities. The copies must have ended. Adds failed requests to `errors`."""
+        """Return log probabilities, once copied. Adds failed requests to `errors`."""
         result: dict[str, list[TokenLogprobs]] = {}
         for each in scores:
             name = each.request.request_id

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why a row of logits gives no token. doing: a past-tense clause for the log."""
+    """Why a row of logits gives no token. doing: a clause for the log."""
 
     error: BaseException
     doing: str
@@ -64,10 +64,10 @@ class SampleTasks:
             self._walks.begin()
 
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
-        """Return the step's tasks by row of logits. A row's known tokens include the request's drafts before this row.
+        """Return the step's tasks by row of logits. Known tokens include drafts before the row.
 
-        Rows after a forbidden draft and rows of postponed requests get no task. If a grammar fails, its first row
-        without a mask is added to `troubles`. Requests with a late walk are added to `postponed`.
+        Requests with a late walk are added to `postponed`. Their rows, and rows after a forbidden draft, get no task.
+        If a grammar fails, its first row without a mask is added to `troubles`.
         """
         tasks, not_plain, self._asking = dict[int, SampleTask](), self._asking, []
         if not not_plain:
@@ -92,9 +92,9 @@ class SampleTasks:
     def make_for_drafts(
         self, requests: Sequence[RequestRow], rows: NDArray[np.int64], num_known: NDArray[np.int64]
     ) -> dict[int, SampleTask]:
-        """Return the tasks for one pass of a draft model, by index into `requests`.
+        """Return tasks for a draft model's pass, by index into `requests`, without grammars.
 
-        num_known: number of known tokens and drafts. Grammars are not applied.
+        num_known: number of known tokens and drafts.
         """
         is_plain = self._batch.sampling.is_plain[rows]
         return {
@@ -103,10 +103,7 @@ class SampleTasks:
         }
 
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
-        """Return how many drafts precede the first forbidden draft.
-
-        A large grammar allows all drafts here, because the next step checks them.
-        """
+        """Return how many drafts precede the first forbidden one. With a large grammar, only the next step checks."""
         if request.sampling_params.structured_outputs is None:
             return len(drafts)
         matcher = self._matcher(request)

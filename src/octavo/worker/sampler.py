@@ -1,8 +1,8 @@
 """Chooses tokens from logits.
 
 A token depends only on its logits, the request's parameters, known tokens and grammar, and the noise of (seed,
-position, sample index). Log probabilities are computed first. Then the grammar is applied. Then the order is vLLM's:
-allowed ids, min_tokens, logit bias, penalties, typical sampling, kernel.
+position, sample index). Log probabilities are computed first. Then the grammar is applied, then, in vLLM's order,
+allowed ids, min_tokens, logit bias, penalties, typical sampling and the kernel.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _INT64_SIGN = 1 << 63
 
 
 class SamplingColumns:
-    """The sampling kernel's parameters, with a row per request.
+    """The sampling kernel's parameters, a row per request.
 
-    is_plain: True if the row needs no `SampleTask`. reads_tokens: True if the task reads earlier tokens on the host.
+    is_plain: True if the row needs no `SampleTask`. reads_tokens: True if the task reads tokens on the host.
     """
 
     def __init__(self, num_rows: int, copies: HostCopies) -> None:
@@ -65,7 +65,7 @@ class SamplingColumns:
     def gather(self, rows: NDArray[np.int64], position: Tensor) -> SamplingRows:
         """Return rows' parameters on the device. Copies only after changes.
 
-        position: int32 [len(rows)] on the device, number of known tokens.
+        position: int32 [len(rows)] on the device, numbers of known tokens.
         """
         key = rows.tobytes()
         if self._gathered is None or key != self._gathered_key:
@@ -79,8 +79,8 @@ class SamplingColumns:
 class SampleTask:
     """Work on a row of logits outside the kernel.
 
-    known_tokens: only their number matters if `SamplingColumns.reads_tokens` is False. allowed: the grammar's mask,
-    bool [vocab].
+    known_tokens: only their number counts unless `SamplingColumns.reads_tokens`. allowed: the grammar's mask, bool
+    [vocab].
     """
 
     sampling_params: SamplingParams
@@ -131,7 +131,7 @@ def _is_plain(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The results of all rows. token_ids: -1 for NaN logits, or if no token is allowed (`none_allowed`)."""
+    """All rows' results. token_ids: -1 for NaN logits, or if no token is allowed (`none_allowed`)."""
 
     token_ids: list[int]
     none_allowed: set[int]
@@ -166,7 +166,7 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The tokens chosen for rows of logits, being copied to the host.
+    """Tokens chosen for rows of logits, being copied to the host.
 
     restricted: rows with excluded tokens. are_numbers: per restricted row, False for NaN.
     """
@@ -205,7 +205,7 @@ class Sampler:
         tasks: Mapping[int, SampleTask],
         sample: Callable[[Tensor, SamplingRows], Tensor] | None = None,
     ) -> Choices:
-        """Choose a token for each row of float32 [n, vocab]. Mutates the logits. sample: replaces `Kernels.sample`."""
+        """Choose a token per row of float32 [n, vocab]. Mutates logits. sample: replaces `Kernels.sample`."""
         copies = self._copies
         if not tasks:
             token_ids = (sample or self._kernels.sample)(logits, rows)
@@ -228,7 +228,7 @@ class Sampler:
         return Choices(token_ids, copies.to_host(token_ids), restricted, are_numbers, logprobs, faults)
 
     def adjust(self, logits: Tensor, tasks: Mapping[int, SampleTask]) -> dict[int, BaseException]:
-        """Apply tasks in place. Return the exceptions of failed rows."""
+        """Apply tasks in place. Return failed rows' exceptions."""
         faults: dict[int, BaseException] = {}
         for row, task in tasks.items():
             try:
@@ -263,7 +263,7 @@ class Sampler:
         return found
 
     def token_logprobs(self, logprobs: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> LogprobRows:
-        """Select each row's token and best tokens from log probabilities [n, vocab]."""
+        """Select each row's token and best tokens from logprobs [n, vocab]."""
         sampled = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > sampled).sum(dim=-1) + 1
         most = min(max(num_best), logprobs.shape[-1])

@@ -34,7 +34,7 @@ class StepLeader(Protocol):
         ...
 
     def failed(self, error: BaseException) -> EngineDeadError:
-        """End all ranks after an error of rank 0's step. Return the error to raise."""
+        """End all ranks after an error in rank 0's step. Return the error to raise."""
         ...
 
     def failure(self) -> EngineDeadError | None:

@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 
 
 class StepMode(ABC):
-    """Computes steps in order. After a failed step, no step is computed until `abandon`."""
+    """Computes steps in order, but none between a failed step and `abandon`."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -40,7 +40,7 @@ class StepMode(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop uncollected steps. Return when no step is being computed."""
+        """Drop uncollected steps. Waits for running ones."""
 
     def shutdown(self) -> None:
         """Close and drop the worker."""
@@ -122,7 +122,7 @@ class ComputesInBackground(StepMode):
 class LaunchesAhead(StepMode):
     """`submit` launches a step, and `collect` waits for the device.
 
-    If a step needs earlier tokens on the host, all earlier steps are collected first.
+    If a step needs earlier tokens on the host, earlier steps are collected first.
     """
 
     def __init__(self, worker: Worker) -> None:

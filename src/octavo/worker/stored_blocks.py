@@ -1,7 +1,7 @@
 """Copies blocks between the KV cache and the buffers of transfers.
 
-A CPU copies with numpy in one thread, because torch would use all cores. On a GPU each buffer has a stream. Blocks are
-gathered on the device and cross the bus in one copy.
+A CPU copies with numpy in one thread, because torch would use all cores. On a GPU, each buffer has a stream, and blocks
+are gathered on the device to cross the bus in one copy.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class CudaStream:
 
 
 class PieceBuffer(Protocol):
-    """Host memory for a piece of a transfer. Used by one thread at a time.
+    """Host memory for a piece of a transfer, used by one thread at a time.
 
-    All copies have ended when `write` or `read` returns or raises. block_ids: ids of blocks by KV group. `NO_BLOCK` is
-    skipped. after: The copies wait until the device reaches this mark.
+    All copies have ended when `write` or `read` returns or raises. block_ids: by KV group; `NO_BLOCK` is skipped.
+    after: a mark for which the copies wait.
     """
 
     def views(self, count: int) -> list[memoryview]:
@@ -125,7 +125,7 @@ class _Part:
 
 
 class StoredBlocks:
-    """The blocks of a KV cache, as stores keep them: with the contents of all KV groups together."""
+    """A KV cache's blocks as stores keep them: all KV groups together."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
@@ -151,7 +151,7 @@ class StoredBlocks:
         return mark_steps(self._device)
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return for each block whether it needs the content of all groups, not only of the first."""
+        """Return per block whether it needs the content of all groups, not only the first."""
         return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
 
@@ -186,7 +186,7 @@ class HostBuffer:
 class StagedBuffer:
     """The `PieceBuffer` of a device. Host and device memory have the same layout: ids, then a row per block.
 
-    Only this buffer's stream uses the device memory.
+    Only its own stream uses the device memory.
     """
 
     def __init__(

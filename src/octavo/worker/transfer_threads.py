@@ -1,8 +1,8 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
 A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Writes and
-reads hold the transfer's lock, and check for a cancel first. Therefore a cancelled transfer touches no block after
-`begin` returns.
+reads hold the transfer's lock, and check for a cancel first, so a cancelled transfer touches no block after `begin`
+returns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KVMover(Protocol):
     """Moves KV between store and cache."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Cancel and start transfers as a step orders. Call this after block copies and before the step is computed."""
+        """Cancel and start a step's transfers, after its block copies and before it is computed."""
         ...
 
     def shutdown(self) -> None:
@@ -60,10 +60,7 @@ class NoKVMover:
 
 @dataclass(slots=True)
 class _Moving:
-    """An unreported transfer.
-
-    begun: mark after earlier steps.
-    """
+    """An unreported transfer. begun: mark after earlier steps."""
 
     order: KVTransfer
     begun: Mark
@@ -76,8 +73,8 @@ class _Moving:
 class KVTransferThreads:
     """Runs the transfers of steps, and closes the store at shutdown.
 
-    report: called from any thread, once for each transfer that was not cancelled. num_threads: threads for loads. Saves
-    have another thread.
+    report: called from any thread, once per transfer that was not cancelled. num_threads: for loads; saves have another
+    thread.
     """
 
     def __init__(
@@ -177,7 +174,7 @@ class KVTransferThreads:
         return order.keys[first:end], [ids[first:end] for ids in order.block_ids]
 
     def shutdown(self) -> None:
-        """Cancel all transfers. Close the store, or abandon it if it hangs."""
+        """Cancel all transfers. Close the store, or abandon a hanging one."""
         with self._lock:
             all_moving = list(self._moving.values())
             self._moving.clear()
@@ -199,5 +196,5 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return the bytes of all buffers in host memory, if no store hangs. A GPU has buffers of the same size."""
+    """Return all buffers' bytes in host memory, if no store hangs. A GPU has buffers of the same size."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes

@@ -19,9 +19,9 @@ _FIRST_LOOK = 1024  # tokens; sorting a whole vocabulary is slow
 def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
     """Set logits to -inf if min_p, top_k, top_p or typical sampling excludes them. Mutates `row`, float32 [vocab].
 
-    A token's surprise is -ln p. Tokens are ordered by the distance of their surprise from the expected surprise. The
-    nearest tokens are kept until their total probability reaches typical_p. Ties with the last kept token are also
-    kept. Rows of greedy requests, rows with NaN and rows of -inf do not change.
+    A token's surprise is -ln p. The tokens with the surprise nearest to the expected surprise are kept until their
+    total probability reaches typical_p, with all ties of the last one. Greedy rows, rows with NaN and rows of -inf do
+    not change.
     """
     if params.is_greedy:
         return
@@ -45,7 +45,7 @@ def _reach(distance: Tensor, probabilities: Tensor, mass: float) -> Tensor:
         reached = probabilities[order].cumsum(0) >= mass
         if bool(reached.any()):
             return nearest[reached.int().argmax()]
-    return nearest[-1]  # rounding kept the sum too small
+    return nearest[-1]  # rounding made the sum too small
 
 
 def _left(scaled: Tensor, params: SamplingParams, kernels: Kernels) -> tuple[Tensor, Tensor]:

@@ -33,9 +33,9 @@ _BYTES_PER_LOGIT = 128  # p, q and their difference in float64; the filters' val
 class DraftedRows:
     """Requests with or without drafts to verify.
 
-    cu_num_logits: int32 [num_requests + 1], first row of each request, then the total. draft_ids: int64 [num_logits],
-    input tokens. A request's drafts are in all its rows except the first. draft_probs: float32 [num_drafts or more,
-    vocab] per request, or None if drafts were not drawn.
+    cu_num_logits: int32 [num_requests + 1], each request's first row, then the total.
+    draft_ids: int64 [num_logits], input tokens: drafts in all of a request's rows except the first.
+    draft_probs: float32 [num_drafts or more, vocab] per request, or None if drafts were not drawn.
     """
 
     is_greedy: Sequence[bool]
@@ -48,7 +48,7 @@ class Verification(Protocol):
     """Chooses tokens and draws drafts."""
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return the maximum bytes that verification needs in addition to logits."""
+        """Return verification's maximum bytes in addition to logits."""
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
@@ -61,8 +61,8 @@ class Verification(Protocol):
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | None]:
         """Return a draft per row of logits, or -1 if none can be drawn.
 
-        Also return the distributions, float32 [n, vocab], or None if verification does not need them. With
-        distributions, a decision to verify a draft must not depend on the draft's token.
+        Also return the distributions, float32 [n, vocab], or None if verification does not need them. With these, a
+        decision to verify a draft must not depend on its token.
         """
         ...
 
@@ -89,10 +89,7 @@ class ExactVerification:
 
 
 class RejectionVerification:
-    """Rejection sampling.
-
-    Greedy requests, and tokens after the last draft, use the sampling kernel.
-    """
+    """Rejection sampling. Greedy requests, and tokens after the last draft, use the sampling kernel."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -145,9 +142,9 @@ def create_verification(config: SpeculativeConfig | None, kernels: Kernels) -> V
 
 
 def _parts(drafted: DraftedRows, max_rows: int) -> Iterator[list[int]]:
-    """Divide requests that have drafts and are not greedy into parts of at most `max_rows` rows.
+    """Divide non-greedy requests with drafts into parts of up to `max_rows` rows.
 
-    A request with more rows is a part of its own. In each part, either all drafts or no drafts were drawn.
+    A request with more rows is a part of its own. In a part, all drafts or none were drawn.
     """
     num_rows = np.diff(drafted.cu_num_logits).tolist()
     for is_drawn in (False, True):

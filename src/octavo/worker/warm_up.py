@@ -28,7 +28,7 @@ _PENALIZED = SamplingParams(repetition_penalty=1.1, presence_penalty=0.1)
 
 
 def warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """Run a prompt of `num_tokens` tokens, which the cache must hold. Launch all kernels that compile at first use."""
+    """Run a prompt of `num_tokens` tokens, which the cache must hold, and all kernels that compile at first use."""
     start = time.monotonic()
     runner.execute(_first_step(runner, num_tokens))
     if runner.draft_runner is not None:
@@ -128,5 +128,5 @@ def _request(
 
 def _end(runner: ModelRunner, names: Iterable[str]) -> None:
     empty = CachedRequestData.make_empty()
-    # Preempt, because a proposer could keep the tokens of finished requests.
+    # Preempt: a proposer could keep finished requests' tokens.
     runner.execute(SchedulerOutput(0, [], empty, {}, 0, preempted_req_ids=set(names)))

@@ -67,8 +67,8 @@ ResultT = TypeVar("ResultT")
 class Worker:
     """Loads a model and computes steps. Call `start`, or `load`, `plan` and `allocate`, once.
 
-    store_bytes(block_bytes): host memory of KV stores. staging_bytes(block_bytes): GPU memory of KV stores. Raises
-    `ConfigError` if the device or kernels are missing. leader: of the other ranks, if `architecture` is a share.
+    store_bytes(block_bytes), staging_bytes(block_bytes): host and GPU memory of KV stores. leader: of the other ranks,
+    if `architecture` is a share. Raises `ConfigError` if the device or kernels are missing.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class Worker:
             self._leader.await_loaded(self.kernels.identity)
 
     def plan(self) -> WorkerInfo:
-        """Divide the free memory between steps and KV groups. Allocates nothing.
+        """Divide free memory between steps and KV groups. Allocates nothing.
 
-        Lowers max_num_batched_tokens if a step would take too much memory. Raises `ConfigError` if memory is too small.
+        Lowers max_num_batched_tokens if a step would take too much. Raises `ConfigError` if memory is too small.
         """
         architecture = self.model.architecture
         of_block = block_bytes(architecture, self.cache_config.block_size, self.kv_dtype)
@@ -187,7 +187,7 @@ class Worker:
     def start_kv_transfers(
         self, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
     ) -> KVMover:
-        """Start transfers. report: called from any thread when a transfer ends."""
+        """Start transfers after `allocate`; see `KVTransferThreads`."""
         self.runner.kv_mover = KVTransferThreads(self.kv_cache, store, report, num_threads=num_threads)
         return self.runner.kv_mover
 
@@ -235,9 +235,9 @@ class Worker:
         return 0 if self.draft is None else self.draft.num_scratch_blocks * self.scheduler_config.max_num_seqs
 
     def take_fingerprint(self) -> EngineFingerprint:
-        """Check rotary tables. Return checksums of weights, tables and logits.
+        """Check rotary tables. Return checksums of weights, tables and logits (only with compiled CPU kernels).
 
-        Only compiled CPU kernels have checksums. Raises `FingerprintError` if a table is wrong.
+        Raises `FingerprintError` if a table is wrong.
         """
         kernels = self.kernels
         draft = self.runner.draft_runner
@@ -290,7 +290,7 @@ class Worker:
             block_size=self.cache_config.block_size,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             num_speculative_tokens=self.num_speculative_tokens,
-            # Without shared KV, the last accepted draft may have no KV, so the first pass has two rows.
+            # Without shared KV, the last accepted draft may have no KV, so the first pass may have two rows.
             decodes=self._plan_decodes(
                 model, num_rows=[1] if checkpoint.shares_kv else [1, 2], max_model_len=checkpoint.max_model_len
             ),
@@ -379,7 +379,7 @@ class Worker:
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """See `ModelRunner.execute`. With several ranks, an error ends all of them, and raises `EngineDeadError`."""
+        """See `ModelRunner.execute`. With several ranks, an error ends them all and raises `EngineDeadError`."""
         if self._leader is None:
             return self._with_compilations(self._on_device(lambda: self.runner.execute(scheduled)))
         try:
@@ -420,7 +420,7 @@ class Worker:
         self._on_device(lambda: self.runner.copies.mark().synchronize())
 
     def _on_device(self, run: Callable[[], ResultT]) -> ResultT:
-        """Call `run` in any thread. If kernels have their own threads, torch uses only one."""
+        """Call `run` in any thread. If kernels have own threads, torch uses one."""
         if self.device.index is not None:
             use_device(self.device)
         if not self.kernels.has_own_threads:

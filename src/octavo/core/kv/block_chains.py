@@ -26,11 +26,11 @@ class BlockChain:
     block_size: int
     hashes: list[BlockHash]
     num_committed: int = 0
-    name: BlockLink | None = None  # name of the last committed block
+    name: BlockLink | None = None  # of the last committed block
     partial: BlockHash | None = None  # hash of the prompt's partly filled last block
 
     def keys(self, index: int) -> tuple[str, ...]:
-        """Return the extra keys in the hash of the block at `index` (see `hash_block_tokens`)."""
+        """Return the `extra_keys` of `hash_block_tokens` for the block at `index`."""
         if not self.spans and self.positions is None:
             return self.extra_keys
         start, end = index * self.block_size, (index + 1) * self.block_size
@@ -44,7 +44,7 @@ class BlockChain:
 class BlockChains:
     """The chains by request id.
 
-    extra_keys: Keys in the hashes of all blocks (see `hash_block_tokens`).
+    extra_keys: Keys in all hashes (see `hash_block_tokens`).
     """
 
     def __init__(self, block_size: int, extra_keys: tuple[str, ...] = ()) -> None:
@@ -80,7 +80,7 @@ class BlockChains:
         return chain
 
     def extended(self, request: Request) -> BlockChain:
-        """Return a request's chain, with the hashes of all full blocks."""
+        """Return a request's chain with the hashes of all full blocks."""
         chain = self.of(request)
         token_ids = request.sequence.token_ids
         extend_block_hashes(chain.hashes, token_ids, self._block_size, chain.keys, self.hash_function)
@@ -91,6 +91,6 @@ class BlockChains:
         self._chains.pop(request_id, None)
 
     def advance_weights_epoch(self) -> None:
-        """Drop all chains after a change of weights. The hashes of new blocks differ from all earlier hashes."""
+        """Drop all chains after a change of weights. New hashes differ from all earlier hashes."""
         self._weights_epoch += 1
         self._chains.clear()

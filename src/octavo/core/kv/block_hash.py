@@ -17,9 +17,10 @@ ROOT_HASH: BlockHash = hashlib.sha256(b"octavo kv block chain v1").digest()
 
 
 def hash_block_tokens(parent: BlockHash | None, tokens: Sequence[int], extra_keys: tuple[str, ...] = ()) -> BlockHash:
-    """Return a block's hash, which is equal on every machine. parent: The previous block's hash, or None.
+    """Return a block's hash, which is equal on every machine.
 
-    extra_keys: Everything else that the KV depends on (salt, model, adapter, KV dtype, weights epoch, kernels).
+    parent: The previous block's hash, or None.
+    extra_keys: All else that the KV depends on (salt, model, adapter, KV dtype, weights epoch, kernels).
     """
     digest = hashlib.sha256(parent or ROOT_HASH)
     for key in extra_keys:
@@ -37,7 +38,7 @@ def extend_block_hashes(
     keys_of: Callable[[int], tuple[str, ...]],
     hash_function: Callable[[BlockHash | None, Sequence[int], tuple[str, ...]], BlockHash] = hash_block_tokens,
 ) -> None:
-    """Append missing hashes of full blocks. keys_of: Function that returns the extra keys of the block at an index."""
+    """Append missing hashes of full blocks. keys_of: Returns the extra keys of the block at an index."""
     for index in range(len(hashes), len(token_ids) // block_size):
         block_tokens = token_ids[index * block_size : (index + 1) * block_size]
         hashes.append(hash_function(hashes[-1] if hashes else None, block_tokens, keys_of(index)))

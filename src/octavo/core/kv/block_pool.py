@@ -2,8 +2,9 @@
 
 A block has one of these states:
 - FREE.
-- CACHED: Lookups find the block, but no request holds it.
-- OWNED or SHARED: One or several references hold the block.
+- CACHED: Lookups find the block. No request holds it.
+- OWNED: The block has one reference.
+- SHARED: The block has several references.
 - QUARANTINED: The block is out of use after wrong bookkeeping.
 """
 
@@ -27,13 +28,13 @@ BlockLink = tuple[int, int]  # (block id, generation)
 class Block:
     """A KV block in device memory.
 
-    name: Identifier of the content, valid while device or host memory has the content. The name is the `link` of the
-    first block with this content.
+    name: Identifies the content while it is in device or host memory. It is the `link` of the first block with this
+    content.
     """
 
     block_id: int
     ref_count: int = 0
-    generation: int = 0  # increases with each new content
+    generation: int = 0  # increases with each allocation
     hash: BlockHash | None = None
     token_ids: tuple[int, ...] = ()
     extra_keys: tuple[str, ...] = ()
@@ -43,7 +44,7 @@ class Block:
 
     @property
     def link(self) -> BlockLink:
-        """Identifies the block and its present content."""
+        """Identifies the block with its present content."""
         return (self.block_id, self.generation)
 
     def __repr__(self) -> str:
@@ -53,7 +54,7 @@ class Block:
 class BlockPool(ContentPool[Block, Block]):
     """The blocks, the free list and the index of cached content.
 
-    on_evict: Called with a cached block before its eviction. on_forget: Called when lookups no longer find a block.
+    on_evict: Called before a cached block is evicted. on_forget: Called when lookups no longer find a block.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. Blocks are evicted in the order of their release.
 
-        If a released block duplicates an indexed block, the indexed block becomes the last to be evicted.
-        Raises AssertionError if a block is not held.
+        If another block with the same content is indexed, that block becomes the last to be evicted. Raises
+        AssertionError if a block is not held.
         """
         for block in blocks:
             if block.ref_count <= 0:
@@ -140,7 +141,7 @@ class BlockPool(ContentPool[Block, Block]):
                     self._cached[block.block_id] = block
 
     def renew(self, link: BlockLink) -> None:
-        """If the block with this link is cached, make it the last to be evicted."""
+        """Make the block with this link the last to be evicted, if it is cached."""
         block_id, generation = link
         if block_id in self._cached and self.blocks[block_id].generation == generation:
             self._cached.move_to_end(block_id)
@@ -154,9 +155,9 @@ class BlockPool(ContentPool[Block, Block]):
         extra_keys: tuple[str, ...] = (),
         name: BlockLink | None = None,
     ) -> Block:
-        """Add a full, computed block to the index. Return the block that lookups find for this content.
+        """Index a full, computed block. Return the block that lookups find for this content.
 
-        If the content is indexed already, lookups find only the earlier block.
+        If an indexed block has the content already, that block is returned, and `block` is not indexed.
 
         name: The content's name in host memory, or None.
         """

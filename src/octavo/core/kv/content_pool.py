@@ -30,7 +30,7 @@ class ContentPool(Generic[Taken, Found]):
 
     @property
     def num_cached_blocks(self) -> int:
-        """Number of blocks that lookups can find, held or not."""
+        """Number of blocks that lookups can find, including held blocks."""
         return len(self._index)
 
     def find(
@@ -40,14 +40,14 @@ class ContentPool(Generic[Taken, Found]):
         parent: BlockLink | None,
         extra_keys: tuple[str, ...] = (),
     ) -> Found | None:
-        """Return the block with this content, or None. The whole content is compared, not only the hash."""
+        """Return the block with this content, or None. Compares the whole content, not only the hash."""
         found = self._index.get(block_hash)
         if found is None or (found.token_ids, found.parent, found.extra_keys) != (token_ids, parent, extra_keys):
             return None
         return found
 
     def has_name(self, name: BlockLink | None) -> bool:
-        """Return True if a block has the content with this name."""
+        """Return True if a block has this name."""
         return name in self._names
 
     def indexed(self, block_hash: BlockHash | None) -> Found | None:
@@ -59,7 +59,7 @@ class ContentPool(Generic[Taken, Found]):
         return list(self._cached.values())
 
     def take(self, count: int) -> list[Taken] | None:
-        """Allocate free blocks, then the least recently used cached blocks. Return None if there are too few."""
+        """Allocate free blocks, then the least recently used cached blocks. Return None if too few exist."""
         if count > self.num_free_blocks:
             return None
         return [self._take_one() for _ in range(count)]

@@ -1,9 +1,9 @@
 """Blocks of host memory.
 
 A host block is free or has one of these states:
-- SAVED: The block has KV of a preempted request.
-- CACHED: The block has content that was evicted from the device. Lookups find this content.
-- LENT: The next step copies from the block.
+- SAVED: It has KV of a preempted request.
+- CACHED: It has content that was evicted from the device. Lookups find this content.
+- LENT: The next step copies from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ONLY_FIRST_GROUP = frozenset({0})
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A cached host block's content (see `Block`). groups: KV groups whose content was copied."""
+    """A cached host block's content (see `Block`). groups: KV groups with copied content."""
 
     block_id: int
     hash: BlockHash
@@ -40,13 +40,13 @@ class HostBlock:
 
 
 class HostBlockPool(ContentPool[int, HostBlock]):
-    """The host blocks. KV of a preempted request can replace cached content. Nothing replaces this KV."""
+    """The host blocks. KV of preempted requests can replace cached content, but is never replaced."""
 
     def __init__(self, num_blocks: int, emit: Callable[..., None] = emit_nothing) -> None:
         self.num_blocks = num_blocks
         self.lent: dict[int, HostBlock | None] = {}  # cached content, or None if the copy frees the block
         super().__init__(list(range(num_blocks - 1, -1, -1)))
-        self._num_followers: Counter[BlockLink | None] = Counter()  # number of blocks by their parent's name
+        self._num_followers: Counter[BlockLink | None] = Counter()  # blocks by parent's name
         self._emit = emit
 
     def _take_one(self) -> int:
@@ -62,15 +62,15 @@ class HostBlockPool(ContentPool[int, HostBlock]):
         self._free.extend(block_ids)
 
     def is_followed(self, name: BlockLink | None) -> bool:
-        """Return True if host memory has a block that follows the content with this name."""
+        """Return True if host memory has a block that continues the content with this name."""
         return name in self._num_followers
 
     def keep(self, block: Block, groups: frozenset[int] = _ONLY_FIRST_GROUP) -> int | None:
-        """Choose the host block to which a device block must be copied. Return None if no copy is needed or possible.
+        """Allocate the host block for a copy of a device block. Return None if no copy is needed or possible.
 
-        If host memory has the content already, the content becomes the most recently used.
+        Content that is already in host memory becomes the most recently used.
 
-        groups: KV groups whose content is still on the device.
+        groups: KV groups with content that is still on the device.
         """
         assert block.hash is not None
         assert block.name is not None
@@ -111,7 +111,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
             del self._num_followers[content.parent]
 
     def lend(self, block_ids: Iterable[int]) -> None:
-        """Protect blocks from eviction until the next step has copied their content. Lookups still find lent blocks."""
+        """Protect blocks from eviction until the next step has copied them. Lookups still find lent blocks."""
         for block_id in block_ids:
             if block_id not in self.lent:
                 self.lent[block_id] = self._cached.pop(block_id, None)
@@ -119,7 +119,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
     def end_lending(self) -> None:
         """Make lent blocks with cached content CACHED again, and free all other lent blocks.
 
-        Call this after the step that copies the blocks was scheduled.
+        Call this after the step with the copies was scheduled.
         """
         for block_id, content in reversed(self.lent.items()):  # a sequence's last block is evicted first
             if content is None:

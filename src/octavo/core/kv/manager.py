@@ -79,7 +79,7 @@ class KVCacheManager:
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
         self._pins: dict[int, list[list[int]]] = {}  # pinned ids by transfer id and group
-        self.grown: set[str] = set()  # requests with blocks that the worker does not know
+        self.grown: set[str] = set()  # requests with new blocks for the worker
         self._copies = BlockCopies()
 
     @property
@@ -108,7 +108,7 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Return a request's prefix hit. Changes nothing.
 
-        A preempted request uses its swapped-out KV if this KV has more tokens than the cached blocks. The last token is
+        A preempted request uses its swapped-out KV if that covers more tokens than the cached blocks. The last token is
         always computed, for its logits.
         """
         full = self.prefix_cache.find_full_blocks(request)
@@ -119,7 +119,7 @@ class KVCacheManager:
         return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
-        """Return how many tokens of a prefix hit are in cached host blocks. Swapped-out KV does not count."""
+        """Return how many tokens of a prefix hit are in cached host blocks (0 for swapped-out KV)."""
         if computed.is_saved or not computed.host_blocks:
             return 0
         return computed.num_tokens - len(computed.blocks) * self.block_size
@@ -145,10 +145,10 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Allocate blocks for `num_new_tokens` tokens after the computed tokens.
 
-        Return the ids added to the first group's table, including the blocks of the prefix hit `computed`. If
-        too few blocks are free, change nothing and return None.
+        Return the ids added to the first group's table, including the prefix hit `computed`. If too few blocks are
+        free, change nothing and return None.
 
-        num_reserved_tokens: Minimum number of tokens for which blocks are allocated.
+        num_reserved_tokens: Minimum number of tokens that get blocks.
         is_loaded: True if a store provides the new tokens' KV. Groups then need only blocks that the next token reads.
         """
         sequence = request.sequence
@@ -212,11 +212,11 @@ class KVCacheManager:
         first = len(computed.blocks)
         for group, source_id in zip(self.groups, source_ids, strict=True):
             table = sequence.block_tables[group.index]
-            if source_id is not None and table[first] != source_id:  # if evicted, the source may be the new block
+            if source_id is not None and table[first] != source_id:  # an evicted source may itself be the new block
                 self._copies.block_copies.append((group.index, source_id, table[first]))
             for index in self._read_in_host(sequence, computed, group):
                 self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
-        if not request.num_preemptions:  # blocks found after a preemption do not count as hits
+        if not request.num_preemptions:  # after a preemption, hits do not count
             sequence.num_cached_tokens = computed.num_tokens
 
     def _read_in_host(self, sequence: TokenSequence, computed: ComputedBlocks, group: KVGroup) -> range:
@@ -236,12 +236,12 @@ class KVCacheManager:
         return copies
 
     def fail_copies(self, copies: BlockCopies) -> None:
-        """Discard host blocks that a failed step should have written."""
+        """Discard the host blocks that a failed step should have written."""
         for _, _, host_block in copies.swap_out:
             self.host.drop(host_block)
 
     def commit(self, request: Request) -> None:
-        """Add a request's full blocks to the prefix cache after a step has computed the blocks."""
+        """Add a request's full, computed blocks to the prefix cache."""
         num_tokens = request.num_computed_tokens
         if num_tokens >= request.num_prompt_tokens or not self.prefix_cache.is_enabled:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
@@ -249,7 +249,7 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no later token reads. Saves of these blocks must have been ordered before."""
+        """Release blocks that no later token reads. Their saves must have been ordered before."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
@@ -267,7 +267,7 @@ class KVCacheManager:
     def swap_out(self, request: Request) -> bool:
         """Save a request's KV in host memory. If the KV does not fit, change nothing and return False.
 
-        The caller may release the device blocks immediately.
+        The device blocks may be released immediately.
         """
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None
@@ -345,7 +345,7 @@ class KVCacheManager:
         return len(self._pins)
 
     def pinned_ids(self, group: int) -> list[int]:
-        """Return the ids of a group's pinned blocks. An id occurs once for each pin."""
+        """Return a group's pinned ids, once for each pin."""
         return [block_id for ids in self._pins.values() for block_id in ids[group]]
 
     def reset_prefix_cache(self) -> bool:

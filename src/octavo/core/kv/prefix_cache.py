@@ -28,14 +28,14 @@ _Found = TypeVar("_Found", "Block", "HostBlock")
 class ComputedBlocks:
     """A prefix hit with the KV of a request's first `num_tokens` tokens. Valid until the next allocation.
 
-    The request shares `blocks`. The content of `host_blocks` or `source` is copied into new blocks after `blocks`.
+    The request shares `blocks`. `host_blocks` or `source` are copied into new blocks after `blocks`.
     """
 
     blocks: list[Block]
     num_tokens: int
     host_blocks: list[int] = field(default_factory=list)
-    source: Block | None = None  # block with all known tokens after `blocks`; only the last token is computed again
-    is_saved: bool = False  # True if `host_blocks` has KV swapped out at a preemption
+    source: Block | None = None  # has all tokens after `blocks`; only the last token is recomputed
+    is_saved: bool = False  # True if `host_blocks` has KV that a preemption swapped out
 
     @property
     def num_blocks(self) -> int:
@@ -58,7 +58,7 @@ class FullBlocks:
 @dataclass(frozen=True, slots=True)
 class _Partial:
     block: Block
-    content: tuple[list[int], BlockLink | None, tuple[str, ...]]  # tokens, previous block's name, extra keys
+    content: tuple[list[int], BlockLink | None, tuple[str, ...]]  # tokens, parent's name, extra keys
 
 
 class PrefixCache:
@@ -96,7 +96,7 @@ class PrefixCache:
 
     @property
     def num_partial_blocks(self) -> int:
-        """Number of partly filled blocks that requests can copy."""
+        """Number of cached partly filled blocks."""
         return len(self._partials)
 
     def reads_cache(self, request: Request) -> bool:
@@ -106,8 +106,8 @@ class PrefixCache:
     def find_full_blocks(self, request: Request) -> FullBlocks:
         """Find the cached full blocks at the beginning of a request.
 
-        If a part of a device block is missing, host memory is also searched from this block on. The longer hit
-        is returned.
+        If a bounded group lacks its part of a device block, host memory is also searched from this block on, and the
+        longer hit is returned.
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
@@ -145,7 +145,7 @@ class PrefixCache:
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
-        """Return `full` as a prefix hit, extended by another prompt's partly filled last block if possible."""
+        """Return `full` as a prefix hit. If possible, extend it by another prompt's partly filled last block."""
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
         found, num_found = full.on_device, full.num_usable
         if num_found > len(found):
@@ -220,7 +220,7 @@ class PrefixCache:
         chain.num_committed, chain.name = len(blocks), blocks[-1].name
 
     def announce(self, request: Request, num_found: int) -> None:
-        """Record that a request will commit its blocks after the first `num_found` blocks."""
+        """Record that a request will commit its blocks after the first `num_found`."""
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens

@@ -24,11 +24,11 @@ def add_experts(
     """Write the weighted sum of each row's experts into `out` [num_tokens, hidden], rounded once.
 
     outputs float32 [num_tokens * num_chosen, hidden]: row places[i, j] is the output of expert ids[i, j] for token i.
-    shared float32 [num_tokens, hidden]: the shared expert's output, added last, or empty. shared_gate float32
-    [num_tokens, 1], or empty: its sigmoid multiplies `shared`.
+    shared float32 [num_tokens, hidden]: the shared expert's output, added last, or empty.
+    shared_gate float32 [num_tokens, 1], or empty: its sigmoid multiplies `shared`.
 
-    Outputs are added in float32, in a binary tree that halves the expert ids [0, num_experts). Therefore a row's bits
-    depend only on its own experts.
+    Outputs are added in float32, in a binary tree that halves the expert ids [0, num_experts), so a row's bits depend
+    only on its own experts.
     """
     values = outputs[places.long()] * weights.unsqueeze(2)
     for row, chosen in enumerate(ids.tolist()):
@@ -41,9 +41,9 @@ def add_experts(
 
 
 def additions(ids: list[int], low: int, high: int, first: int = 0) -> list[tuple[int, int]]:
-    """Return the tree's additions for ascending expert ids in [low, high).
+    """Return the tree's additions for ascending expert ids in [low, high), as pairs (into, source).
 
-    A pair (into, source) means values[into] += values[source]. first: index of ids[0], and of the total.
+    first: index of ids[0] and of the total.
     """
     if len(ids) < 2:
         return []

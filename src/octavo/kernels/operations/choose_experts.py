@@ -30,13 +30,13 @@ def choose_experts(
 
     logits float32 [num_tokens, num_experts]. ids int32 and weights float32 [num_tokens, num_chosen].
     bias float32 [num_experts], or empty: added to scores for the choice only.
-    factors float32 [num_experts], or empty: multiply weights after scale.
+    scoring: scores and weights are the softmax (SOFTMAX) or sigmoid (SIGMOID) of logits. With SOFTMAX_OF_CHOSEN, scores
+    are logits, and weights are their softmax over chosen experts.
+    least_sum: if >= 0, divides weights by their sum + least_sum, except with SOFTMAX_OF_CHOSEN.
+    Weights are multiplied by scale, then by `factors`, float32 [num_experts], unless empty.
 
-    scoring: scores are the softmax of logits, the sigmoid of logits, or logits. In the last case, weights are the
-    softmax over the chosen experts. Otherwise, if least_sum >= 0, weights are divided by their sum + least_sum. scale
-    multiplies the weights.
-    If neighbouring experts form several groups, only the best `num_chosen_groups` are used. A group is scored by its
-    best expert if `is_group_best`, otherwise by the sum of its two best. Ties go to the lowest expert.
+    If neighbouring experts form several groups, only the best `num_chosen_groups` are used. A group's score is its best
+    expert's if `is_group_best`, otherwise the sum of its two best. Ties go to the lowest expert.
     """
     scores = logits
     if scoring == SOFTMAX:

@@ -1,4 +1,4 @@
-"""The cache rows and queries of multi-head latent attention."""
+"""Cache rows and queries of multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def rope_and_write_latents(
 ) -> None:
     """Write normalized latents and rotated keys to the cache, and rotated q to the end of `queries`.
 
-    DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1. Rows of an int8 or fp8 cache are rounded like keys and values.
+    DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
 
     q [num_tokens, num_heads, rotary_dim]: the part of queries to rotate.
-    latent [num_tokens, rank + rotary_dim]: a latent before its norm, and the key of all heads before its rotation.
-    weight [rank], eps: of the latent's norm. cos_sin, interleaved: see `Kernels.rope_and_write_kv`.
-    positions, slot_mapping: see `AttentionBatch`. cache [num_blocks, 1, block_size, rank + rotary_dim].
-    queries [num_tokens, num_heads, rank + rotary_dim]: the first `rank` values are not touched.
+    latent [num_tokens, rank + rotary_dim]: a latent before its norm, and all heads' key before rotation.
+    weight [rank], eps: of the latent's norm. positions, slot_mapping: see `AttentionBatch`.
+    cache [num_blocks, 1, block_size, rank + rotary_dim].
+    queries [num_tokens, num_heads, rank + rotary_dim]: the first `rank` values do not change.
 
-    A latent that is not finite becomes zeros, and its key NaN, as in `Kernels.rope_and_write_kv`.
+    cos_sin, interleaved, the rounding for int8 and fp8, and latents that are not finite (zeros, and NaN for the key):
+    as in `Kernels.rope_and_write_kv`.
     """
     turns = cos_sin[positions].unsqueeze(1)
     rank, rotary_dim = len(weight), q.shape[2]

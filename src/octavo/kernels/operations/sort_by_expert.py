@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @Operation
 def sort_by_expert(ids: Tensor, sources: Tensor, places: Tensor, starts: Tensor) -> None:
-    """Sort the choices `ids`, int32 [num_tokens, num_chosen], by expert. Rows of one expert keep their order.
+    """Sort the choices `ids`, int32 [num_tokens, num_chosen], by expert, stably.
 
-    sources int64 [num_tokens * num_chosen]: the token at each sorted index. places int32, shaped like ids: the sorted
-    index of each choice. starts int32 [num_experts + 1]: first sorted index of each expert, then the total.
+    sources int64 [num_tokens * num_chosen]: the token at each sorted index. places int32, shaped like ids: each
+    choice's sorted index. starts int32 [num_experts + 1]: each expert's first sorted index, then the total.
     """
     order = ids.flatten().sort(stable=True).indices
     sources.copy_(order // ids.shape[1])

@@ -43,7 +43,7 @@ def add_experts(
 
 @triton.jit
 def _path(expert, NUM_EXPERTS: tl.constexpr, HEIGHT: tl.constexpr):
-    """Return the turns from the tree's root to an expert as bits, 1 to the right."""
+    """Return the turns from root to expert as bits, 1 to the right."""
     low, high, path = 0 * expert, 0 * expert + NUM_EXPERTS, 0 * expert
     for _ in range(HEIGHT):
         middle = (low + high) // 2
@@ -76,7 +76,7 @@ def _add_experts(
     choice = row * NUM_CHOSEN + lane
     path = _path(tl.load(ids_ptr + choice, mask=lane < NUM_CHOSEN, other=0), NUM_EXPERTS, HEIGHT)
     next_path = _path(tl.load(ids_ptr + choice + 1, mask=lane + 1 < NUM_CHOSEN, other=0), NUM_EXPERTS, HEIGHT)
-    # the highest bit in which the paths of neighbours differ
+    # highest bit in which neighbours' paths differ
     heights = tl.where(lane + 1 < NUM_CHOSEN, _highest_bit(path ^ next_path), 1 << HEIGHT)
     stack = tl.zeros([STACK, BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)

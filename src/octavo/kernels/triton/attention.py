@@ -1,10 +1,10 @@
 """Attention over paged KV for a ragged batch, prompts and decodes in one launch: see docs/gpu.md.
 
-A row's result depends only on its own position and KV, because tiles of rows are padded to one shape, and tiles and
+A row's result depends only on its own position and KV, because tiles of rows have one padded shape, and KV tiles and
 partitions (states of an online softmax; Milakov and Gimelshein 2018; Dao et al. 2022) begin at fixed positions.
 
-A launch depends only on shapes, so a captured launch serves sequences of any length. A row at position -1, in a
-sequence of length 0, gets zeros. It visits the first tile with masked loads, because divisions round towards zero.
+A launch depends only on shapes, so captured launches serve any lengths. Rows of sequences of length 0 have position -1
+and get zeros. They visit the first tile with masked loads, because divisions round towards zero.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     from octavo.kernels.interface import AttentionBatch
 
-_MAX_ROW_BYTES = 512  # of a padded head in a tile, which must fit shared memory; wider heads are divided
-_PIECE = 64  # dimensions of q and k of wide heads in a product
-_VALUE_BYTES = 256  # of the values of wide heads that a program adds in registers
+_MAX_ROW_BYTES = 512  # of a padded head in a tile in shared memory; wider heads are divided
+_PIECE = 64  # dimensions of wide heads' q and k per product
+_VALUE_BYTES = 256  # of wide heads' values that a program adds in registers
 BLOCK_M = 64  # rows that a warp group of Hopper multiplies
 TILE = 64
 TILES = 4
 PARTITION = TILE * TILES
-_SPLIT_TOKENS = 8  # maximum of a split sequence if some sequence has several tokens, otherwise 1
+_SPLIT_TOKENS = 8  # maximum of a split sequence; 1 if each sequence has one token
 _SPLIT_PROGRAMS = 512
 _SPLIT_SEQS = tl.constexpr(_SPLIT_PROGRAMS)
 _SHARERS_PER_PROCESSOR = 2
@@ -66,7 +66,7 @@ def paged_attention(
     partials = partial_sums(num_seqs * split_tokens, num_heads, max_partitions if split_tokens else 1, value_dim, q)
     has_scales = k_cache.dtype in ROUNDED_KV_DTYPES
     k_scales = kv_scales(k_cache) if has_scales else partials[1]
-    # values of fewer dimensions are the first ones of keys
+    # narrower values are the keys' first dimensions
     v_scales = kv_scales(v_cache) if has_scales and value_dim == head_dim else k_scales
     piece, block_v = _tile_dims(head_dim, value_dim, q.dtype)
     num_tiles = num_tokens * group // BLOCK_M + num_seqs  # at most
@@ -105,10 +105,7 @@ def _tile_dims(head_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[int, 
 
 
 def launch_options(head_dim: int, dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return compile options.
-
-    A second warp group would repeat the products of q and k, so it is used only for rows that need its registers.
-    """
+    """Return compile options. Only wide rows get a second warp group, because it repeats products of q and k."""
     row_bytes = head_dim * dtype.itemsize
     is_narrow = row_bytes <= (256 if dtype.itemsize < 4 and has_warp_groups() else 128)
     num_warps, num_stages = 4 if is_narrow else 8, 2 if row_bytes <= 256 and dtype.itemsize < 4 else 1
@@ -235,9 +232,9 @@ def _value_dims(VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sequence of a tile, and the tile's index in the sequence, which may be past the last tile.
+    """Return a tile's sequence, and its index in the sequence, which may exceed the last tile's.
 
-    The tiles of sequence i begin at floor(rows of earlier sequences / BLOCK_M) + i, so sequences do not overlap.
+    Sequence i's tiles begin at floor(rows of earlier sequences / BLOCK_M) + i, so sequences do not overlap.
     """
     low, high = 0 * num_seqs, num_seqs  # `low` must be a tensor even if the loop does not run
     while high - low > 1:
@@ -251,7 +248,7 @@ def _sequence_of_tile(query_start_ptr, tile, num_seqs, GROUP: tl.constexpr, BLOC
 def _tiles_of_rows(
     tile, first_position, num_tokens, window, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the first position that a tile of rows sees, and the first and end index of the KV tiles to visit."""
+    """Return the first position that a tile of rows sees, and its KV tiles' first and end index."""
     first = _first_seen(first_position + tile * BLOCK_M // GROUP, window)
     last = first_position + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_tokens - 1)
     return first, first // TILE, last // TILE + 1
@@ -262,7 +259,7 @@ def _ends_of_sequences(
     query_start_ptr, seq_lens_ptr, num_seqs, split_tokens, window,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, PARTITION: tl.constexpr,
 ):  # fmt: skip
-    """Return the cumulative number of split sequences' items, which are pairs of a partition and a tile of rows."""
+    """Return cumulative numbers of split sequences' items, which are pairs of a partition and a tile of rows."""
     sequence = tl.arange(0, _SPLIT_SEQS)
     is_there = sequence < num_seqs
     first_token = tl.load(query_start_ptr + sequence, mask=is_there, other=0)
@@ -306,7 +303,7 @@ def _attend(
     BLOCK_V: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute, for one KV head, a tile of queries over all its partitions, or several items of split sequences."""
+    """For one KV head, compute a tile of queries over all partitions, or several items of split sequences."""
     is_sharer = tl.program_id(0) >= num_tiles
     ends, first_item, end_item, step = _items_of_program(
         query_start_ptr, seq_lens_ptr, num_seqs, num_tiles, split_tokens, window, GROUP, BLOCK_M, TILE * TILES

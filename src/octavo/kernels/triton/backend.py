@@ -57,12 +57,12 @@ _OPERATIONS = (
     "take_rows",
     "top_tokens",
 )
-# Numbers of rows on either side of each choice of tiles, and above a partition of attention.
+# Numbers of rows around each choice of tiles, and above an attention partition.
 WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTITION + 1)
 
 
 class TritonKernels(ReferenceKernels):
-    """Triton kernels for a GPU or Triton's interpreter. Plain torch computes the remaining operations."""
+    """Triton kernels for a GPU or Triton's interpreter. Plain torch computes the rest."""
 
     name = "triton"
     multiplies_fp8 = True
@@ -193,7 +193,7 @@ class TritonKernels(ReferenceKernels):
         return take_rows(x, rows)
 
     def captures_graphs(self, experts: Iterable[PackedGroups]) -> bool:
-        """See `Kernels`. False for experts that are multiplied one by one, because the host reads their rows."""
+        """See `Kernels`. Logs the reason if False. Experts multiplied one by one prevent graphs."""
         if is_interpreted() and type(self).graph_pool is CudaGraphPool:
             logger.warning("no decode graphs are captured: Triton's interpreter does not support them")
             return False

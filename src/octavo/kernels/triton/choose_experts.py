@@ -1,6 +1,6 @@
-"""Choices of experts on a GPU, one program per row. Rows of a tile are groups.
+"""Choices of experts on a GPU, one program per row. A tile's rows are groups of experts.
 
-NaN is the largest number, as in torch, so the choices of any row are valid.
+NaN is the largest number, as in torch, so every row has valid choices.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _sum(x, LEVELS: tl.constexpr):
 
 @triton.jit
 def _exponentials(x, is_there):
-    """Return exp(x - the largest x), and 0 if not `is_there`."""
+    """Return exp(x - the largest x), or 0 if not `is_there`."""
     distance = x - tl.max(tl.where(is_there, x, float("-inf")))
     power = tl.where(distance == distance, exponential(distance), distance)  # noqa: PLR0124  NaN stays
     return tl.where(is_there, power, 0.0)
@@ -67,7 +67,7 @@ def _exponentials(x, is_there):
 
 @triton.jit
 def _order(value, index, is_there):
-    """Return int64 keys in the order (value descending, index ascending). Keys of different indices differ."""
+    """Return distinct int64 keys: larger for larger values, then for lower indices."""
     key = tl.where(value == value, order_key(value), _LARGEST_KEY)  # noqa: PLR0124
     return (tl.where(is_there, key, _NO_KEY).to(tl.int64) << 32) - index
 

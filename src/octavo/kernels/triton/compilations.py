@@ -1,4 +1,4 @@
-"""Compilations of kernels, each of which delays its launch by seconds (docs/gpu.md)."""
+"""Compilations of kernels. Each delays a launch by seconds (docs/gpu.md)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import triton
 
 
 class Compilations:
-    """Reports kernels that any engine of this process compiled."""
+    """Reports kernels compiled by any engine of this process."""
 
     def __init__(self) -> None:
         self._compiled = compiled_kernels()
         self._num_taken = len(self._compiled)
 
     def take(self) -> list[str]:
-        """Return kernels compiled since the last call, with their properties."""
+        """Return kernels compiled since the last call, with properties."""
         new = self._compiled[self._num_taken :]
         self._num_taken += len(new)
         return new
@@ -24,7 +24,7 @@ class Compilations:
 
 @functools.cache
 def compiled_kernels() -> list[str]:
-    """Return a list to which Triton from now on adds each kernel that it compiles or loads from its disk cache."""
+    """Return a list that gets each kernel that Triton compiles, or loads from its disk cache, from now on."""
     compiled: list[str] = []
     earlier = triton.knobs.runtime.jit_post_compile_hook
 

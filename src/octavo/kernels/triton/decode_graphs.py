@@ -1,7 +1,7 @@
 """Decode steps as graphs, each for a number of sequences and a mean number of rows per sequence.
 
-A step uses the next larger graph, and copies its inputs to memory that is never freed. Each unused sequence gets one
-padding row while unused rows remain. Launches depend only on the graph's shape, so graphs do not change tokens.
+A step copies its inputs to the memory of the next larger graph. Unused sequences get one padding row each while unused
+rows remain. With exact kernels, bits do not depend on padding, so graphs do not change tokens.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _PROGRESS_S = 5.0
 
 
 class DecodeGraphs:
-    """A forward pass over one KV cache, with graphs for steps with few rows per sequence.
+    """A forward pass over one KV cache, with graphs for few rows per sequence.
 
-    sizes: captured numbers of sequences, by mean rows per sequence.
+    sizes: captured numbers of sequences by maximum mean rows per sequence.
     """
 
     def __init__(self, forward: Forward, batch: AttentionBatch, plan: DecodePlan, pool: GraphPool) -> None:
@@ -57,7 +57,7 @@ class DecodeGraphs:
         return self._inputs.num_bytes + self._result.nbytes + self._pool.num_bytes
 
     def _capture(self, plan: DecodePlan) -> None:
-        """Capture graphs until they exceed `plan.num_bytes`, largest first, because smaller graphs reuse memory."""
+        """Capture graphs within `plan.num_bytes`, largest first, because smaller ones reuse memory."""
         start = logged_at = time.monotonic()
         planned = [(num_rows, num_seqs) for num_rows, sizes in plan.sizes.items() for num_seqs in sizes]
         planned.sort(key=lambda size: (size[0] * size[1], size[0]), reverse=True)
@@ -107,7 +107,7 @@ class DecodeGraphs:
         return hidden if batch.outputs is None else take_rows(hidden, batch.outputs.rows)
 
     def size_for(self, batch: AttentionBatch) -> Size | None:
-        """Return the size of the graph for a batch, or None. Of rows, only the total matters."""
+        """Return the size of a batch's graph, or None."""
         num_seqs, width = batch.block_tables.shape
         if width > self._inputs.table_width:
             return None
@@ -163,7 +163,7 @@ class DecodeInputs:
         width = batch.block_tables.shape[1]
         assert token_ids.is_contiguous()
         groups = zip((batch, *batch.more_groups), (self._batch, *self._batch.more_groups), strict=True)
-        for given, of_graph in groups:  # copying token ids again is cheaper than another launch
+        for given, of_graph in groups:  # repeated copies of token ids are cheaper than another launch
             assert given.block_tables.is_contiguous()
             _fill_inputs[num_rows * num_seqs, cdiv(width, _BLOCK)](
                 token_ids, given.positions, given.slot_mapping, given.query_start, given.seq_lens, given.block_tables,

@@ -1,7 +1,6 @@
-"""Bytes of E4M3 (float8_e4m3fn), converted with integer arithmetic, which gives torch's bits on every device.
+"""Bytes of E4M3 (float8_e4m3fn), converted with integer arithmetic, with torch's bits on every device.
 
-Triton refuses E4M3 on sm_80, gfx942 has another format (e4m3fnuz), and the interpreter (3.6) does not round like a
-device.
+Triton refuses E4M3 on sm_80, gfx942 has another format (e4m3fnuz), and the interpreter (3.6) rounds differently.
 
     bit    7     6 5 4 3   2 1 0         value                            0x7F and 0xFF are NaN
            sign  exponent  mantissa      (1 + m / 8) * 2^(e - 7), or m / 8 * 2^-6 if e is 0
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 _BIAS = tl.constexpr(120)  # 127 of float32 - 7 of E4M3
 _LEAST_NORMAL = tl.constexpr(0.015625)  # 2^-6
-_MAGIC = tl.constexpr(16384.0)  # 2^14: its last float32 bit is 2^-9, like that of E4M3 below 2^-6
+_MAGIC = tl.constexpr(16384.0)  # 2^14: its last float32 bit is 2^-9, as in E4M3 below 2^-6
 _MAGIC_BITS = tl.constexpr(0x46800000)
 
 
@@ -31,7 +30,7 @@ def as_bytes(values: Tensor) -> Tensor:
 
 @triton.jit
 def to_e4m3(x):
-    """Return float32 `x` as E4M3 bytes, rounded to nearest even, clamped to -448 .. 448. NaN stays NaN."""
+    """Round float32 `x` to E4M3 bytes, to nearest even, clamped to -448 .. 448. NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     nearest = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20  # carries into the exponent

@@ -1,7 +1,4 @@
-"""e^x with the same bits on every GPU and in the interpreter, because the instructions of devices differ.
-
-Compile callers with `enable_fp_fusion=False`.
-"""
+"""e^x with the same bits on every GPU and in the interpreter. Compile callers with `enable_fp_fusion=False`."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import triton
 import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LN2_HIGH = tl.constexpr(0.693145751953125)  # the last 9 bits are 0, so products with small integers are exact
+_LN2_HIGH = tl.constexpr(0.693145751953125)  # last 9 bits 0: products with small integers are exact
 _LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
 _LN2_HIGH_64 = tl.constexpr(6.93147180369123816490e-01)
 _LN2_LOW_64 = tl.constexpr(1.90821492927058770002e-10)
-_ROUNDING_64 = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: a sum with it holds a rounded integer in its low bits
+_ROUNDING_64 = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: the low bits of a sum with it are a rounded integer
 
 
 @triton.jit

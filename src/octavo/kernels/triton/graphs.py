@@ -1,6 +1,6 @@
-"""CUDA graphs, which are captured launches that one call repeats.
+"""CUDA graphs: captured launches that one call repeats.
 
-Inputs must be in memory that is not freed. No launch may depend on their content.
+Input memory must not be freed. Launches must not depend on its content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class CaptureError(RuntimeError):
 
 
 class GraphPool(Protocol):
-    """Captures graphs that share the memory of intermediate results, so only one graph may run at a time."""
+    """Captures graphs that share memory of intermediate results: only one may run at a time."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture the launches of `run`, which must have run before. Return a function that repeats the launches.
@@ -29,7 +29,7 @@ class GraphPool(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of intermediate results and launches."""
+        """Bytes of results and launches."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""Products of rows with the weight of their group, in one launch.
+"""Products of rows with their group's weight, in one launch.
 
-Each group has its own tiles, in the shape and order of `matmul`, so results have the bits of `matmul`. Only the device
-reads the sizes of groups, so a launch has enough tiles for any sizes.
+Each group has its own tiles in the shape and order of `matmul`, so results have its bits. Only the device reads the
+groups' sizes, so a launch has enough tiles for any sizes.
 """
 
 from __future__ import annotations

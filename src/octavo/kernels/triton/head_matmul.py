@@ -1,4 +1,4 @@
-"""Products of heads with one weight per head, in one launch. Results have the bits of `matmul`."""
+"""Products with one weight per head, in one launch, with the bits of `matmul`."""
 
 from __future__ import annotations
 

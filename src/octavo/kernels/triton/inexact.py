@@ -1,6 +1,6 @@
-"""Triton kernels with the matrix products of cuBLAS or hipBLAS: NOT exact, for users who prefer speed.
+"""Triton kernels with the matrix products of cuBLAS or hipBLAS: faster, NOT exact.
 
-The library chooses tiles by the number of rows, so a row's last bits, and sometimes a token, depend on other requests.
+The library chooses tiles by the number of rows, so a row's bits, and sometimes a token, depend on other requests.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ _INT32_END = 1 << 31
 def kernel(fn: Callable[..., None] | None = None, **options: Any) -> Any:
     """Decorate a kernel that the host launches. options: those of `triton.jit`.
 
-    A repeated launch finds the compiled kernel by types, alignments and constants. Constants and options must be
-    keywords. All other arguments must be positional.
+    Repeated launches find the compiled kernel by types, alignments and constants. Constants and options must be
+    keywords, other arguments positional.
     """
     if INTERPRETED:
         return triton.jit(fn, **options)
@@ -30,12 +30,12 @@ def kernel(fn: Callable[..., None] | None = None, **options: Any) -> Any:
 
 
 def cdiv(numerator: int, denominator: int) -> int:
-    """Return the quotient, rounded up, faster than `triton.cdiv`."""
+    """Divide, rounding up, faster than `triton.cdiv`."""
     return -(-numerator // denominator)
 
 
 def power_of_2_from(least: int) -> int:
-    """Return the smallest power of two that is at least `least`, which must be positive."""
+    """Return the smallest power of two that is at least `least` (positive)."""
     return 1 << (least - 1).bit_length()
 
 
@@ -48,7 +48,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         self._is_specialized = [not each.do_not_specialize for each in self.params]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """Return a function that launches the kernel with a grid of up to three numbers of programs."""
+        """Return a function that launches the kernel. grid: up to three numbers of programs."""
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -64,10 +64,10 @@ class Kernel(JITFunction):  # type: ignore[misc]
         compiled[*grid, 1, 1](*args, *values)
 
     def specialization(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return what Triton specializes code for. Arguments with equal results use the same code on NVIDIA's GPUs.
+        """Return a key of Triton's specialization. On NVIDIA's GPUs, equal keys mean equal code.
 
-        - A tensor: its type, and whether its address is divisible by 16.
-        - An integer: its width, and if it is specialized, whether it is 1 or divisible by 16.
+        - A tensor: type, and whether the address is divisible by 16.
+        - An integer: width, and if specialized, whether it is 1 or divisible by 16.
         """
         found: list[Any] = []
         for arg, is_specialized in zip(args, self._is_specialized, strict=False):

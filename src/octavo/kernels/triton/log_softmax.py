@@ -1,7 +1,4 @@
-"""Log probabilities of tokens on a GPU.
-
-The order of sums depends only on the vocabulary. In torch's kernel, it depends on a row's address.
-"""
+"""Log probabilities on a GPU. The order of sums depends only on the vocabulary, not on a row's address as in torch."""
 
 from __future__ import annotations
 

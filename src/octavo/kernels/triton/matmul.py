@@ -1,8 +1,7 @@
 """Products with weights, x @ weight.T: see docs/gpu.md.
 
 A row's bits depend only on its own values, because split and unsplit products do the same operations on the same tiles.
-Whether a row of a tile's product (wgmma, mma, mfma) depends on other rows can be tested only on a device, with
-tools/gpu_check.py.
+tools/gpu_check.py tests on a device that a row of a tile's product (wgmma, mma, mfma) does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 BLOCK_M, BLOCK_N = 64, 128
 PARTITION = 512  # columns of K; a multiple of BLOCK_K
-_GROUP = 8  # tiles of rows that run together, with inputs in the cache
+_GROUP = 8  # tiles of rows that share cached inputs
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -39,11 +38,11 @@ def matmul(
 ) -> Tensor:
     """Write x @ weight.T + bias into contiguous `out` [num_tokens, out_features], and return it.
 
-    - Floats: if the types differ, x and weight are converted to float32.
-    - int8 x and weight: the sum is multiplied by (scales[0] of the row * scales[1] of the column).
+    - Floats of different types are converted to float32.
+    - int8 x and weight: sums are multiplied by (scales[0] of the row * scales[1] of the column).
     - weight in E4M3 bytes: groups = (scales float32 [out_features, groups], values in a group).
 
-    The bias is added in float32; the result is rounded once.
+    The bias is added in float32. The result is rounded once.
     """
     num_rows, width = x.shape
     num_columns = weight.shape[0]
@@ -87,7 +86,7 @@ def partial_bytes_per_row(weight: Tensor) -> int:
 
 
 def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, int | bool]:
-    """Return tile shapes and compile options, independent of the number of rows."""
+    """Return tile shapes and compile options for any number of rows."""
     is_wide = x_dtype != weight_dtype or x_dtype == torch.float32
     return {
         "IS_WIDE": is_wide,
@@ -102,7 +101,7 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
 
 
 def num_processors(device: torch.device) -> int:
-    """Return how many programs run simultaneously. In the interpreter these are few, so programs loop."""
+    """Return how many programs run simultaneously; few in the interpreter, so that programs loop."""
     return _INTERPRETED_PROCESSORS if device.type == "cpu" else _num_processors(device)
 
 
@@ -131,7 +130,7 @@ def partition_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return one partition's float32 or int32 sum for a tile."""
+    """Return a tile's float32 or int32 sums over one partition."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_INTEGER else tl.float32)
     x_place = x_ptr + (row.to(tl.int64) * x_stride)[:, None]
     weight_place = weight_ptr + (column.to(tl.int64) * WIDTH)[None, :]

@@ -1,6 +1,6 @@
 """Products of int8 rows with weights in GGUF's blocks, with the bits of `octavo.kernels.quantization.linear_blocks`.
 
-Sums of 32 integers are exact, so tiles may have any shape. With narrow tiles for few rows, more processors read the
+Sums of 32 integers are exact, so tiles may have any shape. Narrow tiles for few rows let more processors read the
 weight.
 """
 
@@ -27,10 +27,7 @@ FEW_ROWS = 16  # maximum for narrow tiles
 def matmul_blocks(
     rows: tuple[Tensor, Tensor, Tensor], weight: PackedBlocks, bias: Tensor | None, out: Tensor
 ) -> Tensor:
-    """Write rows @ weight.T + bias into `out`, which may have any row stride. Return `out`.
-
-    rows: from `quantize_groups`.
-    """
+    """Write rows @ weight.T + bias into `out` (any row stride), and return it. rows: from `quantize_groups`."""
     values, scales, sums = rows
     num_rows, num_columns = out.shape
     block_m, block_n, num_warps = (16, 16, 2) if num_rows <= FEW_ROWS else (64, 32, 4)
@@ -75,7 +72,7 @@ def matmul_blocks(
 
 @triton.jit
 def _load_pair(low_place, high_place, pair, is_column, HIGH_BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Return 64 values per column, as int32 with the low four bits of two values, then their high bits."""
+    """Return 64 values per column, in int32: the low four bits of two values, then their high bits."""
     bits = tl.load(low_place + pair * GROUP, mask=is_column[:, None], other=0).to(tl.int32)
     if HIGH_BITS:
         pairs_of_byte = 4 // HIGH_BITS

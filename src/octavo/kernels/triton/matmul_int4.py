@@ -1,7 +1,6 @@
 """Products of int8 rows with int4 weights, with the bits of `octavo.kernels.quantization.linear_int4`.
 
-A 16-bit weight is split into two signed bytes, high * 256 + low. Sums then fit 32 bits, and any order gives the same
-bits.
+A 16-bit weight is split into signed bytes, high * 256 + low. Their sums are exact in 32 bits, in any order.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _PAIR = 2 * GROUP_MULTIPLE
 class PackedInt4:
     """An int4 weight in the kernel's layout.
 
-    values: as in `PackedBlocks.low`. multiples, offsets, units: from `Int4Weight.whole_scales` and `whole_offsets`.
+    values: as in `PackedBlocks.low`. The rest: see `Int4Weight`, its `whole_scales` and `whole_offsets`.
     """
 
     values: Tensor
@@ -69,7 +68,7 @@ def pack_int4(weight: Int4Weight) -> PackedInt4:
 
 
 def matmul_int4(values: Tensor, scales: Tensor, weight: PackedInt4, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Write float(values @ weight.T) * (row's scale * column's unit) + bias into contiguous `out`, and return it."""
+    """Write float(values @ weight.T) * (scale * column's unit) + bias into contiguous `out`, and return it."""
     num_rows, num_columns = out.shape
     block_m = FEW_ROWS if num_rows <= FEW_ROWS else 64
     _matmul_int4[cdiv(num_rows, block_m), cdiv(num_columns, _BLOCK_N)](

@@ -1,6 +1,6 @@
 """Octavo noise v1 (`octavo.kernels.noise`) on a GPU.
 
-Compile callers with `enable_fp_fusion=False`, because every operation must be rounded once.
+Compile callers with `enable_fp_fusion=False`: each operation must be rounded.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ _LN2_LOW = tl.constexpr(9.0580006145e-06)
 
 @triton.jit
 def noise_words(counter, seed, position, sample_index):
-    """Return each counter's four random words, uint32.
-
-    `tl.philox` gives the same words, but slowly in the interpreter.
-    """
+    """Return each counter's four random words, uint32. `tl.philox` gives the same, slowly in the interpreter."""
     key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     nothing = counter.to(tl.uint32) * 0

@@ -22,7 +22,7 @@ _VALUES = 1024
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Kernels`."""
     width = x.shape[-1]
-    # Heads of one token, which are contiguous, must use the same kernel as those of many tokens.
+    # One token's heads are contiguous, but use the same kernel as many tokens'.
     heads, token_stride = (1, width) if x.ndim == 2 else (x.shape[1], x.stride(0))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, None, weight, out, heads, token_stride, eps, 1.0)

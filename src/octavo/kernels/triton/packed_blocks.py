@@ -28,7 +28,7 @@ _VALUES_AT_ONCE = 1 << 20
 
 
 class BlockLayout(NamedTuple):
-    """Bits per value in each plane, and the center to subtract. subgroups: scales per 32 values."""
+    """Bits per value in each plane, and the center, which is subtracted. subgroups: scales per 32 values."""
 
     low_bits: int
     high_bits: int
@@ -53,10 +53,10 @@ LAYOUTS = {
 class PackedBlocks:
     """A weight in blocks of one kind, padded with zeros.
 
-    low: int8 [out_features, in_features] if values have 8 bits. Otherwise uint8 [out_features, padded / 2], with padded
-    a multiple of 64. The low half of byte 32 i + j holds column 64 i + j, and the high half column 64 i + 32 + j.
-    high: the remaining bits, if any. 8 groups of 32 columns (4 with two remaining bits) take 32 bytes. Byte j holds the
-    bits of column j of each group, with the first group in the lowest bits.
+    low: int8 [out_features, in_features] for 8 bits. Otherwise uint8 [out_features, padded / 2], with padded a multiple
+    of 64: the low half of byte 32 i + j is column 64 i + j, the high half column 64 i + 32 + j.
+    high: the remaining bits, if any. 8 groups of 32 columns (4 with two remaining bits) take 32 bytes. Byte j has
+    column j of each group, the first group in the lowest bits.
     """
 
     kind: BlockKind
@@ -67,7 +67,7 @@ class PackedBlocks:
 
     @classmethod
     def pack(cls, weights: Sequence[BlockWeight]) -> PackedBlocks:
-        """Pack and concatenate weights of one kind. Release their files' memory."""
+        """Pack and concatenate weights of one kind. Calls their `forget`."""
         kind, in_features = weights[0].kind, weights[0].in_features
         out_features = sum(weight.shape[0] for weight in weights)
         like = _parts(weights[0].select_rows(slice(0, 1)))

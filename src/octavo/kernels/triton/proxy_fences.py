@@ -1,9 +1,8 @@
 """Order asynchronous copies before the tensor-core products that read them.
 
 On sm_90 and later, products read shared memory through the async proxy, but `cp.async` writes through the generic
-proxy. Waiting for a copy does not order its write before the read. Each thread must also issue `fence.proxy.async` (PTX
-ISA, "Async proxy"). Triton before 3.7.1 omits this fence in loops that load ahead, so a product may read old values.
-This module adds missing fences to Triton's PTX.
+proxy. After waiting for a copy, each thread must issue `fence.proxy.async` (PTX ISA, "Async proxy"). Triton before
+3.7.1 omits this in loops that load ahead, so products may read old values. This module adds missing fences to PTX.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _PRODUCT = re.compile(r"\b(wgmma\.mma_async|tcgen05\.mma)\b")
 
 
 def add_fences(ptx: str) -> str:
-    """Add a fence after each wait for copies if `is_fenced` is False."""
+    """Unless `is_fenced`, add a fence after each wait for copies."""
     if is_fenced(ptx):
         return ptx
     lines = ptx.split("\n")
@@ -40,7 +39,7 @@ def is_fenced(ptx: str) -> bool:
 
 
 def install() -> None:
-    """Make Triton's compiler for NVIDIA add missing fences. Fenced kernels have separate entries in its cache."""
+    """Make Triton's NVIDIA compiler add missing fences, with separate entries in its cache."""
     compiler: Any = backends["nvidia"].compiler if "nvidia" in backends else None
     if compiler is None or hasattr(compiler, "adds_fences"):
         return

@@ -1,4 +1,4 @@
-"""Activations as int8 rows with scales, with the bits of `octavo.kernels.quantization.quantize_rows`."""
+"""int8 activations with scales, with the bits of `octavo.kernels.quantization.quantize_rows`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _LEAST_MAGNITUDE = tl.constexpr(1e-30)
 
 
 def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (int8 [num_tokens, padded], float32 scales [num_tokens]). Padding columns are zeros.
+    """Return (int8 [num_tokens, padded], float32 scales [num_tokens]). Padding is zeros.
 
-    order int32: the feature of each column.
+    order int32: each column's feature.
     """
     num_rows, width = x.shape
     values = torch.empty(num_rows, padded, dtype=torch.int8, device=x.device)
@@ -47,9 +47,9 @@ def quantize_rows(x: Tensor, padded: int, *, rotated: bool, order: Tensor | None
 
 
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round x to int8 with one scale per 32 columns. The width of x is a multiple of 32.
+    """Round x to int8 with one scale per 32 columns. 32 must divide the width.
 
-    Returns (int8 values, float32 scales [groups, num_tokens], float32 sums of values [groups, num_tokens]).
+    Returns (int8 values, float32 scales [groups, num_tokens], float32 sums of values, likewise).
     """
     num_rows, width = x.shape
     num_groups = width // GROUP_VALUES

@@ -1,7 +1,4 @@
-"""Sums in a fixed order.
-
-`tl.sum` over many lanes adds in the order of threads, which depends on a row's address.
-"""
+"""Sums in a fixed order. In `tl.sum` over many lanes, the order depends on a row's address."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def sum_in_halves(tile, ROWS: tl.constexpr, LEVELS: tl.constexpr):
-    """Sum a tile [ROWS, 2 ** LEVELS] to [ROWS], by adding halves."""
+    """Sum [ROWS, 2 ** LEVELS] to [ROWS], by adding halves."""
     for level in tl.static_range(LEVELS):
         tile = tl.sum(tl.reshape(tile, [ROWS, 2, 1 << (LEVELS - 1 - level)]), axis=1)  # a + b has one order
     return tl.reshape(tile, [ROWS])

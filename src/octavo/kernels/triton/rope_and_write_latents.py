@@ -1,4 +1,4 @@
-"""The cache rows and queries of multi-head latent attention on a GPU."""
+"""Cache rows and queries of multi-head latent attention on a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rotary embedding (Su et al. 2021), and the write of KV into its slots.
+"""Rotary embedding (Su et al. 2021), and writes of KV.
 
-Operations are not fused, so int8 and fp8 are rounded from the numbers of plain torch.
+Operations are not fused, so int8 and fp8 KV has plain torch's bits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def rope_and_write_kv(
 
 @triton.jit
 def rotated(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
-    """Return rotated pairs, a mask, and their dimensions."""
+    """Return rotated pairs, mask and dimensions."""
     half = tl.arange(0, HALF)[None, :]
     first = half * 2 if IS_INTERLEAVED else half
     second = half * 2 + 1 if IS_INTERLEAVED else half + ROTARY_DIM // 2
@@ -76,7 +76,7 @@ def rotated(place, is_head, cos_sin_ptr, ROTARY_DIM: tl.constexpr, HALF: tl.cons
 
 @triton.jit
 def scale_and_inverse(magnitude, stored: tl.constexpr):
-    """Return a row's scale, and the factor before rounding."""
+    """Return rows' scales and factors before rounding."""
     is_finite = magnitude < float("inf")
     is_used = is_finite & (magnitude >= _LEAST_MAGNITUDE)
     most = tl.full(magnitude.shape, 127.0 if stored == tl.int8 else _E4M3_MAX, tl.float32)

@@ -1,6 +1,6 @@
 """Conversions between number formats, with the same bits on a GPU and in Triton's interpreter.
 
-The interpreter (3.6) truncates to bfloat16 instead of rounding, and computes with bfloat16's bits as integers.
+The interpreter (3.6) truncates to bfloat16, and computes with bfloat16's bits as integers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to nearest eve
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """Round float32 `x` to another floating type, to nearest even. Callers must only store the result."""
+    """Round float32 `x` to a floating type, to nearest even. Callers must only store the result."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000

@@ -1,7 +1,4 @@
-"""Sampling of one token per row, with the same result as on the CPU.
-
-All operations before the argmax round like the reference.
-"""
+"""Sampling of one token per row. All operations before the argmax round like the reference."""
 
 from __future__ import annotations
 
@@ -123,7 +120,7 @@ def _find_cut(
         num_layers, bound = tl.full([], 0, tl.int32), tl.full([], LEAST_KEY, tl.int32)
         packed_ptr += row * tl.minimum(LAYERS, tl.cdiv(vocab, BLOCK)) * BLOCK
         if (has_top_k | (top_p < 1.0)) & (rank <= BLOCK // 2):
-            bound = key_of_rank(scaled_key(lanes, temperature), rank)  # at least `rank` tokens reach it
+            bound = key_of_rank(scaled_key(lanes, temperature), rank)  # `rank` or more tokens reach it
             num_layers = pack(row_ptr, vocab, temperature, bound, packed_ptr, LAYERS, BLOCK)
         if has_top_k:
             key, count = top_k_cut(row_ptr, vocab, temperature, packed_ptr, num_layers, top_k, BLOCK)

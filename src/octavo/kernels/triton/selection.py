@@ -1,10 +1,10 @@
-"""The filters min_p, then top_k, then top_p, exact and without sorting.
+"""The filters min_p, then top_k, then top_p, exact, without sorting.
 
-Each filter keeps a prefix of the order (value descending, id ascending). The cut is the id and the key of the prefix's
-last token. Keys are integers that are ordered like the values.
+Each filter keeps a prefix of the order (value descending, id ascending). The cut is the key and id of the prefix's last
+token. Keys are integers in the order of values.
 
-`pack` drops tokens below a bound. The remaining tokens keep their lanes, so sums over packed tokens add the same
-numbers in the same order. Functions read the row if `num_layers` is 0, otherwise the packed tokens.
+`pack` drops tokens below a bound. The rest keep their lanes, so sums over packed tokens add the same numbers in the
+same order. Functions read the row if `num_layers` is 0, otherwise the packed tokens.
 
     id      0    1    2  ...  BLOCK - 1    lane     0      1      2   ...
             .    x    .                    layer 0  B + 0  1      2B + 2
@@ -27,7 +27,7 @@ _DIGITS = tl.constexpr(256)
 
 @triton.jit
 def order_key(value):
-    """Return int32 keys in the order of float32. -0.0 equals 0.0."""
+    """Return int32 keys in float32's order. -0.0 equals 0.0."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -69,7 +69,7 @@ def _end(vocab, num_layers, BLOCK: tl.constexpr):
 
 @triton.jit
 def pack(logits_ptr, vocab, temperature, bound, packed_ptr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the ids of tokens with a key >= `bound`. Return the number of layers, or 0 if LAYERS are too few.
+    """Write the ids of tokens with key >= `bound`. Return the number of layers, or 0 if it exceeds LAYERS.
 
     packed_ptr: [LAYERS, BLOCK], padded with -1.
     """
@@ -100,7 +100,7 @@ def key_of_rank(keys, rank):
 
 @triton.jit
 def top_k_cut(logits_ptr, vocab, temperature, packed_ptr, num_layers, k, BLOCK: tl.constexpr):
-    """Return the key of the k-th of at least k tokens, and how many of the first k tokens have this key."""
+    """Return the k-th token's key, and how many of the first k tokens have it. At least k tokens must exist."""
     digits = tl.arange(0, _DIGITS)
     prefix = tl.full([], 0, tl.int32)
     left = k + 0
@@ -152,10 +152,10 @@ def _masses(
     logits_ptr, vocab, temperature, packed_ptr, num_layers, largest, cut_key, cut_id, least_0, least_1, least_2,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return float64 sums of e^(value - largest) over the tokens that a cut keeps, one per ascending least key.
+    """Return float64 sums of e^(value - largest) over a cut's tokens from each least key (ascending) on.
 
-    Sums are monotonic in the least key, because the order of additions is fixed. Callers must not be specialized on
-    alignment, which could change the kernel's layout and with it the order.
+    The order of additions is fixed, so sums are monotonic in the least key. Specialization on alignment could change
+    the order, so callers must turn it off.
     """
     lanes_0 = tl.zeros([BLOCK], tl.float64)
     lanes_1 = tl.zeros([BLOCK], tl.float64)
@@ -182,9 +182,9 @@ def top_p_cut(
     logits_ptr, vocab, temperature, packed_ptr, num_layers, bound, largest_key, top_p, cut_key, cut_id,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the cut of the shortest prefix, of at least one token, that reaches top_p < 1.
+    """Return the cut of the shortest prefix, of at least one token, that reaches top_p < 1 of the given cut's mass.
 
-    Only tokens that the given cut keeps count. bound: the least packed key.
+    bound: the least packed key.
     """
     largest = key_value(largest_key).to(tl.float64)
     all_layers = tl.where(cut_key >= bound, num_layers, 0)

@@ -1,4 +1,4 @@
-"""Rows by expert on a GPU: a stable counting sort without atomic operations, with one program per expert."""
+"""Rows by expert on a GPU: a stable counting sort without atomics, one program per expert."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ def is_amd() -> bool:
 
 
 def has_warp_groups() -> bool:
-    """Return True if, as on Hopper, four warps together multiply tiles of at least 64 rows."""
+    """Return True if four warps together multiply tiles of 64 rows, as on Hopper."""
     return not INTERPRETED and target().backend == "cuda" and target().arch >= _FIRST_WITH_WARP_GROUPS
 
 
 def target() -> Any:
-    """Return Triton's target, with backend, architecture and warp size."""
+    """Return Triton's target: backend, architecture, warp size."""
     return _target_of(driver.active.get_current_device())
 
 

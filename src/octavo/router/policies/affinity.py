@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class SessionAffinity(RoutingPolicy):
-    """Sends a session's requests to one engine. Other requests go to the least loaded engine.
+    """Sends a session's requests to one engine. Requests without a session go to the least loaded engine.
 
-    With rendezvous hashing (Thaler and Ravishankar 1998), the removal of an engine moves only that engine's sessions.
+    With rendezvous hashing (Thaler and Ravishankar 1998), an engine's removal moves only its own sessions.
     """
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:

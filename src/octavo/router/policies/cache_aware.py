@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 _LEAST_SHARE = 0.1  # a prefix below this share of a prompt is ignored
 _COMMON_SHARE = 0.5  # a common prefix below this share of a prompt is soon in every cache
-_MISSED_SHARE = 0.5  # if a smaller share of the expected prefix was cached, the prefix was evicted
-_MISSED_TOKENS = 64  # fewer tokens may be missing because of rounding and the chat template
-_REMEMBERED = 64  # all work is halved if an engine's work exceeds this multiple of balance_tokens
+_MISSED_SHARE = 0.5  # a prefix counts as evicted if a smaller share of it was cached
+_MISSED_TOKENS = 64  # fewer missing tokens are ignored, because of rounding and the chat template
+_REMEMBERED = 64  # if an engine's work exceeds this multiple of balance_tokens, all work is halved
 
 
 class CacheAware(RoutingPolicy):
     """Predicts each engine's cache from the prompts that were sent to the engine, and from reported cache hits.
 
     An engine's work is the number of uncached tokens that it got recently. A prompt goes to the engine with the longest
-    cached prefix. In two cases, the prompt goes to the engine with the smallest sum of load and work instead:
+    cached prefix. In these cases, the prompt goes to the engine with the smallest sum of load and work instead:
 
     - The prefix is less than a tenth of the prompt.
-    - Earlier prompts continued the prefix differently, and one of these holds: the prefix is less than half of the
-      prompt; the prefix's engine has too much work.
+    - Earlier prompts continued the prefix differently, and the prefix is less than half of the prompt.
+    - Earlier prompts continued the prefix differently, and the prefix's engine has too much work.
 
-    balance_tokens, balance_ratio: An engine has too much work if its work exceeds the smallest work by more than
-    balance_tokens, and also exceeds balance_ratio times the smallest work. The same limits apply to the load. An engine
-    with too much load gets no prompt.
+    balance_tokens, balance_ratio: An engine has too much work if its work exceeds both the smallest work plus
+    balance_tokens and the smallest work times balance_ratio. The same limits apply to the load. An engine with too much
+    load gets no prompt.
     """
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
@@ -74,7 +74,7 @@ class CacheAware(RoutingPolicy):
         return known
 
     def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:
-        """Record a request's end. If the expected prefix was evicted, assume the same of older prompts."""
+        """Record a request's end. If the expected prefix was evicted, assume that older ones were, too."""
         expected = self._open.pop((id(summary), engine))
         self._tree.close(engine, expected)
         if cached_share is None or not expected.num_bytes:

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 class Expected:
     """The prefix of a prompt expected in an engine's cache.
 
-    A piece's time is when it was last sent.
-    num_bytes: Length of the prefix, or 0 if no piece is older than the engine's oldest open request, because the engine
-    may still compute the pieces.
-    since: Time of the oldest piece.
+    num_bytes: Length of the prefix. If the engine may still compute all its pieces, because no piece was sent before
+    the engine's oldest open request, num_bytes is 0.
+    since: Time of the least recently sent piece.
     """
 
     num_bytes: int
@@ -32,8 +31,8 @@ class Expected:
 class Found:
     """The known prefixes of a prompt.
 
-    num_bytes: Length of each engine's prefix. is_branch: True if earlier prompts continue the longest prefix,
-    but no engine has this prompt's next piece.
+    num_bytes: Length of each engine's prefix.
+    is_branch: True if earlier prompts continue the longest prefix, but no engine has this prompt's next piece.
     """
 
     num_bytes: dict[EngineHandle, int]
@@ -52,8 +51,7 @@ class PrefixTree:
     """Prompts that were sent to engines. Each piece of a prompt has a node.
 
     A node's key is a hash of the prompt up to the piece's end. Engines are assumed to evict the least recently used
-    content first. So the tree stores one time for each engine. Content last sent at this time or earlier counts as
-    evicted.
+    content first. So one time per engine is stored: content last sent at this time or earlier counts as evicted.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -81,7 +79,7 @@ class PrefixTree:
         return node.times.get(number, 0) > self._lost.get(number, 0)
 
     def add(self, summary: RequestSummary, engine: EngineHandle) -> Expected:
-        """Record a sent prompt. Return the prefix expected in the engine's cache. `close` must be called later."""
+        """Record a sent prompt. Return the prefix expected in the engine's cache. Call `close` later."""
         self._now += 1
         number, now = engine.number, self._now
         hashes, _ = summary.pieces

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RoundRobin(RoutingPolicy):
-    """Chooses engines in turn. If an engine is removed, the other engines keep their order."""
+    """Chooses engines in turn. A removal does not change the order."""
 
     def __init__(self) -> None:
         self._last = -1

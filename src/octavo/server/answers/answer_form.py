@@ -39,8 +39,8 @@ def template_remark(tools: ToolFormat, *, shows_tools: bool) -> str:
 class AnswerStyle:
     """How a model writes tool calls and reasoning.
 
-    reasoning_end_id: Token id of the reasoning's end marker, or None if the marker is not one token. special_ids: Maps
-    each marker that is a special token to the token's id.
+    reasoning_end_id: Id of the reasoning's end marker, or None if the marker is not one token.
+    special_ids: Maps each marker that is a special token to the token's id.
     """
 
     tools: ToolFormat | None = None
@@ -51,7 +51,7 @@ class AnswerStyle:
 
     @property
     def summary(self) -> str:
-        """One log line with the names of the formats."""
+        """The formats, for the log."""
         calls = "not known" if self.tools is None else self.tools.name
         blind = "" if self.tools is None else template_remark(self.tools, shows_tools=self.shows_tools)
         return f"tool calls: {calls}{blind}; reasoning: {'none' if self.reasoning is None else self.reasoning.name}"
@@ -86,7 +86,7 @@ class AnswerForm:
 
     in_reasoning: True if the prompt ends with the opening marker of reasoning.
     shown_ids: Ids of the special tokens that the detokenizer keeps as markers.
-    frame: Call format if the format's markers also enclose content, otherwise None.
+    frame: Call format if its markers also enclose content, otherwise None.
     is_whole: True to emit only complete calls.
     """
 
@@ -124,7 +124,7 @@ class AnswerForm:
         return self.toolbox.format is None and self.frame is None and not self.has_reasoning
 
     def parser(self) -> AnswerParser:
-        """Return a parser for one answer."""
+        """Return a new parser."""
         frame, toolbox = self.frame, self.toolbox
         parser = toolbox.parser() if frame is None else frame.parser(toolbox.functions, only_one=toolbox.only_one)
         if self.is_whole and isinstance(parser, ToolParser):
@@ -167,11 +167,11 @@ class AnswerReader:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Number of tokens up to and including the reasoning's end marker, or 0 if the marker is not one token."""
+        """Number of tokens up to the reasoning's end marker, inclusive. 0 if the marker is not one token."""
         return self._num_tokens if self._has_reasoning and self._end_id is not None else 0
 
     def read(self, completion: CompletionOutput) -> list[Part]:
-        """Return the parts in a completion's new text."""
+        """Return the parts of new text."""
         self._count(completion.token_ids)
         text, parts = completion.text, list[Part]()
         for start in range(0, len(text), _PIECE):

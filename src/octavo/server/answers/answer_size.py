@@ -17,7 +17,7 @@ _NUMBERS_PER_ENTRY = 16
 
 
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
-    """Return the size of an answer, which is tokens + log probabilities + embedding values / 16.
+    """Return an answer's size: tokens + log probabilities + embedding values / 16.
 
     with_prompt: True to add the prompt's tokens and log probabilities for each completion.
     """
@@ -33,7 +33,7 @@ def _num_logprobs(positions: Sequence[dict[int, Logprob] | None] | None) -> int:
 
 
 class LogprobLimit:
-    """Limits the number of log probabilities over all prompts of a request."""
+    """Limits the log probabilities over all prompts of a request."""
 
     def __init__(self, limit: int, max_model_len: int, params: SamplingParams, num_prompts: int) -> None:
         """Count n x maximum tokens x (logprobs + 1) for every prompt. Raises `RequestError` above the limit."""
@@ -44,7 +44,7 @@ class LogprobLimit:
             self._take(num_prompts * params.n * num_tokens * (params.logprobs + 1), "logprobs")
 
     def check(self, processed: ProcessedInput) -> None:
-        """Count the requested log probabilities of a prompt's tokens. Raises `RequestError` above the limit."""
+        """Count the log probabilities of a prompt's tokens. Raises `RequestError` above the limit."""
         params, num_tokens = processed.sampling_params, len(processed.prompt_token_ids)
         if params.prompt_logprobs is not None:
             self._take(params.n * num_tokens * (params.prompt_logprobs + 1), "prompt_logprobs")

@@ -42,8 +42,8 @@ _ANSWERING = "it was answered"
 async def answer(service: Service, http_request: Request, job: Job, reply: Reply) -> Response:
     """Answer a job. If the client disconnects, abort the job's requests.
 
-    The HTTP status of a stream is sent after the first output, or after `stream_keep_alive_s` seconds without output.
-    An error before that time determines the status.
+    A stream sends the HTTP status after the first output, or after `stream_keep_alive_s` seconds without output. An
+    error before that time determines the status.
     """
     transfer: KVTransferParams | None = http_request.state.kv_transfer
     if transfer is not None:
@@ -66,7 +66,7 @@ async def answer(service: Service, http_request: Request, job: Job, reply: Reply
 
 
 async def answer_complete(service: Service, http_request: Request, job: Job, reply: WholeReply) -> Response:
-    """Answer a job with one complete response. If the client disconnects, abort the job's requests."""
+    """Answer a job with one response. If the client disconnects, abort the job's requests."""
     usage = _counter(http_request, job)
     with _failing_alone(job):
         outputs = await unless_disconnected(http_request, _whole(service, job, usage))

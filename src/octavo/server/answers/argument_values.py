@@ -44,13 +44,13 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class UnreadableError(Exception):
-    """An argument that cannot be a string is neither a value nor plain words."""
+    """The schema allows no string, and the text is neither a value nor plain words."""
 
 
 def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a property, or {} if `parameters` has no such property.
 
-    If options of `anyOf` or `oneOf` have different schemas for the property, return an `anyOf` of these schemas.
+    Different schemas in options of `anyOf` or `oneOf` are returned as an `anyOf`.
     """
     found = list[Any]()
     for each in [parameters] if is_merged(parameters) else alternatives(parameters, root):
@@ -62,18 +62,18 @@ def property_of(parameters: dict[str, Any], name: str, root: dict[str, Any]) -> 
 
 
 def known_keys(schema: dict[str, Any]) -> frozenset[str] | None:
-    """Return the allowed names of properties, or None if any name is allowed."""
+    """Return the allowed property names, or None if any name is allowed."""
     is_any = any(map(is_open, alternatives(schema, schema)))
     return None if is_any else frozenset(property_names(schema, schema))
 
 
 def property_names(schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
-    """Return the names of all properties, including names in `$ref`, `anyOf` and `oneOf`."""
+    """Return all property names, including names in `$ref`, `anyOf` and `oneOf`."""
     return list(dict.fromkeys(name for each in alternatives(schema, root) for name, *_ in properties_of(each)))
 
 
 def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the schema's first option for values of type `kind`, or {}. kind: `object` or `array`."""
+    """Return the schema's first option for values of type `kind`, or {}. kind: "object" or "array"."""
     for part in _parts(schema, root):
         types = _declared_types(part)
         if kind in types or (
@@ -84,7 +84,7 @@ def part_of(schema: dict[str, Any], root: dict[str, Any], kind: str) -> dict[str
 
 
 def types_of(schema: Any, root: dict[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows."""
+    """Return the allowed JSON types."""
     found = set[str]()
     for part in _parts(schema, root):
         if types := _declared_types(part):
@@ -131,7 +131,7 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
     The first matching rule applies:
     - If the schema allows only strings, the text becomes a string.
     - A JSON value or Python literal of an allowed type keeps its value.
-    - If the schema allows strings, any other text becomes a string.
+    - If the schema allows strings, the text becomes a string.
     - A value of a wrong type is kept, and plain words become a string.
     - Any other text raises `UnreadableError`.
     """
@@ -157,9 +157,9 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
 
 
 def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
-    """Repair a malformed list or object. Return the value and its JSON.
+    """Return the repaired list or object, and its JSON.
 
-    If no repair is possible, or if two repairs differ, return `value` and `written`.
+    If the repair is impossible or ambiguous, return `value` and `written`.
     """
     found = [recovered[0]] if text.startswith("{") and (recovered := recover_object(text)) else []
     with contextlib.suppress(NotALiteralError):
@@ -169,7 +169,7 @@ def _container(text: str, value: Any, written: str) -> tuple[Any, str]:
 
 
 class LookaheadError(RequestError):
-    """A pattern has a lookahead, which the grammar cannot express."""
+    """The grammar cannot express a pattern's lookahead."""
 
     def __init__(self, pattern: str) -> None:
         shown = f"the pattern `{pattern[:_MAX_SHOWN_CHARS]}` looks ahead"
@@ -180,7 +180,7 @@ class LookaheadError(RequestError):
 def text_lexeme(schema: dict[str, Any], ending: str = "") -> str:
     """Return a Lark lexeme for the strings that a merged schema allows.
 
-    ending: Regular expression for the text after the string. Raises `LookaheadError` if a pattern has a lookahead.
+    ending: Regular expression for the text after the string. Raises `LookaheadError`.
     """
     members = schema.get("allOf")
     parts = [schema, *(each for each in (members if isinstance(members, list) else ()) if isinstance(each, dict))]
@@ -206,19 +206,18 @@ def _expressions(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_comment(function: Function) -> str:
-    """Return a grammar comment with the parameters' schema, or "" if the schema has no `pattern`.
+    """Return a grammar comment with the schema of the parameters, or "" if the schema has no `pattern`.
 
-    The grammar compiler's errors do not name the request's field. `schema_faults` finds the field in this comment.
+    With the comment, `schema_faults` can name the request's field in errors of the grammar compiler.
     """
     written = lark_json(function.parameters)
     return f"// {written}" if '"pattern"' in written else ""
 
 
 def json_of(schema: dict[str, Any], root: dict[str, Any]) -> str:
-    """Return a grammar expression for JSON that matches `schema`.
+    """Return a grammar expression for JSON that matches `schema`, with the definitions that `schema` refers to.
 
-    The expression contains the definitions that `schema` refers to. Raises `RequestError` if it is too long for any
-    grammar.
+    Raises `RequestError` if the expression is too long for a grammar.
     """
     definitions: dict[str, Any] = {}
     names, left = dict[int, str](), list[Any]()

@@ -1,7 +1,7 @@
 """Base class of parsers that read tool calls while an answer arrives.
 
-A parser emits a call when the call is complete. In a stream, the parser begins earlier if the arguments
-exceed `HELD_CHARS` characters. If the rest of a long call is malformed, the client gets broken JSON. Text that looks
+A parser emits a call when the call is complete. But a stream gets the beginning of a call as soon as the arguments
+exceed `HELD_CHARS` characters. If the rest of such a call is malformed, the client gets broken JSON. Text that looks
 like a call is content if the arguments are ambiguous, the tool is unknown, or a tag is not closed.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SPACE = " \t\r\n"
 HELD_CHARS = 1024
 _END_OF_TEXT = r"\Z"
-_MAX_CLOSERS = 8  # at most 7 surplus brackets and the closing marker are dropped
+_MAX_CLOSERS = 8  # the closing marker, and surplus brackets before it
 HALF = "\ufffd"  # replaces an incomplete UTF-8 character
 _AFTER_VALUE = "}]," + _SPACE
 BLANKS_WITHIN = f"[ \\t\\r\\n]{{0,{MAX_BLANKS}}}"
@@ -58,7 +58,7 @@ class MalformedError(Exception):
 class Call:
     """A call that is being read.
 
-    arguments: Arguments to emit at the end of the call, or None if the parser emits them earlier.
+    arguments: Arguments to emit at the end of the call. None if the parser emits arguments while reading them.
     index: Index of the call in the answer, or None until the name is emitted.
     """
 
@@ -120,10 +120,7 @@ class ToolParser:
         raise NotImplementedError
 
     def _content(self, *openers: str) -> Wait[str]:
-        """Emit the content before the next opener. Return the opener, or "" at the end of the answer.
-
-        White space before an opener is content only if no call follows.
-        """
+        """Emit the content before the next opener. Return the opener, or "" at the end of the answer."""
         while True:
             found = [(start, each) for each in openers if (start := self._text.find(each)) >= 0]
             if found:
@@ -149,10 +146,7 @@ class ToolParser:
         return num_begun + len(self._text) - len(end) if num_begun else 0
 
     def _begins_with(self, start: int, call_starts: CallStarts) -> Wait[bool]:
-        """Return True if a text of `call_starts` begins at `start`.
-
-        If the answer was cut off within one of these texts, drop the rest of the answer.
-        """
+        """Return True if a text of `call_starts` begins at `start`."""
         while (found := call_starts.starts_at(self._text, start)) is None and not self._is_over:
             yield
         if found is None and self._is_cut:
@@ -290,7 +284,7 @@ class ToolParser:
         if char == '"':
             self._position += 1
             yield from self._recover(call, reported)
-        # At the end of the answer, the condition is False, because every string contains "".
+        # False at the end of the answer: `char` is "", and every string contains "".
         elif char not in _AFTER_ARGUMENTS and not any(each.startswith(char) for each in self._call_openers):
             while not self._is_over:
                 yield
@@ -335,7 +329,7 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the index at which a malformed call ends.
 
-        A second call that begins before the closing marker belongs to the malformed call.
+        Another call before the closing marker belongs to the malformed call.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:
@@ -350,7 +344,7 @@ class ToolParser:
     def _reject(self, call: Call) -> NoReturn:
         """Raise `MalformedError`.
 
-        If a part of the call was emitted, or if the answer was cut off, first emit the remaining arguments.
+        First emit the remaining arguments if the answer was cut off, or if a part of the call was emitted.
         """
         if self._is_cut or self._held is None:
             self._position = len(self._text) if self._is_cut else self._position
@@ -439,10 +433,7 @@ class ToolParser:
             yield
 
     def _follows(self, texts: Sequence[str]) -> Wait[str]:
-        """Return the element of `texts` that comes next, or "".
-
-        If the answer is cut off within an element, drop the rest of the answer.
-        """
+        """Return the element of `texts` that comes next, or ""."""
         while True:
             seen = self._text[self._position :]
             if found := next((each for each in texts if seen.startswith(each)), ""):

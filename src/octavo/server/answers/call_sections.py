@@ -22,11 +22,9 @@ MAX_HEAD_CHARS = 256
 
 
 class SectionFormat(ToolFormat):
-    """A format with calls in sections. A section is `opens`, calls separated by `between`, and `closes`.
+    """A section is `opens`, calls separated by `between`, and `closes`. White space in these markers is optional.
 
-    The parser ignores white space in these markers.
-
-    opener: Beginning of `opens`. The parser searches for it.
+    opener: Beginning of `opens`, for which the parser searches.
     strays: Markers that begin a call outside of a section.
     one_each: True if each call has its own section.
     frames: Markers around content or before calls. The parser drops these markers.
@@ -42,7 +40,6 @@ class SectionFormat(ToolFormat):
     frames: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Set `frames_content` if the format has `frames`."""
         cls.frames_content = cls.frames_content or bool(cls.frames)
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
@@ -52,11 +49,11 @@ class SectionFormat(ToolFormat):
         return self.opens + between.join(written) + self.closes
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:
-        """Write one call. index: Index of the call, from 0."""
+        """Write one call. index: Counted from 0."""
         raise NotImplementedError
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """Return grammar rules that define `call`. Arguments must come in the schema's order."""
+        """Return grammar rules that define `call`. Arguments come in the schema's order."""
         raise NotImplementedError
 
     def forced(self, functions: Sequence[Function], *, only_one: bool) -> str:
@@ -115,7 +112,7 @@ class SectionParser(ToolParser):
         self._frames = form.frames
         self._opens = form.opens.removeprefix(form.opener)
         self._call_opens, self._between = form.call_opens, form.between.strip()
-        # Allow blanks after the bracket that ends a list, because some models write them.
+        # Some models write blanks after the bracket that ends a list.
         self._closes = form.closes.replace("]", "] ", 1)
         self._one_each = form.one_each
         self._is_list = not form.one_each and not form.call_opens
@@ -147,10 +144,10 @@ class SectionParser(ToolParser):
             yield from self._takes_section_end()
 
     def _end_member(self) -> None:
-        """A hook that runs after each call."""
+        """Called after each call."""
 
     def _skips_broken_member(self) -> Wait[bool]:
-        """Emit a malformed call in a list as content. Return False if the end of the call is uncertain."""
+        """Emit a malformed call in a list as content. Return False if the call's end is uncertain."""
         while not self._is_over:
             yield
         num_chars = member_end(self._broken + self._text)

@@ -28,7 +28,7 @@ class CodeSpans:
 
     @property
     def is_outside(self) -> bool:
-        """True if the text ends outside of code, and does not end with a backtick that may begin code."""
+        """True if the text ends outside of code, and not with a backtick that may begin code."""
         return not self._num_open and not self._num_seen
 
     def feed(self, text: str) -> None:

@@ -120,10 +120,7 @@ class _GenericParser(ToolParser):
 
 
 class GenericFormat(ToolFormat):
-    """An answer is `{"tool_call": {...}}`, `{"tool_calls": [...]}` or `{"response": "..."}`.
-
-    `tool_calls` is allowed only if the client allows several calls.
-    """
+    """An answer is `{"tool_call": {...}}`, `{"tool_calls": [...]}` or `{"response": "..."}`."""
 
     name = "generic"
     markers = ()

@@ -56,7 +56,7 @@ class HarmonyParser(MessageParser):
 
 
 class HarmonyFormat(ToolFormat):
-    """A call is a message to a function. The end marker of a call also ends the answer, so an answer has one call."""
+    """A call is a message to a function. The call's end marker also ends the answer, so an answer has one call."""
 
     name = "openai"
     markers = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, *_ENDS)
@@ -65,7 +65,7 @@ class HarmonyFormat(ToolFormat):
     parser_class = HarmonyParser
 
     def write(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-        """Write calls as the models do. Chat templates write calls differently."""
+        """See `ToolFormat`. Chat templates write calls differently."""
         return "<|start|>assistant".join(
             f"{self._head(name)}{json_text(arguments)}<|call|>" for name, arguments in calls
         )

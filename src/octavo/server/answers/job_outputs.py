@@ -44,12 +44,11 @@ def error_of(output: RequestOutput) -> OctavoError | None:
 def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
     """Return a generator that yields the outputs of all prompts, in order of arrival.
 
-    The job's permit limits how many prompts run in parallel. The call or the iteration raises the
-    request's error: `RequestFailedError`, `ExecutionError`, `DeadlineError`, `RequestError`, `AuthenticationError` or
-    `ServerClosingError`.
+    The job's permit limits how many prompts run in parallel. The call or the iteration raises `RequestFailedError`,
+    `ExecutionError`, `DeadlineError`, `RequestError`, `AuthenticationError` or `ServerClosingError`.
 
-    usage: Counts tokens. The generator adds the last outputs of failed and aborted requests, because it does not yield
-    them. The caller must add the yielded outputs.
+    usage: The caller must add each yielded output to these counts. The generator adds the last outputs of failed and
+    aborted requests, which it does not yield.
     """
     with client_field_names(job.client_names):
         most, longest = service.config.max_request_logprobs, service.model_info.max_model_len
@@ -68,10 +67,9 @@ def outputs_of(service: Service, job: Job, usage: UsageCounter) -> Outputs:
 
 
 class MergedOutputs:
-    """Yields the outputs of several streams, in order of arrival.
+    """Yields the outputs of several streams, in order of arrival. At most `at_once` streams are open concurrently.
 
-    At most `at_once` streams are open concurrently. Raises the first error of any stream. The caller must then call
-    `aclose`.
+    Raises the first error of a stream. Then the caller must call `aclose`.
     """
 
     def __init__(self, streams: Sequence[AsyncGenerator[RequestOutput, None]], *, at_once: int) -> None:

@@ -1,4 +1,4 @@
-"""Jobs, and protocols of the objects that write replies."""
+"""Jobs, and protocols of replies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a stream is sent. keep_alive: Bytes to send while a stream is idle. Clients ignore these bytes."""
+    """How a stream is sent. keep_alive: Bytes that an idle stream sends. Clients ignore these bytes."""
 
     media_type: str
     keep_alive: bytes
@@ -46,8 +46,8 @@ class Job:
     place: Permit that the job holds until the answer ends.
     deadline: Time in seconds on the event loop's clock.
     counts_completions: False to omit generated tokens from the usage.
-    client_names: Maps the engine's field names to the client's.
-    check: Called with each tokenized prompt, and may raise `RequestError`.
+    client_names: Maps the engine's field names to the client's field names.
+    check: Called with each tokenized prompt. May raise `RequestError`.
     """
 
     request_id: str
@@ -81,7 +81,7 @@ class Job:
 
 @dataclass(slots=True)  # `frozen` would double the creation time
 class ChoiceUpdate:
-    """New output of one choice. choice: Index of the choice among the choices of all prompts."""
+    """New output of one choice. choice: Index among the choices of all prompts."""
 
     choice: int
     is_first: bool
@@ -124,5 +124,5 @@ def line(data: Any) -> bytes:
 
 
 def json_response(reply: Any) -> Response:
-    """Return a JSON response. Encodes on the event loop."""
+    """Encode a JSON response."""
     return Response(encoder.encode(reply), media_type="application/json")

@@ -28,7 +28,7 @@ _JSON_TYPES = ("number", "boolean", "null", "object", "array")
 
 
 class KimiK3Parser(TaggedParser):
-    """Reads Kimi K3's tags. Attributes may have any order, and unknown attributes are ignored."""
+    """Reads Kimi K3's tags. Attributes have any order. Unknown attributes are ignored."""
 
     def _name(self) -> Wait[str]:
         attributes = yield from self._attributes()
@@ -51,7 +51,7 @@ class KimiK3Parser(TaggedParser):
 
 
 class KimiK3Format(TaggedFormat):
-    """Calls are numbered from 1. An argument's tag contains the type of the value."""
+    """Calls are numbered from 1. An argument's tag contains the value's type."""
 
     name = "kimi_k3"
     markers = (_OPEN, _CLOSE, _SEP)
@@ -69,7 +69,7 @@ class KimiK3Format(TaggedFormat):
         return [f'{self.argument_opens}{each} key="{_escaped(key)}"' for key in keys for each in before]
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
-        """See `ToolFormat`. The texts contain no function name."""
+        """See `ToolFormat`."""
         return {self.opener: CallStarts([self.call_opens])}
 
     def write_call(self, index: int, name: str, arguments: dict[str, Any]) -> str:

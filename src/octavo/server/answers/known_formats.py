@@ -71,7 +71,7 @@ FORMATS: tuple[type[ToolFormat], ...] = (
 _PROBE = (template_probe.NAME, template_probe.ARGUMENTS)
 _AS_CLIENTS = '"function": {'
 
-# An entry matches a template that contains all of the entry's texts.
+# A template matches if it contains all texts of the entry.
 _MARKS: tuple[tuple[tuple[str, ...], type[ToolFormat]], ...] = (
     (("<tool_call>", "<function=", "<parameter="), tagged_calls.Qwen3CoderFormat),
     (("<tool_call>", "<arg_key>"), tagged_calls.GLMFormat),
@@ -97,14 +97,13 @@ def find_tool_format(
 ) -> ToolFormat | None:
     """Return the format named `wanted`, or None if `wanted` is "none".
 
-    If several formats have this name, return the one that the chat templates use. If they use none, return the first.
+    If several formats have this name, return the format that the chat templates use, or else the first.
 
-    For "auto", return one of these:
-    - The format that the chat templates use.
-    - `GenericFormat` if the chat templates use no known format.
-    - None if the model has no chat template.
+    For "auto", return the format that the chat templates use, or `GenericFormat` if this format is unknown. If the
+    model has no chat template, return None.
 
-    written: Text that the templates render for the sample call of `template_probe`, or None if they refuse the call.
+    written: Text that the templates render for the sample call of `template_probe`, or None if the templates refuse the
+    call.
     """
     if wanted == "none":
         return None
@@ -120,8 +119,8 @@ def find_tool_format(
 def _shown(formats: Sequence[type[ToolFormat]], written: str | None, text: str) -> type[ToolFormat] | None:
     """Return the format that the chat templates use, or None.
 
-    Prefer a format that writes the sample call exactly as the templates do. Otherwise, accept a format that reads the
-    call. If the templates omit the call or copy the client's JSON, `_MARKS` decides.
+    Prefer a format that writes the sample call exactly as the templates do, then a format that reads the call. If the
+    templates omit the call or copy the client's JSON, `_MARKS` decides.
     """
     if written is not None and template_probe.NAME in written and _AS_CLIENTS not in written:
         tests = (_is_written, _is_read)

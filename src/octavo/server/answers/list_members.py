@@ -11,7 +11,7 @@ _CLOSERS = {"[": "]", "{": "}", "(": ")"}
 
 
 def member_end(text: str) -> int | None:
-    """Return the length of the object or Python call at the beginning of a text, or None if the length is uncertain.
+    """Return the length of the object or Python call at the beginning of `text`, or None if uncertain.
 
     The length is certain if the brackets match, and if punctuation of JSON or Python precedes and follows each string.
     """

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class MessageParser(ToolParser):
     """Reads messages. Text without a head is content.
 
-    If the recipient is not a known function, the head decides whether the text is content or reasoning.
+    If the recipient is no known function, the head decides whether the text is content or reasoning.
 
-    breaks: Markers that end a message and begin the next message.
+    breaks: Markers that end a message and begin the next one.
     """
 
     begins: ClassVar[tuple[str, ...]]
@@ -28,11 +28,11 @@ class MessageParser(ToolParser):
     ends: ClassVar[tuple[str, ...]]
 
     def _addressee(self, head: str) -> tuple[str | None, Literal["reasoning", "content"]]:
-        """Return the name of the function that a head addresses (or None), and the kind of the message's text."""
+        """Return (called function or None, kind of the text)."""
         raise NotImplementedError
 
     def _bare_head(self) -> tuple[int, Literal["reasoning", "content"]] | None:
-        """Return (length of a head without `head_closes`, kind of the message's text), or None."""
+        """Return (length of a head without `head_closes`, kind of the text), or None."""
         return None
 
     def _call_steps(self, call: Call) -> Wait[None]:

@@ -69,7 +69,7 @@ class NestedParser(ValueParser):
         self._report("arguments", "]", call)
 
     def _next_tag(self, around: str) -> Wait[str]:
-        """Return the name of the next opening tag, or "" if the closing tag of `around` comes first."""
+        """Return the name of the next opening tag, or "" at the closing tag of `around`."""
         if (yield from self._takes_next(f"{MARK}</{around}>")):
             self._drop()
             return ""

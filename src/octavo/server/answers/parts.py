@@ -25,8 +25,8 @@ PartKind = Literal["content", "reasoning", "call", "arguments"]
 class Part:
     """A piece of an answer.
 
-    text: Tool's name if `kind` is `call`. Piece of JSON if `kind` is `arguments`. The whole JSON is incomplete if the
-    answer was cut off, and broken if a long call was malformed.
+    text: The tool's name if `kind` is `call`, or a piece of JSON if `kind` is `arguments`. The whole JSON is incomplete
+    if the answer was cut off, and broken if a long call was malformed.
     start: Index of the part's first character in the answer. Calls and arguments may have an earlier index.
     """
 
@@ -67,7 +67,7 @@ class AnswerParser(Protocol):
 def joined(parts: Sequence[Part]) -> list[Part]:
     """Join adjacent parts of content, reasoning or one call's arguments. Drop empty parts.
 
-    Joined content must also be adjacent in the answer.
+    Parts of content are joined only if they are also adjacent in the answer.
     """
     if len(parts) == 1 and parts[0].text:
         return [*parts]
@@ -137,8 +137,7 @@ class ReasoningParser:
     White space around the reasoning is dropped.
 
     is_open: True if the prompt ends with the opening marker.
-    interrupts: Texts by a marker that can begin a tool call. If one of the texts follows the marker, the reasoning ends
-    before the marker.
+    interrupts: Markers that end the reasoning because a call begins. See `ToolFormat.reasoning_ends`.
     """
 
     def __init__(
@@ -208,10 +207,7 @@ class ReasoningParser:
             self._pending, self._place = rest, "after"
 
     def _end(self) -> tuple[int, str | None]:
-        """Return the index at which the reasoning ends, and the marker that ends it.
-
-        If no marker is complete, return the index at which a marker may begin, and None.
-        """
+        """Return (index at which the reasoning ends, end marker), or (index at which a marker may begin, None)."""
         start = 0
         while found := [(place, each) for each in self._ends if (place := self._pending.find(each, start)) >= 0]:
             place, mark = min(found)

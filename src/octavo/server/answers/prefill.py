@@ -27,9 +27,9 @@ class Prefilled(Struct):
 
 
 def prefill_of(job: Job) -> Job:
-    """Return a job that only computes the prompts of `job`.
+    """Return a job that computes the prompts of `job`, and generates one token for each prompt.
 
-    The returned job generates one token for each prompt. The decode engine applies the client's parameters.
+    The decode engine applies the client's parameters.
     """
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
     return replace(job, params=params, stream=False, counts_completions=False)

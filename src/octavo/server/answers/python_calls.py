@@ -28,7 +28,7 @@ _WORDS_OF = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 class PythonFormat(SectionFormat):
-    """Base class of formats in Python's syntax. Values are JSON or Python's True, False and None."""
+    """Base of formats in Python's syntax. Values are JSON, or Python's True, False and None."""
 
     between: ClassVar[str] = ", "
     parser_class = PythonParser
@@ -120,7 +120,7 @@ class PythonicFormat(PythonFormat):
 
 
 def _beginnings(place: str, schema: dict[str, Any]) -> list[tuple[str, str]]:
-    """For each argument that may come first, return a pattern of the name and the rules that follow the name."""
+    """Return (pattern of the name, rules after the name) for each argument that may come first."""
     named = properties_of(schema)
     if not named:
         return [(_ANY_KEY.strip("/"), f"value{place} (COMMA any{place})*")] if is_open(schema) else []

@@ -36,7 +36,7 @@ class PythonParser(ValueParser):
     def _has_next_call(self) -> Wait[bool]:
         if self._between:
             return (yield from super()._has_next_call())
-        # At the end of the answer, `char` is "", and every text starts with "".
+        # False at the end of the answer: `char` is "", and every string starts with "".
         char = yield from self._skip_space()
         return not self._closes.startswith(char)
 
@@ -66,11 +66,7 @@ class PythonParser(ValueParser):
         return key
 
     def _python_value(self, call: Call) -> Wait[str]:
-        """Skip a value, and return the value's JSON.
-
-        If the answer was cut off within a string, list or dict, emit the beginning of the value and raise
-        `MalformedError`.
-        """
+        """Return the next value's JSON. If the answer was cut off, first emit the beginning of the value."""
         start = self._position
         scanner = ValueScanner(start)
         try:
@@ -90,7 +86,7 @@ class PythonParser(ValueParser):
 class PythonListParser(PythonParser):
     """Reads lists of calls, with or without Llama 4's markers.
 
-    A list without markers may be code, so it is read only under these conditions:
+    A list without markers may be code. The parser reads such a list only under these conditions:
     - Each call has no arguments, or begins with a keyword argument.
     - A list after other text begins with a function's name, and is neither a subscript nor Markdown code.
     """

@@ -1,4 +1,4 @@
-"""Functionary 3.2's answers. Each part begins with a marker and a recipient, which is `all` or a function."""
+"""Functionary 3.2's answers. Each part begins with a marker and a recipient: `all` or a function."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TaggedFormat(SectionFormat):
     parser_class = TaggedParser
 
     def argument_starts(self, keys: Sequence[str]) -> list[str]:
-        """Return the texts with which arguments of these names begin."""
+        """Return the texts with which these arguments begin."""
         ends, *_ = self.argument_named.split("\n")
         marks = [self.text_mark, self.json_mark] if self.text_mark else [""]
         return [f"{self.argument_opens}{key}{mark}{ends}" for key in keys for mark in marks]
@@ -197,7 +197,7 @@ class GLM47Format(TaggedFormat):
 
 
 class DeepSeekV32Format(TaggedFormat):
-    """DeepSeek V3.2. The tag of an argument shows whether the value is a string."""
+    """DeepSeek V3.2. An argument's tag shows whether the value is a string."""
 
     name = "deepseek_v32"
     markers = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")

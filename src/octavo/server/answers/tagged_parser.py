@@ -25,8 +25,8 @@ _NO_STRING = {"type": ["array", "boolean", "null", "number", "object"]}
 class TaggedParser(ValueParser):
     """Emits strings piece by piece, and other values when they are complete.
 
-    If the closing tag of a call is missing, the closing tag of the section ends the call. Exception: if the function
-    has parameters but the call has no argument, the text is content.
+    If a call's closing tag is missing, the section's closing tag ends the call. But if the call has no argument and the
+    function has parameters, the text is content.
     """
 
     _form: TaggedFormat
@@ -104,10 +104,7 @@ class TaggedParser(ValueParser):
         return (yield from self._run(NAME))
 
     def _argument(self, call: Call, separator: str) -> Wait[str]:
-        """Emit `separator` and an argument.
-
-        Return "" until the call has an emitted argument, then a nonempty string.
-        """
+        """Emit `separator` and an argument. Return "" if the call has no emitted argument yet."""
         parameters = self._parameters[call.name or ""]
         key, is_marked_text = yield from self._key(parameters)
         is_named = key in property_names(parameters, parameters)
@@ -144,7 +141,7 @@ class TaggedParser(ValueParser):
         return TagEnd(self._form, closes, call_starts, is_text=is_text, is_padded=is_padded)
 
     def _refuse_doubled(self, key: str) -> Wait[None]:
-        """Raise `MalformedError` if the value begins with the argument's opening markers again."""
+        """Raise `MalformedError` if the argument's opening markers are repeated."""
         *_, mark = self._form.argument_named.split("\n")
         for each in (mark if mark.startswith("<") else "", *self._form.argument_starts([key])):
             if each and (yield from self._takes(each)):
@@ -163,10 +160,7 @@ class TaggedParser(ValueParser):
             yield from self._takes_all(self._form.value_closes)
 
     def _key(self, parameters: dict[str, Any]) -> Wait[tuple[str, bool | None]]:
-        """Return an argument's name, and whether its tag declares a string.
-
-        The second value is None if the tag declares no type.
-        """
+        """Return (argument's name, True if the tag declares a string, False for another type, None for no type)."""
         ends, *more = self._form.argument_named.split("\n")
         known = parameters.get("properties")
         head = yield from self._head(ends)

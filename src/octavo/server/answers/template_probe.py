@@ -32,8 +32,8 @@ _CALLING = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 class TemplateProbe:
     """The text that a chat template renders for a test question and a test call.
 
-    prompt: Prompt with the question. call: Text that the call adds to the prompt. A field is None if the template
-    refuses the messages.
+    prompt: Prompt with the question, or None if the template refuses it.
+    call: Text that the call adds to the prompt, or None if the template refuses it.
     """
 
     prompt: str | None = None
@@ -41,7 +41,7 @@ class TemplateProbe:
 
     @classmethod
     def of(cls, render: Callable[..., str]) -> TemplateProbe:
-        """Render the prompt and the call."""
+        """Render both texts."""
         prompt = _rendered(render, [_QUESTION], add_generation_prompt=True)
         question = _rendered(render, [_QUESTION])
         calling = _rendered(render, [_QUESTION, _CALLING])

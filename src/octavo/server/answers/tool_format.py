@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class Function:
     """A client's tool.
 
-    parameters: JSON schema of the arguments. strict: True if calls must match the schema. field: Name of the request's
-    field that contains the schema.
+    parameters: JSON schema of the arguments.
+    strict: True if calls must match the schema.
+    field: Name of the request's field with the schema.
     """
 
     name: str
@@ -35,12 +36,11 @@ class ToolFormat:
     """A format of tool calls. Grammars are in llguidance's dialect of Lark.
 
     markers: Texts around calls. The detokenizer keeps markers even if they are special tokens.
-    takes_one: True if chat templates refuse several calls in one message. An answer then has several calls only if the
+    takes_one: True if chat templates refuse several calls in one message. Then an answer has several calls only if the
     client asks for parallel calls.
-    frames_content: True if markers also enclose content. The parser then reads even answers to requests without tools.
-    describes_tools: True if `messages_with_tools` writes the tools as text. The chat template then gets no tools.
-    token_name: Function that returns a token's name in a grammar, such as `<[123]>`, or None if the text is not one
-    token.
+    frames_content: True if markers also enclose content. Then the parser also reads answers to requests without tools.
+    describes_tools: True if `messages_with_tools` writes the tools as text. Then the chat template gets no tools.
+    token_name: Returns a token's name in a grammar, such as `<[123]>`, or None if the text is not one token.
     """
 
     name: ClassVar[str]
@@ -61,9 +61,9 @@ class ToolFormat:
         return self.parser_class(self, functions, only_one=only_one)
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
-        """Return the markers that can begin a call within reasoning.
+        """Return the markers that can begin a call within reasoning, each with texts of which one must follow.
 
-        Each marker is mapped to texts. The marker begins a call only if one of these texts follows.
+        If no such text follows a marker, the marker is a part of the reasoning.
         """
         return {}
 
@@ -129,7 +129,7 @@ class ToolFormat:
 
 
 def choice_of(count: int) -> str:
-    """Return the rule `call`, a choice of the rules `call0`, `call1` and so on."""
+    """Return the rule `call`, a choice of `call0`, `call1` and so on."""
     return "call: " + " | ".join(f"call{index}" for index in range(count))
 
 

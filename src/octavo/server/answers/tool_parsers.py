@@ -31,7 +31,7 @@ class HermesParser(ToolParser):
 
 
 class LlamaParser(ToolParser):
-    """Reads {"name": ..., "parameters": ...}. Semicolons or line feeds separate several calls.
+    """Reads {"name": ..., "parameters": ...}. Semicolons or line feeds separate calls.
 
     An object after other text is a call only if it begins with the name and the arguments.
     """
@@ -122,10 +122,7 @@ class MistralParser(ToolParser):
         yield from self._report_arguments(call)
 
     def _read_head(self, call: Call, head: re.Match[str] | None, brace: int) -> None:
-        """Move to the arguments after a call's head.
-
-        If the head is invalid, raise `MalformedError`. If the head is cut off, first move to the answer's end.
-        """
+        """Move to the arguments. If the head is cut off or invalid, raise `MalformedError`."""
         if head is not None:
             self._position = brace
             return

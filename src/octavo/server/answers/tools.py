@@ -33,8 +33,9 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 class Choice:
     """A request's `tool_choice`.
 
-    mode: "auto", "none" or "required". named: Tool that must be called, or None. allowed: Tools that may be called, or
-    None for all.
+    mode: "auto", "none" or "required".
+    named: Tool that must be called, or None.
+    allowed: Tools that may be called, or None for all.
     """
 
     mode: str = "auto"
@@ -70,7 +71,7 @@ class Toolbox:
         *,
         parallel: bool | None = None,
     ) -> Toolbox:
-        """Make a toolbox. Raises `RequestError` if the tools or the choice are invalid.
+        """Make a toolbox. Raises `RequestError`.
 
         parallel: True to allow several calls in an answer, or None for the format's default.
         """
@@ -180,7 +181,7 @@ def _lenient(function: Function) -> Function:
 
 
 def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
-    """Name the request's field in each schema, for errors of the grammar compiler."""
+    """Check the schemas' size, and add the request's field to each schema, for later errors."""
     marked = [replace(each, parameters={**each.parameters, FIELD: each.field}) for each in functions]
     num_chars = 0
     for each in marked:
@@ -201,7 +202,7 @@ def _bounded(functions: Sequence[Function]) -> Sequence[Function]:
 
 
 def read_function(fields: Any, place: str, parameters_name: str = "parameters") -> tuple[Function, str]:
-    """Return a tool and its description. Raises `RequestError` if a field is invalid."""
+    """Return a tool and its description. Raises `RequestError`."""
     if not isinstance(fields, dict):
         raise RequestError(f"{place} must be an object with a name", parameter=place)
     name, description = fields.get("name"), fields.get("description")

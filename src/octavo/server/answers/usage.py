@@ -21,7 +21,7 @@ class PromptTokensDetails(Struct):
 class CompletionTokensDetails(Struct):
     """Kinds of generated tokens.
 
-    rejected_prediction_tokens: Rejected draft tokens, which do not count as generated tokens.
+    rejected_prediction_tokens: Rejected draft tokens. They do not count as generated tokens.
     """
 
     reasoning_tokens: int = 0
@@ -43,7 +43,7 @@ class Receipt(Struct):
 
     @classmethod
     def of(cls, ended: Collection[RequestMetrics]) -> Receipt:
-        """Return the total cost of ended requests."""
+        """Add up the cost of ended requests."""
         return cls(
             sum(each.num_computed_tokens for each in ended),
             sum(each.num_recomputed_tokens for each in ended),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from octavo.server.answers.tagged_calls import TaggedFormat
 
     _Verdict: TypeAlias = tuple[int, int] | Literal[False] | None
-    """Indices at which a value and its closing tag end, False if the marker is text, None if more text is needed."""
+    """Indices at which a value and its closing tag end. False: the marker is text. None: more text is needed."""
 
 _MAX_MARK_CHARS = 512
 _NO_BLANK = re.compile(r"\S")
@@ -23,7 +23,7 @@ _NO_BLANK = re.compile(r"\S")
 def slips_of(tag: str) -> str:
     """Return a pattern that matches a marker.
 
-    For a closing tag such as `</a>`, the pattern also matches the misspellings `</a/>`, `</a >` and `</a`.
+    For a closing tag such as `</a>`, the pattern also matches `</a/>`, `</a >` and `</a`.
     """
     if tag.startswith("</") and tag.endswith(">"):
         return rf"{re.escape(tag[:-1])}(?:\s*/?>)?"
@@ -45,13 +45,13 @@ class ValueEnd(Protocol):
         ...
 
     def drop(self, text: str) -> None:
-        """Subtract the length of `text` from the indices, because the caller removes `text` from the searched text."""
+        """Shift the indices, because the caller removes `text` from the beginning of the searched text."""
         ...
 
     def find(self, text: str, *, is_over: bool) -> tuple[int, int] | None:
         """Return the indices at which the value and its closing marker end, or None if more text is needed.
 
-        is_over: True if no more text follows. Raises `MalformedError` if the value has no end or is ambiguous.
+        is_over: True if no more text follows. Raises `MalformedError` if the value's end is missing or ambiguous.
         """
         ...
 
@@ -90,8 +90,9 @@ class TagEnd:
     - If the closing tag is missing, the value ends before the call's closing marker, or before an argument that is in
       the schema and not yet in the call.
 
-    call_starts: Opening texts of the arguments that may follow.
+    call_starts: Texts with which the missing arguments of the call begin.
     is_text: False if the value is JSON, which contains no tag.
+
     Private methods return None if more text is needed.
     """
 
@@ -113,13 +114,13 @@ class TagEnd:
         self._start = closes[:-1] if closes.startswith("</") and closes.endswith(">") else closes
         self._marks = (self._start, *self._call_starts, self._opens, *self._breaks, *self._openers)
         self._any = re.compile("|".join(map(re.escape, self._marks)))
-        # Markers that begin a call, in order. "" represents the name. A text of `_call_follows` must follow.
+        # The head of a call. "" is the place of the name. A text of `_call_follows` must follow.
         self._head = (*(form.call_opens or form.opens).split(), "", *form.named.split())
         self._name = form.head_pattern
         self._num_open = 0  # open calls within the value
         self._calls = re.compile("|".join(map(re.escape, (self._openers[-1], self._breaks[0]))))
         self._has_tags = False  # the value contains a tag as text
-        # The text before these indices was searched.
+        # searched up to these indices
         self._ahead_at = self._inner_at = self._call_at = 0
         self._inner_depth = 0  # open calls at `_inner_at`
         self._surplus_at = 0  # markers before this index belong to calls within the value
@@ -169,7 +170,7 @@ class TagEnd:
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return True if a marker belongs to a call within the value.
 
-        A marker belongs to an inner call if later markers close all inner calls, and then the outer call.
+        In this case, later markers close all inner calls, and then the outer call.
         """
         if not self._num_open:
             return False
@@ -219,7 +220,7 @@ class TagEnd:
         if self._num_open and text.startswith(self._breaks[0], place):
             self._num_open -= 1
             return False
-        # A section's closing marker cannot end the value while the closing tags of value and call are missing.
+        # If the closing tag is missing, the value ends before the call's closing marker.
         is_placed = self._is_alone_on_line(text, place) and text.startswith(self._breaks[0], place)
         is_end = is_placed and self._is_end_of_call(text, place, is_over=is_over)
         if not is_end:
@@ -240,10 +241,6 @@ class TagEnd:
         return self._broken_off(text, place) if is_line else False
 
     def _judged_unknown(self, text: str, place: int, *, is_over: bool) -> Literal[False] | None:
-        """Treat the tag of an unknown argument as part of the value.
-
-        Raises `MalformedError` if a damaged closing tag precedes the unknown tag.
-        """
         rest = text[place : place + _MAX_MARK_CHARS]
         if not is_over and any(each.startswith(rest) for each in self._call_starts):
             return None
@@ -254,7 +251,6 @@ class TagEnd:
         return False
 
     def _is_end_of_call(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if another call or the end of the section follows the closing marker at `place`."""
         place = _after_blanks(text, place + len(self._breaks[0]))
         rest = text[place : place + _MAX_MARK_CHARS]
         if not rest:
@@ -279,11 +275,11 @@ class TagEnd:
         return closer.span() if is_ended else is_ended
 
     def _is_ended(self, text: str, closer: re.Match[str], follows: str, *, is_over: bool) -> bool | None:
-        """Return True if a closing tag ends the value.
+        """Return True if a closing tag ends the value. One of these conditions must be true.
 
-        The tag ends the value in these cases:
         - A known argument follows.
-        - The text after the tag is exactly the text that the format writes after a value.
+        - The line break before the tag is as in the format. If the call ends after the tag, the call's end is also as
+          in the format.
         - No later closing tag can end the value.
         """
         if follows == "head":
@@ -323,8 +319,8 @@ class TagEnd:
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
         """Return the kind of the text after a closing tag.
 
-        - "head": The head of a known argument, or an incomplete marker at the end of the answer.
-        - "argument": The head of an unknown argument, or the same closing tag again.
+        - "head": A known argument, or an incomplete marker at the end of the answer.
+        - "argument": An unknown argument, or the same closing tag again.
         - "end": The end of the call or of its section.
         - "": Other text.
         """
@@ -340,7 +336,7 @@ class TagEnd:
         return "end" if rest.startswith(self._follows) else ""
 
     def _is_proper_end_ahead(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if another closing tag can end the value before the next call. The tag may be cut off."""
+        """Return True if a later closing tag, complete or cut off, can end the value before the next call."""
         pad = "\n" if self._is_padded else ""
         ends = pad + self._start
         place = max(place, self._ahead_at)
@@ -358,10 +354,7 @@ class TagEnd:
         return num_held_back_chars(text, ends) > len(pad) if is_over else None
 
     def _next_call(self, text: str, place: int, *, is_over: bool) -> tuple[int, bool]:
-        """Return the index of the next call, and whether the call is certain.
-
-        If no call follows, return the text's length and False.
-        """
+        """Return (index of the next call, True if the call is certain), or (length of the text, False)."""
         opener = self._openers[-1]
         self._call_at = max(place, self._call_at)
         while (found := text.find(opener, self._call_at)) >= 0:

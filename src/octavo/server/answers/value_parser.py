@@ -20,7 +20,7 @@ _MAX_WORD_CHARS = 512
 
 
 class ValueParser(SectionParser):
-    """Emits the name of an argument together with the first piece of the argument's value."""
+    """Emits the name of an argument together with the first piece of the value."""
 
     is_padded = False
     _held_piece = ""  # emitted before the next value
@@ -66,10 +66,7 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
-        """Return the indices at which a string and its closing marker end, or None if more text is needed.
-
-        If the answer was cut off, emit the text that is certain and raise `MalformedError`.
-        """
+        """Return the result of `ends.find`. If the answer was cut off, first emit the beginning of the string."""
         try:
             return ends.find(self._text, is_over=self._is_over)
         except MalformedError:

@@ -22,8 +22,9 @@ MEDIA = "this server reads text only, no images, sound or files"
 class Fields:
     """The fields of objects of one type.
 
-    read: names of the fields that this server uses. harmless: maps an ignored field to the reason why it is
-    ignored. unsupported: maps a field to the allowed values, which turn the field off.
+    read: Names of the fields that this server uses.
+    harmless: Maps an ignored field to the reason for ignoring the field.
+    unsupported: Maps a field to the allowed values, which turn the field off.
     """
 
     read: frozenset[str]
@@ -31,7 +32,7 @@ class Fields:
     unsupported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], place: str) -> None:
-        """Raise `RequestError` if an unsupported field has a value that is not allowed. place: the object's path."""
+        """Raise `RequestError` if an unsupported field has a value that is not allowed. place: The object's path."""
         further = given.keys() - self.read - self.harmless.keys()
         for name in further & self.unsupported.keys():
             if not any(given[name] == neutral for neutral in self.unsupported[name]):
@@ -45,14 +46,14 @@ class Fields:
 class BlockTypes:
     """The object types that one place of a request accepts.
 
-    taken: maps an accepted type to its fields. refused: maps a refused type to the reason.
+    taken: Maps an accepted type to its fields. refused: Maps a refused type to the reason.
     """
 
     taken: Mapping[str, Fields]
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, block: Any, place: str, default: str | None = None) -> str:
-        """Check an object and return its type. default: type of an object without the field `type`."""
+        """Check an object and return its type. default: Type of an object without the field `type`."""
         kind = block.get("type", default) if isinstance(block, dict) else None
         fields = self.taken.get(kind) if isinstance(kind, str) else None
         if isinstance(kind, str) and fields is not None:

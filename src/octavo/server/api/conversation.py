@@ -48,8 +48,9 @@ CALLS = BlockTypes({"function": fields("id", "function", "index")}, {"custom": "
 class Conversation:
     """A conversation.
 
-    options: arguments of the chat template. field: name of the API's field with the messages, for errors. prediction:
-    the answer that the client predicts, or "".
+    options: Arguments of the chat template.
+    field: Name of the API's field with the messages, for errors.
+    prediction: The answer that the client predicts, or "".
     """
 
     messages: list[dict[str, Any]]
@@ -98,7 +99,7 @@ def _read_message(message: Any, place: str) -> dict[str, Any]:
 
 
 def read_content(content: Any, place: str, types: BlockTypes) -> str | list[dict[str, str]]:
-    """Check a message's content. Return a string, or a list of text parts, which the chat template joins."""
+    """Check and return a message's content: a string, or text parts that the chat template joins."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -136,14 +137,14 @@ def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
 
 
 def read_call_arguments(text: Any, place: str) -> dict[str, Any]:
-    """Return a tool call's arguments. text: a JSON string, an object, or None."""
+    """Return a tool call's arguments. text: A JSON string, an object, or None."""
     if text is not None and not isinstance(text, str | dict):
         raise RequestError(f"{place} must be a JSON object in a string", parameter=place)
     return text if isinstance(text, dict) else read_arguments(text or "")
 
 
 def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
-    """Return the chat template's arguments for a reasoning effort. Some templates only know `enable_thinking`."""
+    """Return template arguments for a reasoning effort. Some templates know only `enable_thinking`."""
     if effort is None:
         return {}
     if not isinstance(effort, str):
@@ -152,10 +153,7 @@ def effort_options(effort: Any, parameter: str) -> dict[str, Any]:
 
 
 def continuing(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the chat template's arguments for an answer.
-
-    If the last message has the role assistant, the answer continues this message.
-    """
+    """Return template arguments that continue the last message if its role is assistant."""
     begun = messages[-1]["role"] == "assistant"
     return {"add_generation_prompt": not begun, "continue_final_message": begun}
 
@@ -176,7 +174,7 @@ def template_options(request: ChatFields) -> dict[str, Any]:
 def template_arguments(
     arguments: dict[str, Any] | None, reserved: set[str] = _RESERVED_TEMPLATE_NAMES | _GENERATION
 ) -> dict[str, Any]:
-    """Return the template arguments in vLLM's field chat_template_kwargs. reserved: names that clients must not set."""
+    """Return the arguments in vLLM's field chat_template_kwargs. reserved: Names that clients must not set."""
     arguments = arguments or {}
     if refused := arguments.keys() & reserved:
         raise RequestError(f"chat_template_kwargs must not set {min(refused)}", parameter="chat_template_kwargs")
@@ -188,8 +186,10 @@ async def render(
 ) -> dict[str, Any]:
     """Render a conversation with the chat template, and tokenize the text.
 
-    is_prompt: True to refuse a prompt that fills the whole context. Returns the prompt's text and token ids, and the
-    token ids of the prediction if the engine uses draft tokens.
+    Returns the prompt's text and token ids. If the engine uses draft tokens, also returns the token ids of the
+    prediction.
+
+    is_prompt: True to refuse a prompt that fills the whole context.
     """
     inputs, truncation = service.engine.input_processor, conversation.truncation
 
@@ -226,7 +226,7 @@ async def answer_conversation(
     id_prefix: str,
     **options: Any,
 ) -> Response:
-    """Answer a conversation. options: further fields of the `Job`."""
+    """Answer a conversation. options: Further fields of the `Job`."""
     with service.enter(http_request, params.n) as place:
         prompt = await render(service, http_request, place, conversation)
         is_whole = not options.get("stream", False)
@@ -245,7 +245,7 @@ async def answer_conversation(
 async def count_prompt(
     service: Service, http_request: Request, read: Callable[[], Conversation], to_response: Callable[[int], Any]
 ) -> Response:
-    """Count the tokens of a conversation's prompt."""
+    """Count a prompt's tokens."""
     conversation = await look_at(http_request, read)
     with service.enter(http_request, 1) as place:
         prompt = await render(service, http_request, place, conversation, is_prompt=False)

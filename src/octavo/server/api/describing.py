@@ -1,4 +1,4 @@
-"""Routes that describe the server to people and gateways. No answer contains a file's path."""
+"""Routes that describe the server. No answer contains a file's path."""
 
 from __future__ import annotations
 

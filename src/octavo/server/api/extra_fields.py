@@ -1,4 +1,4 @@
-"""Request fields of other servers, and what this server does with each of them."""
+"""Request fields of other servers: aliases, unsupported fields, and fields without effect."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MAX_LOOKED_AT = 1000
 
 @dataclass(frozen=True, slots=True)
 class As:
-    """An alias of the field `name`. The name `a.b` means the key b in the object a.
+    """An alias of the field `name`. A name `a.b` is the key b in the object a.
 
-    nothing: values that are ignored like null.
+    nothing: Values that are ignored like null.
     """
 
     name: str
@@ -62,12 +62,12 @@ _LOADED = "time to keep a model loaded: it always stays loaded"
 
 
 def each(value: T, *names: str) -> dict[str, T]:
-    """Return a table that maps each name to `value`."""
+    """Map each name to `value`."""
     return dict.fromkeys(names, value)
 
 
 def _of(switch: str, *names: str) -> Table:
-    """Return a table of fields that have an effect only together with the unsupported field `switch`."""
+    """Return a table of fields that have an effect only with the unsupported field `switch`."""
     return each(f"belongs to {switch}, which is refused unless it is off", *names)
 
 
@@ -251,8 +251,8 @@ class ExtraFields:
     ) -> None:
         """Raise `RequestError` for an unsupported field that would change the answer.
 
-        unsupported: maps a field's name to the allowed values, in addition to null. harmless: names of ignored fields.
-        All other fields are also ignored, but logged once per process at `level`.
+        unsupported: Maps a field to the allowed values, in addition to null.
+        harmless: Ignored fields. All other fields are also ignored, but logged once per process at `level`.
         """
         if not extra:
             return
@@ -270,7 +270,7 @@ class ExtraFields:
             logger.log(level, "unknown fields of a request are ignored: %r%s", ", ".join(new), last)
 
     def warn_once(self, name: str, message: str) -> None:
-        """Log a warning, once for each `name`."""
+        """Log one warning per `name`."""
         if name not in self._named and len(self._named) < _MAX_NAMED:
             self._named.add(name)
             logger.warning(message)

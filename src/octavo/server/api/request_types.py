@@ -24,7 +24,7 @@ Tools = Annotated[list[T], Field(max_length=MAX_TOOLS)]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """An annotation. The OpenAPI document shows the type `kind` instead of the annotated type."""
+    """An annotation. The OpenAPI document shows `kind` instead of the annotated type."""
 
     kind: Any
 
@@ -35,7 +35,7 @@ class Shown:
 def within(name: str, *more: int) -> Shown:
     """Return an annotation that shows the limits of the field `name` of `SamplingParams`.
 
-    more: allowed values outside the limits.
+    more: Allowed values outside the limits.
     """
     limits = LIMITS[name]
     low = Field(gt=limits.low) if limits.is_open else Field(ge=limits.low)

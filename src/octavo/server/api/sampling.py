@@ -20,9 +20,9 @@ _NAMES = [field.name for field in fields(SamplingParams)]
 
 
 def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) -> SamplingParams:
-    """Build sampling parameters from the fields that the request shares with `SamplingParams`.
+    """Build `SamplingParams` from the equally named fields of a request.
 
-    defaults: values for missing and null fields. given: values that override the request's fields.
+    defaults: Values for missing and null fields. given: Values that override the request's fields.
     """
     known = type(request).model_fields
     named = {name: value for name in _NAMES if name in known and (value := getattr(request, name)) is not None}
@@ -34,7 +34,7 @@ def sampling_params(request: BaseModel, defaults: SamplingParams, **given: Any) 
 
 
 def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
-    """Return the required structure of the answer, or None."""
+    """Return the answer's required structure, or None."""
     wanted, fields = read_response_format(request.response_format), request.structured_outputs
     if fields is None:
         return wanted
@@ -49,7 +49,7 @@ def read_structure(request: SamplingFields) -> StructuredOutputsParams | None:
 def token_limit(given: int | None, default: int | None) -> int | None:
     """Return the maximum number of output tokens, or None for no limit.
 
-    given: the client's limit. -1 means no limit, None means `default`.
+    given: The client's limit. -1 means no limit, None means `default`.
     """
     if given == -1:
         return None
@@ -57,7 +57,7 @@ def token_limit(given: int | None, default: int | None) -> int | None:
 
 
 def read_response_format(given: Any, parameter: str = "response_format") -> StructuredOutputsParams | None:
-    """Return the structure in OpenAI's response_format, or None for plain text."""
+    """Return the structure in response_format, or None for plain text."""
     if given is not None and not isinstance(given, dict):
         raise RequestError(f"{parameter} must be an object with a type", parameter=parameter)
     if given is None or given.get("type") == "text":
@@ -83,7 +83,7 @@ def read_response_format(given: Any, parameter: str = "response_format") -> Stru
 
 
 def read_logit_bias(biases: dict[str, float] | None) -> dict[int, float] | None:
-    """Convert logit_bias's keys to token ids."""
+    """Convert keys to token ids."""
     if not biases:
         return None
     for key in biases:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NEW_TOKENS = 100
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {**UNSUPPORTED_OR_ALIAS, "best_of": Off(1)}
-# `options` next to `inputs` is a field of Hugging Face's service, and is ignored.
+# `options` next to `inputs` is for Hugging Face's service.
 _UNSUPPORTED_BESIDE = {name: neutral for name, neutral in UNSUPPORTED_OR_ALIAS.items() if name != "options"}
 _HARMLESS_BESIDE = {*HARMLESS, "options"}
 _CLIENT_NAMES = {
@@ -53,7 +53,7 @@ _CLIENT_NAMES = {
 
 
 class Grammar(BaseModel):
-    """The structure of the answer, a JSON schema or a regular expression."""
+    """A JSON schema or a regular expression."""
 
     model_config = ConfigDict(strict=True)
 
@@ -275,7 +275,7 @@ class GenerateReply:
         self._num_tokens = 0
 
     def update(self, update: ChoiceUpdate, _usage: Usage | None) -> bytes:
-        """Return an event for each token, and at least one event."""
+        """Return one event per token, and at least one event."""
         completion = update.completion
         self._text += completion.text
         tokens = self._tokens(completion)
@@ -311,7 +311,7 @@ class GenerateReply:
             last.details.receipt = Receipt.of([update.output.metrics])
 
     def end(self, _usage: Usage) -> bytes:
-        """Return b"", because the last event was already sent."""
+        """Return b"", because `update` returned the last event."""
         return b""
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Generated | list[Generated]:

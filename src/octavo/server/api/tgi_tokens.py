@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PrefillToken(Struct):
-    """A token of the prompt. The first token has no log probability."""
+    """A prompt token. The first token has no log probability."""
 
     id: int
     text: str
@@ -21,15 +21,15 @@ class PrefillToken(Struct):
 class Token(PrefillToken):
     """A token of the answer.
 
-    text: the text that the token adds to the answer, or "" if the token completes no character. A special token's text
-    is the token's name in a whole answer, but "" in a stream, because clients join the texts of all events.
+    text: The text that the token adds to the answer, or "" if the token completes no character. A special token has its
+    name in a whole answer. In a stream it has "", because clients join the texts of all events.
     """
 
     special: bool
 
 
 class TokenTexts:
-    """Sets the text that each token adds to the answer. Tokens are visible if they are not special."""
+    """Sets the text that each token adds to the answer. Special tokens are invisible."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self._detokenizer = detokenizer
@@ -39,8 +39,8 @@ class TokenTexts:
     def share(self, tokens: list[Token], whole: str | None) -> str:
         """Divide new text among visible tokens. If no token is visible, return the remaining text.
 
-        whole: the answer's text if `tokens` are the answer's last tokens, otherwise None. A stop string may cut off the
-        end of a token's text. Incomplete characters at the answer's end are added to the last visible token.
+        whole: The answer's text if `tokens` are the last tokens, otherwise None. A stop string may cut off the end of a
+        token's text. The last visible token gets incomplete characters at the answer's end.
         """
         visible = None
         for token in tokens:

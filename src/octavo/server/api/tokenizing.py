@@ -41,10 +41,10 @@ _UNSUPPORTED_BACK: dict[str, tuple[Any, ...]] = {
 
 
 class TokenizeRequest(ChatFields, Aliased, Body):
-    """A text, or messages for the chat template.
+    """A text, or messages for the chat template. Fields that do not change the prompt are ignored.
 
-    prompt: a text. Special tokens are added by default. content: llama.cpp's name for a text. Special tokens are added
-    only if add_special is true. Fields of a chat that do not change the prompt are ignored.
+    prompt: A text. By default, special tokens are added.
+    content: llama.cpp's name for a text. Special tokens are added only if add_special is true.
     """
 
     model: str | None = None
@@ -60,7 +60,7 @@ class TokenizeRequest(ChatFields, Aliased, Body):
 
 
 class DetokenizeRequest(Body):
-    """Token ids. skip_special_tokens: SGLang's field, which is False by default."""
+    """Token ids. skip_special_tokens: SGLang's field, False by default."""
 
     model: str | None = None
     tokens: Annotated[TokenIds, Shown(list[TokenId])]

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class Truncation:
     """How to truncate a prompt.
 
-    num_tokens: number of tokens to keep, or None for all. from_left: True to cut off the first tokens.
+    num_tokens: Number of tokens to keep, or None for all.
+    from_left: True to cut off the first tokens.
     """
 
     num_tokens: int | None = None
@@ -33,14 +34,14 @@ class Truncation:
         if self.num_tokens is None:
             return prompt
         if isinstance(prompt, str):
-            # `Service.generate` charges only prompts without the key "prompt".
+            # With the key "prompt", `Service.generate` does not charge for these tokens a second time.
             return {"prompt": None, "prompt_token_ids": self.encode(prompt, inputs)}
         token_ids = prompt["prompt_token_ids"]
         kept = token_ids[-self.num_tokens :] if self.from_left else token_ids[: self.num_tokens]
         return {**prompt, "prompt_token_ids": kept}
 
     def encode(self, text: str, inputs: InputProcessor, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize the kept part of a text."""
+        """Tokenize the kept text."""
         assert self.num_tokens is not None, "nothing is cut off"
         take = inputs.encode_end if self.from_left else inputs.encode_start
         return take(text, self.num_tokens, add_special_tokens=add_special_tokens)

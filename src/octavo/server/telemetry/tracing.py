@@ -30,7 +30,7 @@ _CONTEXT = frozenset({b"traceparent", b"tracestate"})
 class Tracing:
     """Sends spans to a collector in a background thread. If the collector is unreachable, spans are lost.
 
-    endpoint: the collector's URL for OTLP over HTTP, like http://localhost:4318/v1/traces.
+    endpoint: URL for OTLP over HTTP, such as http://localhost:4318/v1/traces.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -44,8 +44,8 @@ class Tracing:
     ) -> None:
         """Make the spans of an ended request.
 
-        reason: why the request was refused or cut off, or None. details: fields of the request's line in the audit log.
-        If "usage" is missing, the request was not admitted and gets no span.
+        reason: Why the request was refused or aborted, or None.
+        details: Fields for the audit log. If "usage" is missing, the request was not admitted and gets no span.
         """
         usage: UsageCounter | None = details.get("usage")
         if usage is None:
@@ -68,7 +68,7 @@ class Tracing:
             child.end(round(1e9 * end_s) + shift)
         if reason is not None:
             span.set_attribute("error.type", reason)
-            if status < 400 or status >= 500:  # by convention, 4xx is no error of a server's span
+            if status < 400 or status >= 500:  # by convention, 4xx is the client's error
                 span.set_status(trace.StatusCode.ERROR)
         span.end(end)
 
@@ -108,10 +108,7 @@ def _attributes(
 
 
 def _phases(metrics: list[RequestMetrics]) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, start, end) of each phase, in seconds of the engine's clock.
-
-    A phase starts when the first of several prompts reaches this phase. `decode` ends when the last prompt ends.
-    """
+    """Yield (name, start, end) of each phase, in seconds of the engine's clock."""
     if not metrics:
         return
     arrival = min(each.arrival_time for each in metrics)

@@ -31,8 +31,8 @@ def longest_hit(
 
 
 def num_covered(groups: Sequence[BoundedGroup], blocks: Sequence[Block], num_tokens: int) -> int:
-    """Check that blocks have all parts that the token at position `num_tokens` reads.
+    """Return the index of the first block without a part that the token at position `num_tokens` reads.
 
-    Return the index of the first block that lacks such a part, or `len(blocks)`.
+    If no part is missing, return `len(blocks)`.
     """
     return min((group.num_covered(blocks, num_tokens) for group in groups), default=len(blocks))

@@ -1,10 +1,10 @@
 """Bounded KV groups, for example for sliding-window layers.
 
-A request holds only the blocks that later tokens can still read. Each block of the first group has parts: the bounded
+A request holds only blocks that later tokens can still read. Each block of the first group has parts: the bounded
 groups' blocks with the same positions.
 
-If a request reserves blocks, the request's new blocks are private: lookups find a private block only after its release.
-If too few blocks are free for the reservation, found blocks that no request holds also become private.
+The new blocks of a request with a reservation are private: lookups find a private block only after its release. If too
+few blocks are free for the reservation, found blocks that no request holds also become private.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class BoundedGroup:
-    """A `KVGroup` with a limit on the number of positions that a token attends to.
+    """A `KVGroup` with a limit on the positions that a token attends to.
 
-    on_evict: Called before a part is evicted, with the first group's block.
+    on_evict: Called with the first group's block before its part is evicted.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BoundedGroup:
         return None if block_id in self._private else block_id
 
     def id_at(self, sequence: TokenSequence, index: int) -> int | None:
-        """Return the id of the part of the sequence's block at `index`, or None if the part was evicted."""
+        """Return the id of the part at `index` of the sequence, or None if the part was evicted."""
         table = sequence.block_tables[self.index]
         if sequence.first_held[self.index] <= index < len(table):
             return table[index]
@@ -136,13 +136,13 @@ class BoundedGroup:
         return num_needed + min(num_spare_blocks, self.num_blocks) <= self.num_free_blocks
 
     def num_needed(self, found: Sequence[Block], num_read: int, num_all_blocks: int) -> int:
-        """Return the maximum number of free or cached blocks that a new request takes."""
+        """Return how many free or cached blocks a new request takes at most."""
         first = self.first_read(num_read)
         _, num_unheld = self._read(found[first:])
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return 1 + the maximum number of blocks that a token reads, but at most `num_all_blocks`."""
+        """Return 1 + the number of blocks that a token reads, but at most `num_all_blocks`."""
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
@@ -151,7 +151,7 @@ class BoundedGroup:
         return is_only or num_blocks + num_saved + self._num_for_step <= num_usable
 
     def num_spare_blocks(self, max_num_seqs: int, num_all_blocks: int, num_step_blocks: int) -> int:
-        """Return how many blocks remain if `max_num_seqs` requests and one step get the blocks that they need."""
+        """Return how many blocks `max_num_seqs` requests and one step do not need."""
         return self.num_blocks - max_num_seqs * self.num_reserved(num_all_blocks) - num_step_blocks
 
     def hold(self, claim: Claim) -> None:
@@ -206,9 +206,9 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        Released blocks are evicted before other cached blocks, with two exceptions: blocks of the request's prefix hit,
-        and blocks read by the token after the last full block. A released private block is replaced by a block
-        for a later position, if the first group has a block for that position.
+        Released blocks are evicted before other cached blocks, except blocks of the request's prefix hit and blocks
+        that the token after the last full block reads. Each released private block is replaced by a block for a later
+        position, if the first group has a block there.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -260,7 +260,7 @@ class BoundedGroup:
         return num_private
 
     def block_forgotten(self, block: Block) -> None:
-        """Discard a block's part. If a request holds the part, the part becomes free when it is released."""
+        """Discard the part of a block that lookups no longer find. A held part becomes free at its release."""
         block_id = self._id_of.get(block.block_id)
         if block_id is None:
             return
@@ -307,9 +307,9 @@ class BoundedGroup:
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return the id of the first group's block to which this part belongs."""
+        """Return the first group's block id for this part."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:
-        """Map ids of the first group's blocks to ids of their parts."""
+        """Map the first group's block ids to ids of parts."""
         return dict(self._id_of)

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class FullAttentionGroup:
-    """The `KVGroup` of layers with full attention, with the blocks of a `BlockPool`.
+    """The `KVGroup` of layers with full attention. Its blocks are in a `BlockPool`.
 
-    In a model without full-attention layers, the group's blocks store no KV, but are needed for prefix lookups.
+    In a model without full attention, the blocks store no KV, but serve prefix lookups.
     """
 
     index = 0

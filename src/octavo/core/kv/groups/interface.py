@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class Claim(NamedTuple):
-    """The blocks of one group that a request needs to continue. Lookups do not find private blocks."""
+    """A group's blocks that a request needs to continue. Lookups do not find private blocks."""
 
     first: int  # table index of the first needed block
     found: list[int]  # ids of found blocks from `first` on
     num_new: int  # blocks to allocate after the found blocks
-    num_unheld: int  # number of new blocks, plus number of found blocks that no request holds
+    num_unheld: int  # new blocks, plus found blocks that no request holds
     is_private: bool = False  # new blocks are private until their release
     is_found_private: bool = False  # found blocks that no request holds also become private
 
@@ -56,7 +56,7 @@ class KVGroup(Protocol):
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return the id of this group's block for the positions of `block`, or None if evicted."""
+        """Return this group's block id for the positions of `block`, or None if evicted."""
         ...
 
     def claim(
@@ -72,7 +72,7 @@ class KVGroup(Protocol):
         ...
 
     def can_hold(self, found: Sequence[Block], num_read: int, num_all_blocks: int, num_spare_blocks: int) -> bool:
-        """Return True if a new request of `num_all_blocks` fits and `num_spare_blocks` stay free.
+        """Return True if a new request with `num_all_blocks` fits and `num_spare_blocks` stay free.
 
         found, num_read: See `claim`.
         """
@@ -99,15 +99,15 @@ class KVGroup(Protocol):
         ...
 
     def extend(self, sequence: TokenSequence, claim: Claim) -> None:
-        """Append a claim's blocks to the sequence's table. `hold` must have been called before."""
+        """Append a claim's blocks to the sequence's table. Call `hold` before."""
         ...
 
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
-        """Release the blocks that are not read by tokens at positions >= `num_tokens`."""
+        """Release the blocks that no token at position >= `num_tokens` reads."""
         ...
 
     def clear(self, sequence: TokenSequence) -> None:
-        """Release all blocks of a request, the last block first."""
+        """Release all blocks of a sequence, the last block first."""
         ...
 
     def pin(self, block_ids: Iterable[int]) -> None:

@@ -63,7 +63,7 @@ SEARCH_BLOCKS = BlockTypes({"text": TEXT})
 
 
 def read_conversation(system: Any, messages: Any) -> list[Message]:
-    """Convert a conversation to messages for the chat template. Consecutive turns of one role are joined."""
+    """Convert a conversation for the chat template. Consecutive turns of one role are joined."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message", parameter="messages")
     turns = [_read_blocks(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -75,9 +75,9 @@ def read_conversation(system: Any, messages: Any) -> list[Message]:
 
 
 def _read_system(system: Any) -> list[Message]:
-    """Convert the system prompt. Omit the block that Claude Code adds for Anthropic's billing.
+    """Omit the block that Claude Code adds for Anthropic's billing.
 
-    This block differs in every request, so it would prevent hits in the prefix cache.
+    The block differs in every request, so it would prevent hits in the prefix cache.
     """
     blocks = system
     if isinstance(system, list):

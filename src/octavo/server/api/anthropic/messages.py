@@ -72,7 +72,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ThreadsUnsupportedError(RequestError):
-    """A request has the field thread, which asks the server to store the conversation.
+    """A request asks the server to store the conversation.
 
     Anthropic's SDK reads `details`, and then sends the whole conversation.
     """
@@ -331,7 +331,7 @@ class MessageReply:
 
 
 def _signature(thoughts: str) -> str:
-    """Return a hash as signature of the thoughts. Clients send back only thoughts that have a signature."""
+    """Return a hash, because clients send back only thoughts with a signature."""
     return hashlib.sha256(thoughts.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -62,8 +62,8 @@ async def chat(service: Service, http_request: Request, request: ChatRequest) ->
 async def generate(service: Service, http_request: Request, request: PromptRequest) -> Response:
     """Answer a prompt.
 
-    The prompt is used without the chat template if `raw` is true, or if the model has no chat template and the request
-    has no `system`.
+    The chat template is not used if `raw` is true, or if the model has no chat template and the request has no
+    `system`.
     """
     options = _job_options(service, request)
     if not request.prompt:
@@ -102,14 +102,14 @@ def _job_options(service: Service, request: AnswerRequest) -> dict[str, Any]:
 
 
 def _loaded(service: Service, request: AnswerRequest, body: Answer) -> Response:
-    """Answer a request without a prompt. Unlike Ollama, this server never unloads the model."""
+    """Answer a request without a prompt. The model stays loaded, unlike in Ollama."""
     service.check_ready()
     body.done, body.done_reason = True, "unload" if request.is_unloading else "load"
     return json_response(body)
 
 
 class OllamaReply:
-    """Writes an answer as lines of JSON. The last line has the token counts. No tool call is split into two lines."""
+    """Writes an answer as lines of JSON. The last line has the token counts. A tool call is never split."""
 
     def __init__(self, service: Service, request: AnswerRequest, _job: Job, form: AnswerForm, *, is_chat: bool) -> None:
         self._piece = service.engine.output_processor.piece
@@ -199,7 +199,7 @@ class OllamaReply:
 def durations(metrics: Sequence[RequestMetrics]) -> tuple[int, int, int]:
     """Return the durations of the whole request, of prefill, and of decoding, in nanoseconds.
 
-    Several requests count as one request. All durations are 0 if no request has both started and finished.
+    Several requests count as one request. Requests that never started or never finished are ignored.
     """
     begun = [each for each in metrics if each.first_scheduled_time is not None and each.finished_time is not None]
     if not begun:

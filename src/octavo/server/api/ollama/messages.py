@@ -10,10 +10,9 @@ from octavo.server.api.conversation import read_messages
 
 
 def read_conversation(messages: list[Any]) -> list[dict[str, Any]]:
-    """Check Ollama's messages and convert them to OpenAI's messages.
+    """Convert Ollama's messages to OpenAI's messages.
 
-    Some chat templates require an id for each tool call, but clients may omit ids. A missing id is made from the call's
-    position.
+    Some chat templates require an id for each tool call. A missing id is made from the call's position.
     """
     open_calls: dict[Any, Any] = {}  # maps ids of calls without results to tool names
     return read_messages([_openai_message(message, index, open_calls) for index, message in enumerate(messages)])

@@ -42,8 +42,11 @@ class AnswerMessage(Struct):
 class Answer(Struct):
     """A whole answer, or a line of a stream.
 
-    message: set by /api/chat. response, thinking: set by /api/generate. cached_tokens: prompt tokens found in the
-    prefix cache. The counts are the last fields, because octavo's router searches an answer backwards for counts.
+    message: Set by /api/chat.
+    response, thinking: Set by /api/generate.
+    cached_tokens: Prompt tokens found in the prefix cache.
+
+    The counts are the last fields, because octavo's router searches an answer backwards for counts.
     """
 
     model: str

@@ -65,7 +65,7 @@ _WHOLE = {"min_tokens", "num_ctx", "num_predict", "repeat_last_n", "seed", "top_
 
 
 class Options(SamplingControls):
-    """Sampling options with Ollama's names or vLLM's names. Options for loading a model are ignored."""
+    """Sampling options with Ollama's names or vLLM's names."""
 
     num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | list[types.StopText])] | None = None
@@ -103,7 +103,7 @@ class AnswerRequest(Body):
     cache_salt: types.CacheSalt | None = None  # vLLM's
 
     def settle(self, service: Service) -> str:
-        """Check the request. Return the served model name. Raises `ModelNotFoundError`, `RequestError`."""
+        """Check the fields. Return the served model name. Raises `ModelNotFoundError`, `RequestError`."""
         name = served_name(service, self.model)
         given, options = self.model_extra or {}, self.options or Options()
         if misplaced := next((field for field in Options.model_fields if given.get(field) is not None), None):
@@ -116,7 +116,7 @@ class AnswerRequest(Body):
         return name
 
     def params(self, service: Service) -> SamplingParams:
-        """Return sampling parameters. If num_predict is missing, the limit in generation_config.json applies."""
+        """Return sampling parameters. The default of num_predict is in generation_config.json."""
         options, defaults = self.options or Options(), service.default_params
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", parameter="top_logprobs")
@@ -148,7 +148,7 @@ class AnswerRequest(Body):
         return isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0
 
     def template_options(self, service: Service) -> dict[str, Any]:
-        """Return the chat template's arguments for `think`."""
+        """Return template arguments for `think`."""
         if self.think is None or self.think == "":
             return {}
         if self.think and not service.answer_style.has_reasoning:
@@ -158,7 +158,7 @@ class AnswerRequest(Body):
 
 
 class ChatRequest(AnswerRequest):
-    """POST /api/chat. A request without messages only asks to load the model, which is already loaded."""
+    """POST /api/chat. A request without messages only asks to load the model."""
 
     messages: Annotated[list[Any], Shown(list[types.OllamaMessage])] | None = None
     tools: Annotated[list[Any], Shown(types.Tools[types.ChatTool])] | None = None
@@ -167,7 +167,7 @@ class ChatRequest(AnswerRequest):
 class PromptRequest(AnswerRequest):
     """POST /api/generate. A request without a prompt only asks to load the model.
 
-    raw: True to use the prompt without the chat template.
+    raw: True to omit the chat template.
     """
 
     prompt: str | None = None
@@ -180,7 +180,7 @@ class _VectorsRequest(Body):
     options: dict[str, Any] | None = None
 
     def settle(self, service: Service) -> str:
-        """Check the request. Return the served model name. Raises `ModelNotFoundError`."""
+        """Check the fields. Return the served model name. Raises `ModelNotFoundError`, `RequestError`."""
         service.extra_fields.check(self.model_extra, OF_PROMPTS, OF_ANSWERS)
         return served_name(service, self.model)
 
@@ -188,7 +188,7 @@ class _VectorsRequest(Body):
 class EmbedRequest(_VectorsRequest):
     """POST /api/embed.
 
-    truncate: False to refuse inputs that are too long. By default, the end of a long input is cut off.
+    truncate: False to refuse an input that is too long. Otherwise the end of the input is cut off.
     """
 
     input: Annotated[Any, Shown(str | list[str])] = None
@@ -203,7 +203,7 @@ class EmbeddingsRequest(_VectorsRequest):
 
 
 class ShowRequest(Body):
-    """POST /api/show. name: older clients send this field instead of `model`."""
+    """POST /api/show. name: Older clients send this field instead of `model`."""
 
     model: str | None = None
     name: str | None = None

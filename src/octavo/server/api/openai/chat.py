@@ -199,7 +199,6 @@ class _Answer:
         return self._named(message)
 
     def grow(self, completion: CompletionOutput) -> ChatDelta | None:
-        """Return the next delta, or None."""
         delta = self._delta(completion)
         return None if delta == ChatDelta() else self._named(delta)
 
@@ -231,10 +230,7 @@ class _Answer:
         return parts if self._reasoning_field else [part for part in parts if part.kind != "reasoning"]
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        """Return the finish reason.
-
-        A complete answer with calls has "tool_calls", unless tool_choice names the function.
-        """
+        """A complete answer with calls has "tool_calls", unless tool_choice names the function."""
         is_call = self._has_calls and self._toolbox.named is None
         return "tool_calls" if is_call and completion.finish_reason == "stop" else completion.finish_reason
 

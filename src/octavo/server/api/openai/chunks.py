@@ -21,7 +21,7 @@ Chunk = TypeVar("Chunk", bound=msgspec.Struct)
 
 
 def openai_options(request: SamplingFields, prompt_field: str) -> dict[str, Any]:
-    """Return a `Job`'s stream options, engine options and client names."""
+    """Return a request's fields of the `Job`."""
     options = request.stream_options
     return {
         "stream": bool(request.stream),
@@ -44,10 +44,7 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the chunks of an update. usage: token counts for each chunk, or None.
-
-        A choice's last chunk has the finish reason, so a client may stop reading there.
-        """
+        """Return the chunks of an update. usage: Token counts for each chunk, or None."""
         choices = [self._grown(update)]
         if update.completion.finished:
             choices.append(self._ended(update))

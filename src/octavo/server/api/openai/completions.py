@@ -103,7 +103,7 @@ def _params(request: CompletionRequest, defaults: SamplingParams) -> SamplingPar
 
 
 def read_prompts(prompt: Any, name: str = "prompt", limit: int = MAX_CHOICES) -> list[Any]:
-    """Return a list of prompts. prompt: a text, a list of texts, a list of token ids, or a list of such lists."""
+    """Return a list of prompts. prompt: A text, a list of texts, a list of token ids, or a list of such lists."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -125,7 +125,7 @@ def _is_token_ids(items: list[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Repeats prompts in answers, if requested. is_alone: True if an answer is only the repeated prompt."""
+    """Repeats prompts in answers, if requested. is_alone: True if answers are only the repeated prompts."""
 
     is_wanted: bool
     is_alone: bool
@@ -146,7 +146,7 @@ class Echo:
         return self.texts[output.request_id]
 
     def prompt_places(self, output: RequestOutput) -> list[TokenPlace]:
-        """Return the places of the prompt's tokens."""
+        """Return the prompt tokens' places."""
         if output.request_id not in self.places:
             tokenizer, token_ids = self.processor.tokenizer, output.prompt_token_ids
             if output.prompt is not None:
@@ -158,7 +158,7 @@ class Echo:
         return self.places[output.request_id]
 
     def places_after(self, output: RequestOutput) -> TokenPlaces:
-        """Return `TokenPlaces` for a choice's generated text."""
+        """Return `TokenPlaces` for generated text."""
         offset, skip = len(self.prompt_text(output)), self.skip_special_tokens
         return TokenPlaces(self.processor.tokenizer, output.prompt_token_ids, offset, skip_special_tokens=skip)
 

@@ -64,7 +64,7 @@ class EmbeddingRequest(Body, TruncationFields):
     cache_salt: CacheSalt | None = None
 
     def check(self, max_model_len: int) -> None:
-        """Raise `RequestError` for an invalid truncate_prompt_tokens."""
+        """Check truncate_prompt_tokens. Raises `RequestError`."""
         self.check_truncation()
         if (self.truncate_prompt_tokens or 0) > max_model_len:
             message = f"truncate_prompt_tokens must be at most {max_model_len}, this model's maximum context length"
@@ -72,7 +72,7 @@ class EmbeddingRequest(Body, TruncationFields):
 
 
 class Embedding(Struct):
-    """One vector, as a list of numbers or as little-endian float32 in base64."""
+    """A vector, as numbers or as little-endian float32 in base64."""
 
     index: int
     embedding: list[float] | str
@@ -80,7 +80,7 @@ class Embedding(Struct):
 
 
 class EmbeddingUsage(Struct):
-    """Token counts over all inputs."""
+    """Token counts."""
 
     prompt_tokens: int
     total_tokens: int
@@ -89,7 +89,7 @@ class EmbeddingUsage(Struct):
 
 
 class EmbeddingList(Struct):
-    """All vectors, in the order of the inputs."""
+    """Vectors in input order."""
 
     data: list[Embedding]
     model: str
@@ -127,9 +127,9 @@ async def embed_prompts(
     dimensions: int | None = None,
     **options: Any,
 ) -> Response:
-    """Compute embeddings of prompts. Raises `RequestError` if `dimensions` is not between 1 and the hidden size.
+    """Compute embeddings. Raises `RequestError` if `dimensions` is not between 1 and the hidden size.
 
-    options: further fields of the `Job`.
+    options: Further fields of the `Job`.
     """
     size = service.model_info.hidden_size
     if dimensions is not None and not 0 < dimensions <= size:

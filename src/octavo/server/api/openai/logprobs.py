@@ -30,8 +30,8 @@ def chat_logprobs(
 ) -> replies.ChatLogprobs | None:
     """Convert the log probabilities of a chat choice.
 
-    num_top: number of most probable tokens to return at each position. as_ids: True to write tokens as token_id:123,
-    as in vLLM.
+    num_top: Number of most probable tokens at each position.
+    as_ids: True to write tokens as token_id:123, as in vLLM.
     """
     if positions is None:
         return None
@@ -45,14 +45,14 @@ def chat_logprobs(
 
 
 class PlacedLogprobs:
-    """Pairs each token's log probabilities with the token's place in the text. Tokens wait until the place is known."""
+    """Pairs each token's log probabilities with the token's place in the text."""
 
     def __init__(self, places: TokenPlaces) -> None:
         self._places = places
         self._waiting: deque[Position] = deque()
 
     def add(self, token_ids: list[int], positions: list[Position], *, is_over: bool) -> list[PlacedPosition]:
-        """Add tokens. Return (place, log probabilities) for each token that got a place.
+        """Add tokens. Return (place, log probabilities) for each token with a known place.
 
         is_over: True for the last tokens.
         """
@@ -114,8 +114,8 @@ def completion_logprobs(
 ) -> replies.CompletionLogprobs:
     """Convert the log probabilities of a completion choice.
 
-    positions: log probabilities at each token. The first token of an echoed prompt has None. The prompt's other tokens
-    have `TokenLogprobs`.
+    positions: Log probabilities at each token. None for the first token of an echoed prompt, `TokenLogprobs` for the
+    prompt's other tokens.
     """
     result = replies.CompletionLogprobs([], [], [], [])
     texts = TokenTexts(lambda token_id: piece_text(piece(token_id)))

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's API, as msgspec structs."""
+"""Answers of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FunctionCall(Struct):
 
 
 class ToolCall(Struct):
-    """A tool call. In a stream, index identifies the call. Only the call's first piece has id, type and name."""
+    """A tool call. In a stream, only the call's first piece has id, type and name."""
 
     function: FunctionCall
     id: str | UnsetType = UNSET
@@ -64,8 +64,8 @@ class ToolCall(Struct):
 class ChatMessage(Struct):
     """The answer. content is null if the answer has only tool calls.
 
-    An option of the server decides whether reasoning_content or reasoning is present. Fields that are always null exist
-    for clients of vLLM.
+    The server's configuration selects reasoning_content or reasoning. Fields that are always null exist for clients of
+    vLLM.
     """
 
     content: str | None
@@ -91,7 +91,7 @@ class ChatChoice(Struct):
 
 
 class Generated(Struct):
-    """The first fields of an answer."""
+    """Fields of all answers."""
 
     id: str
     created: int
@@ -143,7 +143,7 @@ class ChatCompletionChunk(Generated):
 
 
 class Tokenized(Struct):
-    """POST /tokenize. token_strs: the tokens as written in the vocabulary."""
+    """POST /tokenize. token_strs: The tokens as written in the vocabulary."""
 
     count: int
     max_model_len: int
@@ -152,27 +152,27 @@ class Tokenized(Struct):
 
 
 class Detokenized(Struct):
-    """POST /detokenize. prompt: the text. content: the same text, under llama.cpp's name."""
+    """POST /detokenize. content: The same text, under llama.cpp's name."""
 
     prompt: str
     content: str
 
 
 class TokenPiece(Struct):
-    """A token and its text, or its bytes if they are not valid UTF-8 on their own."""
+    """A token and its text. If the token's bytes are not valid UTF-8, piece has the bytes."""
 
     id: int
     piece: str | list[int]
 
 
 class TokenizedContent(Struct):
-    """The answer to POST /tokenize with `content`, as in llama.cpp's server."""
+    """POST /tokenize with `content`."""
 
     tokens: list[int | TokenPiece]
 
 
 class CompletionLogprobs(Struct):
-    """Log probabilities of a completion choice, as parallel lists. An echoed prompt's first token has null."""
+    """Parallel lists with an element for each token. An echoed prompt's first token has null."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -181,7 +181,7 @@ class CompletionLogprobs(Struct):
 
 
 class CompletionChoice(Struct):
-    """One choice, or an update of a choice in a stream. index: number of the choice, counted over all prompts."""
+    """One choice, or an update in a stream. index: Number of the choice, counted over all prompts."""
 
     index: int
     text: str
@@ -223,7 +223,7 @@ class ResponseUsage(Struct):
 
 
 class ResponseObject(Struct):
-    """An answer. In a stream, it may be incomplete."""
+    """An answer, incomplete in most events of a stream."""
 
     id: str
     created_at: int

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from octavo.server.api.extra_fields import ExtraFields
 
-# The check stops at the first bad element, because millions of errors would take too long.
+# `fail_fast`, because millions of errors would take too long.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -39,7 +39,7 @@ class StreamOptions(BaseModel):
 
 
 class SamplingControls(Body):
-    """Fields that control sampling. Each field means the same as the equally named field of `SamplingParams`."""
+    """Each field means the same as the equally named field of `SamplingParams`."""
 
     seed: Annotated[int, within("seed")] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | types.StopTexts)] | None = None
@@ -63,7 +63,7 @@ class SamplingControls(Body):
 
 
 class OtherNames(BaseModel):
-    """Other servers' names of fields (see `extra_fields.ALIASES`)."""
+    """Other servers' names, see `extra_fields.ALIASES`."""
 
     n_cmpl: types.NumChoices | None = None
     n_predict: types.MaxTokens | None = None
@@ -84,7 +84,7 @@ class OtherNames(BaseModel):
 
 
 class Aliased(BaseModel):
-    """Base of requests with field aliases."""
+    """Requests with aliases."""
 
     aliases: ClassVar[dict[str, As]]
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -105,7 +105,7 @@ class Aliased(BaseModel):
 
 
 class TruncationFields(BaseModel):
-    """vLLM's fields that truncate a prompt."""
+    """vLLM's truncation fields."""
 
     truncate_prompt_tokens: Annotated[int, Shown(Annotated[int, Field(ge=1)] | Literal[-1])] | None = None
     truncation_side: Literal["left", "right"] | None = None
@@ -119,7 +119,7 @@ class TruncationFields(BaseModel):
 
 
 class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
-    """Fields that chat completions and completions share."""
+    """Fields of chat completions and completions."""
 
     model: str | None = None
     stream: bool | None = None
@@ -170,7 +170,7 @@ class SamplingFields(SamplingControls, OtherNames, Aliased, TruncationFields):
 
 
 class ChatFields(BaseModel):
-    """Fields that change the prompt of a chat, in addition to the messages."""
+    """Fields that change the prompt, in addition to the messages."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -220,7 +220,7 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
     }
 
     def settle(self, extra_fields: ExtraFields) -> None:
-        """Apply aliases and check the fields. The alias n_probs sets logprobs and top_logprobs."""
+        """Apply aliases and check the fields. n_probs sets logprobs and top_logprobs."""
         super().settle(extra_fields)
         if self.n_probs:
             self.logprobs = True

@@ -52,9 +52,9 @@ SUMMARIES = BlockTypes({"summary_text": fields("text")})
 
 
 def read_items(instructions: str | None, given: Any) -> list[dict[str, Any]]:
-    """Convert items to messages. instructions: a system message, or None. given: a text or a list of items.
+    """Convert items to messages. Consecutive assistant items are joined, and so are system items.
 
-    Consecutive assistant items become one message, and so do consecutive system items.
+    instructions: A system message, or None. given: A text or a list of items.
     """
     turns: list[_Turn] = []
     if instructions is not None:

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API. Nothing is stored, so each request contains its whole conversation."""
+"""OpenAI's Responses API. The server stores nothing, so each request contains the whole conversation."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ _CONTINUING = frozenset(range(0x80, 0xC0))  # UTF-8 bytes that continue a charac
 class TokenPlace(NamedTuple):
     """A token's place in a text.
 
-    offset: number of characters before the token. text: the token's text, or the name of a skipped special token.
-    num_chars: number of characters that come wholly or partly from the token.
+    offset: Number of characters before the token.
+    text: The token's text, or the name of a skipped special token.
+    num_chars: Number of characters that come wholly or partly from the token.
     """
 
     offset: int
@@ -29,7 +30,7 @@ class TokenPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset of the first character after the token."""
+        """Offset after the token."""
         return self.offset + self.num_chars
 
 
@@ -50,7 +51,7 @@ def _bytes_text(data: bytes) -> str:
 class TokenPlaces:
     """Finds the places of tokens in a text that is being generated.
 
-    Some tokenizers decode consecutive byte tokens (a run) together. The places in a run are known only after the run.
+    Some tokenizers decode a run of byte tokens as a whole. The places of these tokens are known only after the run.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class TokenPlaces:
         self._waiting: list[tuple[int, int]] = []  # (token id, index of the token's bytes in `_run`)
 
     def add(self, token_ids: Iterable[int]) -> list[TokenPlace]:
-        """Add tokens. Return the places that became known."""
+        """Add tokens. Return the places that are now known."""
         places: list[TokenPlace] = []
         for token_id in token_ids:
             piece = self._tokenizer.piece(token_id, skip_special_tokens=self._skip)
@@ -145,7 +146,7 @@ def _continues(data: bytes, position: int) -> bool:
 def places_in_prompt(tokenizer: DetokenizerFactory, prompt: str, token_ids: Iterable[int]) -> list[TokenPlace]:
     """Find the places of a prompt's tokens in the prompt's text.
 
-    The tokens' joined text may differ from the prompt. A token that is not found gets 0 characters.
+    The tokens' text may differ from the prompt. A token that is not found gets 0 characters.
     """
     data, places, position = prompt.encode(), [], 0
     num_chars = [0, *accumulate(byte not in _CONTINUING for byte in data)]

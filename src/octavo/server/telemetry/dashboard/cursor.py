@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Cursor:
-    """Remembers which part of a `LiveView` one viewer has received."""
+    """Remembers which part of a `LiveView` one viewer has."""
 
     def __init__(self, view: LiveView) -> None:
         self._view = view
@@ -28,8 +28,8 @@ class Cursor:
     def frame(self) -> dict[str, Any]:
         """Return the changes since the previous frame.
 
-        `is_first` is True if the page must drop its state. `steps_left_out` is the number of new steps that the view no
-        longer has.
+        is_first: True if the page must drop its state. steps_left_out: Number of new steps that the view has already
+        dropped.
         """
         view = self._view
         if self._epoch != view.epoch:

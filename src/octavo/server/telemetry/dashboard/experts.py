@@ -15,7 +15,7 @@ class ExpertMap:
         self._sent = b""
 
     def changed(self, tokens: ExpertTokens | None) -> list[list[int]] | None:
-        """Return tokens in percent of the layer's mean, by layer and expert, or None if unknown or unchanged."""
+        """Return each expert's tokens in percent of the layer's mean, by layer. None if unknown or unchanged."""
         if tokens is None or tokens.counts == self._sent:
             return None
         self._sent = bytes(tokens.counts)

@@ -32,7 +32,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Dashboard:
-    """One engine's live view. Used on the server's event loop only.
+    """One engine's live view. Used only on the server's event loop.
 
     The engine sends snapshots until `LINGER_S` seconds after the last viewer disconnected.
     """
@@ -59,8 +59,8 @@ class Dashboard:
     async def frames(self, tenant: Tenant) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: one `hello`, a few `frame` events per second, and one `bye` at the end.
 
-        The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. Each
-        frame is made after the previous frame was sent, so frames do not accumulate for slow viewers.
+        The stream ends when the server closes, or when the viewer's key is removed or loses `read_metrics`. A frame is
+        made only after the previous frame was sent, so a slow viewer gets fewer frames.
         """
         cursor, experts = Cursor(await self._open()), ExpertMap()
         yield _event("hello", self._hello())
@@ -71,7 +71,7 @@ class Dashboard:
         yield _event("bye", {})
 
     async def explain(self, request_id: str) -> dict[str, Any]:
-        """Return a request's phases and their reasons. Raises `NotFoundError` for an unknown request."""
+        """Return a request's phases and their reasons. Raises `NotFoundError`."""
         view = self._view
         if view is None:
             raise NotFoundError("requests are recorded only while a dashboard is open: open /dashboard first")
@@ -139,7 +139,7 @@ class Dashboard:
 
 
 def read_static() -> dict[str, tuple[bytes, str]]:
-    """Read the page's files. Return (content, media type) by file name."""
+    """Return (content, media type) of the page's files, by file name."""
     types = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     folder = Path(__file__).parent / "static"
     return {

@@ -38,7 +38,10 @@ class _Frames(StreamingResponse):
 
 
 def dashboard_routes(service: Service) -> dict[str, Handler]:
-    """Return GET handlers by path. The page shows requests of all API keys, so a viewer's key needs `read_metrics`."""
+    """Return GET handlers by path.
+
+    The page shows requests of all API keys, so a viewer's key needs `read_metrics`.
+    """
     dashboard = Dashboard(service)
     files = read_static()
 

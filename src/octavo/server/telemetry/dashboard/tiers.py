@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def tier_rows(stats: EngineStats, capacity: EngineCapacity) -> list[dict[str, Any]]:
-    """Return a row of the dashboard for each tier. Unknown figures are None.
+    """Return a row of the dashboard for each KV tier. Unknown figures are None.
 
-    hit_rate: share of looked-up prompt tokens that the tier had. loads_per_s, saves_per_s: bytes per second. spared:
-    estimated seconds of computing that loads avoided, minus the seconds of waiting for the loads.
+    hit_rate: Share of looked-up prompt tokens that the tier had.
+    loads_per_s, saves_per_s: Bytes per second.
+    spared: Estimated seconds of computing that loads avoided, minus the seconds of waiting for the loads.
     """
     return [
         {

@@ -33,7 +33,7 @@ _LIVE_ORDER = {GENERATING: 0, PROMPT: 1, PREEMPTED: 2, WAITING: 3}
 
 
 class Times:
-    """Durations in seconds, for percentiles. If there are many durations, only every n-th is kept."""
+    """Durations in seconds, for percentiles. If there are many, only every n-th is kept."""
 
     __slots__ = ("_every", "_num_seen", "values")
 
@@ -54,8 +54,10 @@ class Times:
 class Second:
     """The figures of one second of the engine's clock.
 
-    prefill, generated: numbers of prompt tokens and of generated tokens. running, waiting: numbers of requests in the
-    second's last step. usage: used share of the KV blocks, 0 to 1. loaded_bytes, saved_bytes: bytes of KV.
+    prefill, generated: Numbers of prompt tokens and of generated tokens.
+    running, waiting: Numbers of requests in the second's last step.
+    usage: Used share of the KV blocks, 0 to 1.
+    loaded_bytes, saved_bytes: Bytes of KV.
     """
 
     revision: int
@@ -91,8 +93,9 @@ class Second:
 class Step:
     """An ended step.
 
-    start: in seconds of the engine's clock. parts: (request's number, number of tokens, True for prompt tokens), in the
-    order of the batch. drafts: (request's number, number of draft tokens, number of accepted tokens).
+    start: Seconds of the engine's clock.
+    parts: (request's number, number of tokens, True for prompt tokens), in the order of the batch.
+    drafts: (request's number, number of draft tokens, number of accepted tokens).
     """
 
     number: int
@@ -108,7 +111,7 @@ class Step:
 
 @dataclass(slots=True)
 class Shown:
-    """A request on the page. num_left: number of tokens to compute before the next generated token."""
+    """A request on the page. num_left: Number of tokens to compute before the next generated token."""
 
     number: int
     request_id: str
@@ -125,7 +128,7 @@ class Shown:
     ended: float | None = None
 
     def row(self, now: float) -> dict[str, Any]:
-        """Return this request as a row of the page, with durations in seconds."""
+        """Return a row of the page, with durations in seconds."""
         return {
             "number": self.number,
             "id": self.request_id,
@@ -141,7 +144,7 @@ class Shown:
 
 
 class LiveView:
-    """The dashboard's state, in bounded memory. Used in one thread only."""
+    """The dashboard's state, in bounded memory. Used in one thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -168,7 +171,7 @@ class LiveView:
         self._draft_stats = DraftStats()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Update the state from a snapshot. If `snapshot.is_first` is true, drop all earlier state."""
+        """Update the state from a snapshot. If `snapshot.is_first`, drop all earlier state."""
         if snapshot.is_first:
             self._forget()
         self.revision += 1
@@ -198,8 +201,8 @@ class LiveView:
     def seconds_since(self, revision: int, second: int, now: int) -> list[list[float | None]]:
         """Return chart rows for the new and changed seconds before `now`.
 
-        second: The first new second. revision: The last revision that the page knows. An event counts in the second of
-        its `time`. Past seconds can change, because events may arrive later.
+        second: The first new second.
+        revision: The last revision that the page knows. A past second changes if its events arrive late.
         """
         self._fill(now)
         return [
@@ -216,7 +219,7 @@ class LiveView:
             self._seconds[second] = Second(0, 0, 0, self.num_running, self.num_waiting, usage)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Return the steps after the first `number` steps. Steps that were dropped are missing."""
+        """Return the steps after the first `number` steps, without dropped steps."""
         first = self.num_steps - len(self.steps)
         return list(islice(self.steps, max(number - first, 0), None))
 
@@ -423,7 +426,7 @@ def _expert_figures(seconds: list[Second]) -> dict[str, float] | None:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """Return the nearest-rank percentile of `values`, or None if there are no values. share: 0.5 for the median."""
+    """Return the nearest-rank percentile, or None without values. share: 0.5 for the median."""
     if not values:
         return None
     return round(sorted(values)[max(ceil(share * len(values)) - 1, 0)], 5)
