@@ -278,30 +278,57 @@ inline void list_additions(const int32_t* ids, int64_t first, int64_t last, int6
   }
 }
 
+// The weighted sum of a row's experts in [low, high), which must be a node of the tree.
+class ExpertSum {
+ public:
+  ExpertSum(const AddExpertsArgs& args, int64_t row, int64_t low, int64_t high)
+      : args_(args), begin_(row * args.chosen) {
+    const int32_t* ids = args.ids + begin_;
+    while (first_ < args.chosen && ids[first_] < low) ++first_;
+    last_ = first_;
+    while (last_ < args.chosen && ids[last_] < high) ++last_;
+    list_additions(ids, first_, last_, low, high, additions_, count_);
+  }
+
+  bool is_empty() const { return first_ == last_; }
+
+  // Of the columns from `column` on. The sum must not be empty.
+  OCTAVO_INLINE Vec at(int64_t column) const {
+    Vec values[kMostChosen];
+    for (int64_t j = first_; j < last_; ++j) {
+      const float* output = args_.outputs + args_.places[begin_ + j] * args_.size;
+      values[j] = load_first(output + column, args_.size - column) * splat(args_.weights[begin_ + j]);
+    }
+    for (int64_t j = 0; j < count_; ++j) {
+      values[additions_[j][0]] = values[additions_[j][0]] + values[additions_[j][1]];
+    }
+    return values[first_];
+  }
+
+ private:
+  const AddExpertsArgs& args_;
+  const int64_t begin_;  // of the row's choices
+  int64_t first_ = 0, last_ = 0, count_ = 0;
+  int64_t additions_[kMostChosen][2];
+};
+
+// The factor of the shared expert's output for a row. gate: [rows], or null.
+OCTAVO_INLINE Vec shared_factor(const float* gate, int64_t row) {
+  return gate == nullptr ? splat(1.0f) : sigmoid(splat(gate[row]));
+}
+
 template <class T>
 void add_experts_of(ThreadPool& pool, const AddExpertsArgs& args) {
   const int64_t least = divide_up(kLeastElements, args.size * args.chosen);
   parallel_ranges(pool, args.rows, least, [&](int64_t first, int64_t last) {
-    int64_t additions[kMostChosen][2];
-    Vec values[kMostChosen];
     for (int64_t row = first; row < last; ++row) {
-      const int64_t begin = row * args.chosen;
-      int64_t count = 0;
-      list_additions(args.ids + begin, 0, args.chosen, 0, args.experts, additions, count);
-      const Vec factor = args.gate == nullptr ? splat(1.0f) : sigmoid(splat(args.gate[row]));
+      const ExpertSum sum(args, row, 0, args.experts);
+      const Vec factor = shared_factor(args.gate, row);
       T* out = static_cast<T*>(args.out) + row * args.size;
       for (int64_t i = 0; i < args.size; i += kLanes) {
-        for (int64_t j = 0; j < args.chosen; ++j) {
-          const float* output = args.outputs + args.places[begin + j] * args.size;
-          values[j] = load_first(output + i, args.size - i) * splat(args.weights[begin + j]);
-        }
-        for (int64_t j = 0; j < count; ++j) {
-          values[additions[j][0]] = values[additions[j][0]] + values[additions[j][1]];
-        }
-        if (args.shared != nullptr) {
-          values[0] = values[0] + load_first(args.shared + row * args.size + i, args.size - i) * factor;
-        }
-        store_first(out + i, values[0], args.size - i);
+        Vec total = sum.at(i);
+        if (args.shared != nullptr) total = total + load_first(args.shared + row * args.size + i, args.size - i) * factor;
+        store_first(out + i, total, args.size - i);
       }
     }
   });

@@ -14,6 +14,7 @@
 #include "latent.h"
 #include "linear_int4_tiles.h"  // linear, over all of its parts
 #include "packing.h"
+#include "rank_experts.h"
 #include "ranks.h"
 #include "rounding.h"
 #include "sampling.h"
@@ -34,6 +35,7 @@
   KERNEL(take_rows, TakeArgs)               \
   KERNEL(gather, GatherArgs)                \
   KERNEL(share_rows, ShareRowsArgs)         \
+  KERNEL(add_rank_experts, AddRankExpertsArgs) \
   KERNEL(rms_norm, NormArgs)                \
   KERNEL(gate, GateArgs)                    \
   KERNEL(add, AddArgs)                      \

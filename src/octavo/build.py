@@ -79,7 +79,7 @@ def build_engine(
 ) -> Engine:
     """Load the checkpoint, size the KV cache, and return a ready engine.
 
-    progress(done, total): Called with numbers of bytes of packed weights. kv_store: See `build_core`. Raises
+    progress(done, total): Called with bytes of packed weights. kv_store: See `build_core`. Raises
     `ConfigError` and `ModelError`.
     """
     served = ServedModel.find(config.model)
@@ -213,7 +213,7 @@ def _start_ranks(
         raise ConfigError("tensor_parallel_size above 1 does not work with KV stores or prefill/decode hand-over yet")
     if draft is not None and draft.shares_kv:
         raise ConfigError("tensor_parallel_size above 1 does not work with drafts from the model's own layers yet")
-    served.architecture.split(Share(0, count))  # raises if the model cannot be divided
+    served.architecture.split(Share(0, count, device.enable_expert_parallel))  # raises if it cannot be divided
     from octavo.ranks.leader import Leader  # noqa: PLC0415
 
     if config.model.model is not None:  # a hub id may refer to other files later
@@ -234,7 +234,7 @@ def _create_direct(
 
 
 def _make_executor(config: EngineConfig, info: WorkerInfo, worker: Worker, store: TieredStore | None) -> LocalExecutor:
-    # In a thread, an interrupt of the caller does not leave the other ranks in the middle of a step.
+    # A thread completes the step on all ranks even if the caller is interrupted.
     mode: type[StepMode] = ComputesAtOnce if config.device.tensor_parallel_size == 1 else ComputesInBackground
     if info.scheduler_config.async_scheduling:
         mode = ComputesInBackground if info.device == "cpu" else LaunchesAhead
@@ -336,7 +336,7 @@ def _recorded(
 def resolve_scheduler(
     config: ResolvedSchedulerConfig, architecture: Architecture, quantization: str | None, isa: str | None = None
 ) -> ResolvedSchedulerConfig:
-    """Return a copy in which values replace None in attention_cost_tokens and mixed_step_ms."""
+    """Replace None in attention_cost_tokens and mixed_step_ms, if chunked prefill is enabled."""
     cost, step_ms = config.attention_cost_tokens, config.mixed_step_ms
     if not config.enable_chunked_prefill:
         return config

@@ -498,6 +498,15 @@ void mix(Run& run, DType weight_type, DType type, int64_t k) {
     run.table.add_experts(pool, {outputs.as<float>(), ids.as<int32_t>(), places.as<int32_t>(), factors.as<float>(), shared.as<float>(),
                                  gate.as<float>(), out.as(), type, rows, size, chosen, experts});
   });
+  const int64_t bytes = kRanksHeaderBytes + 2 * 64 * up(3 * size * 4, 64), columns[] = {0, size}, all_experts[] = {0, experts};
+  run.same("add_rank_experts", rows * size * size_of(type), [&](ThreadPool& pool, const Memory& out) {
+    const Memory area(bytes);
+    std::memset(area.as(), 0, bytes);
+    Ranks ranks(reinterpret_cast<Address>(area.as()), bytes, 0, 1, 1000);  // few rows at a time
+    const AddExpertsArgs own{outputs.as<float>(), ids.as<int32_t>(), places.as<int32_t>(), factors.as<float>(), nullptr,
+                             nullptr, nullptr, type, rows, size, chosen, experts};
+    run.table.add_rank_experts(pool, {own, &ranks, all_experts, columns, shared.as<float>(), gate.as<float>(), out.as(), type, rows});
+  });
   const Memory heads = random.reals(type, rows * experts * k);
   run.same("head_linear", rows * experts * size * size_of(type), [&](ThreadPool& pool, const Memory& out) {
     run.table.head_linear(pool, {product_of(weights, heads, type, experts * k, out.as(), experts * size, type), k, size, weights.table(), rows});

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from gguf_files import write_gguf
@@ -25,6 +27,10 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES
 from octavo.ranks import leader
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from make_expert_gguf import SHAPES, write
+
 PROMPTS = [[(7 * i * i + 3 * i + k) % 320 for i in range(n)] for k, n in enumerate((1, 5, 33, 90))]
 REFUSED = {
     "OlmoeForCausalLM",
@@ -39,6 +45,9 @@ FORMATS = ["float32", "bfloat16", "int8", "int4", "int4_all"]
 @pytest.fixture(autouse=True)
 def _ranks_are_threads(monkeypatch):
     monkeypatch.setattr(leader, "start_process", RankThread)
+
+
+MIXTURES = ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM", "MixtralForCausalLM"]
 
 
 def results(path, num_ranks, **options):
@@ -127,6 +136,54 @@ def test_ranks_of_quantized_experts_give_tokens_of_one_process(family, quantizat
 
 
 @pytest.mark.turn(4)
+@pytest.mark.parametrize("number_format", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_ranks_with_own_experts_give_tokens_of_one_process(family, number_format, tmp_path):
+    """Among seven experts, ranks have 3 and 4, or 1, 2, 2 and 2."""
+    config = tiny_config(family, vocab_size=500)
+    config |= {name: 7 for name in ("num_experts", "n_routed_experts", "num_local_experts") if name in config}
+    config |= {"n_group": 1, "topk_group": 1} if "n_group" in config else {}
+    path = write_checkpoint(tmp_path / "model", config, std=0.1)
+    is_dtype = number_format in {"float32", "bfloat16"}
+    options = {"dtype": number_format} if is_dtype else {"dtype": "bfloat16", "quantization": number_format}
+    expected = results(path, 1, **options)
+    for count in (2, 4):
+        assert results(path, count, enable_expert_parallel=True, **options) == expected, count
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0"])
+def test_ranks_with_own_experts_give_tokens_of_one_process_from_gguf(kind, tmp_path):
+    shape = SHAPES["qwen3-30b-a3b"] | {
+        "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "experts": 7, "chosen": 3, "expert": 256,
+        "vocabulary": 320,
+    }  # fmt: skip
+    path = write(tmp_path / "model.gguf", shape, layers=2, kind=kind)
+    assert results(path, 2, enable_expert_parallel=True) == results(path, 1)
+
+
+@pytest.mark.turn(2)
+def test_ranks_with_own_experts_make_the_random_weights_of_one_process(tmp_path):
+    path = write_checkpoint(tmp_path / "model", tiny_config("Qwen3MoeForCausalLM", vocab_size=500), std=0.1)
+    options = {"dtype": "bfloat16", "load_format": "dummy"}
+    assert results(path, 2, enable_expert_parallel=True, **options) == results(path, 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "message"),
+    [
+        ("DeepseekV3ForCausalLM", 3, "divides .* experts by halving: set tensor_parallel_size to a power of two"),
+        ("Qwen3MoeForCausalLM", 64, "tensor_parallel_size 64"),
+        ("Qwen3ForCausalLM", 2, "needs a mixture of experts"),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_are_refused_before_ranks_start(family, count, message, tmp_path):
+    path = write_checkpoint(tmp_path / "model", tiny_config(family, vocab_size=500), std=0.1)
+    with pytest.raises(ConfigError, match=message):
+        results(path, count, enable_expert_parallel=True)
+
+
+@pytest.mark.turn(4)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "Q6_K", "Q4_0"])
 def test_ranks_give_tokens_of_one_process_from_gguf(kind, tmp_path):
     """19 superblocks of 256 values are no multiple of the number of ranks."""
@@ -147,6 +204,20 @@ def test_ranks_give_equal_tokens_with_chunks_swaps_and_preemptions(dtype, count,
     expected = answers(alone, make_requests()[:NUM_REQUESTS_EVERYWHERE])
     schedule = replace(EVERYWHERE, device=(("tensor_parallel_size", count), ("rank_timeout_s", 60.0)))
     engine = make_engine(path, dtype, schedule, "cpu")
+    check(engine, schedule, expected)
+    engine.shutdown()
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_ranks_with_own_experts_give_equal_tokens_with_chunks_swaps_and_preemptions(family, count, tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config(family, vocab_size=1500), std=0.1)
+    alone = make_engine(path, "bfloat16", Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")
+    expected = answers(alone, make_requests()[:NUM_REQUESTS_EVERYWHERE])
+    device = (("tensor_parallel_size", count), ("enable_expert_parallel", True), ("rank_timeout_s", 60.0))
+    schedule = replace(EVERYWHERE, device=device)
+    engine = make_engine(path, "bfloat16", schedule, "cpu")
     check(engine, schedule, expected)
     engine.shutdown()
 

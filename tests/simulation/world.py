@@ -118,6 +118,8 @@ class WorldConfig:
     max_num_mixed_prefill_tokens: int = 0
     attention_cost_tokens: float | None = None
     span_rate: float = 0.0
+    has_ranks: bool = False
+    message_fault: str | None = None
 
     @property
     def kinds(self) -> tuple[KVGroupKind, ...]:
@@ -333,12 +335,13 @@ class World:
         self.healed = False
         self.epoch = 0
         self.num_added = 0
-        self.worker = HashWorker(
-            [config.num_blocks, *(group.num_blocks for group in self.bounded_groups)],
-            config.block_size,
-            config.num_host_blocks,
-            config.kinds,
-        )
+        sizes = [config.num_blocks, *(group.num_blocks for group in self.bounded_groups)]
+        if config.has_ranks:
+            from simulation.ranks import RankedWorker
+
+            self.worker: HashWorker = RankedWorker(seed, config, sizes)
+        else:
+            self.worker = HashWorker(sizes, config.block_size, config.num_host_blocks, config.kinds)
         # Colliding keys are not allowed with a store, which does not compare tokens.
         rate = config.remote_rate if config.hash_bits is None else 0.0
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), rate)

@@ -1,4 +1,4 @@
-"""Configurations of an engine. `build.py` replaces None and "auto" before it builds the engine."""
+"""Configurations of an engine. `build.py` replaces None and "auto"."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULT_MAX_NUM_WAITING_TOKENS = 1 << 20
 
 
 class SchedulingPolicy(StrEnum):
-    """The order of waiting requests, which also decides which requests are preempted."""
+    """The order of requests, for start and preemption."""
 
     FCFS = "fcfs"
     PRIORITY = "priority"
@@ -42,10 +42,7 @@ class SchedulingPolicy(StrEnum):
 
 
 class AdmissionRule(StrEnum):
-    """When a waiting request may start.
-
-    OPTIMISTIC: Its known tokens fit. RESERVATION: Blocks for prompt + max_tokens can be reserved.
-    """
+    """A waiting request starts if its known tokens fit (optimistic), or if prompt + max_tokens can be reserved."""
 
     OPTIMISTIC = "optimistic"
     RESERVATION = "reservation"
@@ -59,7 +56,7 @@ class BatchingMode(StrEnum):
 
 
 class PreemptionMode(StrEnum):
-    """Whether a preempted request's KV is computed again or swapped to host memory. `AUTO` chooses the cheaper way."""
+    """How a preempted request regains its KV. `AUTO` chooses the cheaper way."""
 
     AUTO = "auto"
     RECOMPUTE = "recompute"
@@ -72,13 +69,12 @@ class ModelConfig:
 
     model: Directory in Hugging Face layout, GGUF file, hub id, or None for the built-in demo model.
     quantization: Number format to which weights are rounded at load.
-    - "int8": W8A8, with one scale per output feature and one per token. Weights and activations are first rotated by
-      a Hadamard transform.
+    - "int8": W8A8, with one scale per output feature and per token. A Hadamard transform first rotates weights and
+      activations.
     - "int4": W4A8.
     - "fp8": W8A16 in E4M3, with one scale per output feature. Embeddings and lm_head stay unquantized.
-    - None: A checkpoint's 4-bit integer weights are unchanged. 8-bit integer weights are rotated and rounded again.
-      Triton kernels multiply FP8 weights directly, and other kernels expand FP8 weights.
-    packed_cache_bytes: Cached weights are valid until the checkpoint's files change.
+    - None: A checkpoint's 4-bit integers are unchanged. 8-bit integers are rotated and rounded again. FP8 is expanded,
+      except for Triton kernels.
     """
 
     model: str | None = None
@@ -156,8 +152,7 @@ class ModelConfig:
 class CacheConfig:
     """The paged KV cache.
 
-    If `num_gpu_blocks` or `kv_cache_memory_bytes` is set, memory is allocated at start, in the background. Otherwise,
-    memory is allocated when blocks are first used.
+    On a CPU, memory is allocated when blocks are first used, or at start by a thread if an option sets its size.
 
     kv_cache_dtype: "int8" and "fp8" have one scale per token and head.
     """
@@ -202,7 +197,7 @@ class CacheConfig:
         at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
 
     def of_rank(self, num_ranks: int) -> CacheConfig:
-        """Return a copy with one rank's share of `kv_cache_memory_bytes` and `swap_space_bytes`."""
+        """Return a copy with one rank's share of the memory."""
         configured = self.kv_cache_memory_bytes
         return replace(
             self,
@@ -212,24 +207,24 @@ class CacheConfig:
 
     @property
     def sets_memory(self) -> bool:
-        """True if the options set the cache's size, so that free memory does not matter."""
+        """True if the cache's size does not depend on free memory."""
         return self.num_gpu_blocks is not None or self.kv_cache_memory_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step and of the queue, the order of requests, and the rules for lack of memory.
+    """Limits of steps and queue, order of requests, and rules for lack of memory.
 
-    max_num_seqs, max_num_batched_tokens, async_scheduling: None means the device's default (see `resolved`).
-    is_offline: True if no user waits for a step. Changes only the default of max_num_batched_tokens.
-    mixed_step_ms: None means 100 for an engine. `LLM` uses 0 by default.
-    attention_cost_tokens: None means a value from the model's shape, or 0 for a scheduler without an engine.
-    enable_chunked_prefill: If False, a prompt is divided only if it exceeds the budget of a whole step.
-    ageing_s: None means that waiting time has no effect on ranks.
-    async_scheduling: Even if True, a step with drafts or a grammar must end before the next step is scheduled.
-    max_num_preemptions: After this many preemptions, a request restarts only once all blocks that it may need are free.
-    The request is then never preempted again.
-    max_batch_prefill_tokens: A prompt above this limit is divided, even if enable_chunked_prefill is False.
+    max_num_seqs, max_num_batched_tokens, async_scheduling: None means the device's default.
+    is_offline: True if no user waits for a step. Changes the default of max_num_batched_tokens.
+    mixed_step_ms: None means 100, or 0 without an engine. `LLM` uses 0 by default.
+    attention_cost_tokens: None means a value from the model's shape, or 0 without an engine.
+    enable_chunked_prefill: If False, only a prompt above a whole step's budget is divided.
+    ageing_s: None ignores waiting time.
+    async_scheduling: A step with drafts or a grammar still ends before the next step is scheduled.
+    max_num_preemptions: After this many preemptions, a request restarts only when all blocks that it may need are free.
+    It is then never preempted again.
+    max_batch_prefill_tokens: A longer prompt is divided, even if enable_chunked_prefill is False.
     waiting_served_ratio, max_waiting_tokens: Used only while requests run.
     """
 
@@ -399,9 +394,9 @@ class SchedulerConfig:
                 )
 
     def resolved(self, device_type: str = "cpu", *, has_drafts: bool = False) -> ResolvedSchedulerConfig:
-        """Return a copy in which the device's defaults replace None.
+        """Return a copy with the device's defaults instead of None.
 
-        device_type: "cpu" or "cuda". has_drafts: If True, async_scheduling is off by default.
+        device_type: "cpu" or "cuda". has_drafts: True turns async_scheduling off by default.
         """
         defaults, values = STEP_DEFAULTS[device_type], {each.name: getattr(self, each.name) for each in fields(self)}
         num_seqs, num_tokens, is_async = self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling
@@ -418,7 +413,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSchedulerConfig(SchedulerConfig):
-    """A `SchedulerConfig` in which no limit of a step is None."""
+    """A `SchedulerConfig` without None in these fields."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -470,6 +465,12 @@ class DeviceConfig:
         unit="RANKS",
         short="-tp",
         low=1,
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "With several ranks, each expert of a mixture belongs to one rank. Default: each expert is divided among all "
+        "ranks. Tokens do not change.",
+        short="-ep",
     )
     rank_timeout_s: float = option(
         6.0,
@@ -530,11 +531,11 @@ class EngineConfig:
 class ModelInfo:
     """Facts about a loaded model, without tensors.
 
-    generation_defaults: Sampling parameters from generation_config.json.
-    pooling: The checkpoint's pooling of embeddings, "last" or "mean". pooling_problem: Why the pooling is unsupported.
-    hidden_size: Length of an embedding. has_head: False if lm_head is missing, so that only embeddings are served.
-    weight_bytes: Size of the weights in the checkpoint's dtype, or after a requested quantization.
-    quantization_level, file_type: Name and number of a GGUF file's mix of quantization types.
+    generation_defaults: The checkpoint's sampling parameters.
+    pooling: "last" or "mean". pooling_problem: Why the checkpoint's pooling is unsupported.
+    hidden_size: Length of an embedding. has_head: False if lm_head is missing, so only embeddings are served.
+    weight_bytes: In the checkpoint's dtype, or after quantization.
+    quantization_level, file_type: Name and number of a GGUF file's mix of types.
     """
 
     name: str
@@ -554,7 +555,7 @@ class ModelInfo:
     file_type: int | None = None
 
     def choose_pooling(self, requested: str | None = None) -> str:
-        """Return the requested or the checkpoint's pooling. Raises `RequestError` if the pooling is unsupported."""
+        """Return `requested`, or the checkpoint's pooling. Raises `RequestError` if the latter is unsupported."""
         if requested is None and self.pooling_problem is not None:
             raise RequestError(f"{self.pooling_problem}; the option --pooling overrides it")
         return self.pooling if requested is None else requested

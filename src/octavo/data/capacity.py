@@ -1,4 +1,4 @@
-"""An engine's limits."""
+"""An engine's effective limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupCapacity:
-    """A KV group."""
+    """A bounded KV group's capacity."""
 
     kind: str
     num_blocks: int
@@ -61,7 +61,7 @@ class EngineCapacity:
         kv_format: dict[str, str] | None = None,
         fingerprint: EngineFingerprint | None = None,
     ) -> EngineCapacity:
-        """Derive the limits."""
+        """Derive the limits from configuration and memory."""
         num_tokens = num_blocks * cache.block_size
         largest_step = min(scheduler.max_num_batched_tokens, num_tokens)
         prefill, total = scheduler.max_batch_prefill_tokens, scheduler.max_batch_total_tokens
@@ -88,16 +88,16 @@ class EngineCapacity:
 
     @property
     def num_window_blocks(self) -> int:
-        """Sliding-window groups' blocks."""
+        """Blocks of all sliding-window groups."""
         return sum(each.num_blocks for each in self.bounded_groups if each.kind == SlidingWindow.name)
 
     @property
     def summary(self) -> str:
-        """A log line."""
+        """Limits in tokens, for a log line."""
         names = ("kv_cache_tokens", "max_batch_total_tokens", "max_batch_prefill_tokens", "max_num_batched_tokens")
         return ", ".join(f"{name} {getattr(self, name)}" for name in names)
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Capacity in tokens."""
+        """Tokens that fit the first KV group."""
         return self.num_gpu_blocks * self.block_size

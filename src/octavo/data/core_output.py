@@ -1,4 +1,4 @@
-"""The core's outputs."""
+"""Core outputs."""
 
 from __future__ import annotations
 

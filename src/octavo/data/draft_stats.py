@@ -1,4 +1,4 @@
-"""Draft statistics."""
+"""Speculative-decoding statistics."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DraftStats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Accepted tokens per draft."""
+        """Accepted tokens per draft, excluding the bonus token."""
         return self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
 
     @property
@@ -96,7 +96,7 @@ class AcceptanceRates:
             self._tried[place] = self._decay * self._tried[place] + 1
 
     def fade(self) -> None:
-        """Lower all weights."""
+        """Lower all observations' weights by 2 %."""
         self._right = [_FADING * each for each in self._right]
         self._tried = [_FADING * each for each in self._tried]
 

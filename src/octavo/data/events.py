@@ -42,7 +42,7 @@ class RequestEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestQueued(RequestEvent):
-    """Request queued."""
+    """The core queued a new request. num_ahead: Requests before it."""
 
     num_prompt_tokens: int
     priority: int
@@ -67,7 +67,7 @@ class RequestParked(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestUnparked(RequestEvent):
-    """Request queued again."""
+    """A deferred request was queued again."""
 
     timed_out: bool
 
@@ -84,7 +84,7 @@ class RequestOutranked(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVLoadStarted(RequestEvent):
-    """A load started."""
+    """A load from a store was ordered."""
 
     transfer_id: int
     num_tokens: int
@@ -92,7 +92,7 @@ class KVLoadStarted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVLoadEnded(RequestEvent):
-    """A load ended."""
+    """A load from a store ended."""
 
     transfer_id: int
     outcome: str  # done, failed, expired or cancelled
@@ -106,7 +106,7 @@ class KVLoadEnded(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveStarted(Event):
-    """A save started."""
+    """A save to a store was ordered."""
 
     transfer_id: int
     num_blocks: int
@@ -114,7 +114,7 @@ class KVSaveStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class KVSaveEnded(Event):
-    """A save ended."""
+    """A save to a store ended."""
 
     transfer_id: int
     num_blocks: int
@@ -144,7 +144,7 @@ class TokenPostponed(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class DraftsVerified(RequestEvent):
-    """A step verified drafts, and accepted the first `num_accepted` of them."""
+    """A step verified draft tokens, and accepted the first `num_accepted` of them."""
 
     num_drafted: int
     num_accepted: int
@@ -227,7 +227,7 @@ class BlockOffloaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class HostBlockEvicted(Event):
-    """Host block evicted."""
+    """Host memory evicted a block."""
 
     host_block_id: int
 
@@ -265,7 +265,7 @@ class StepScheduled(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepCompleted(Event):
-    """A step ended."""
+    """A step ended. num_new_tokens: By request id."""
 
     num_new_tokens: Mapping[str, int]
 
@@ -334,7 +334,7 @@ class NullSink:
 
 
 class EventLog:
-    """Keeps every event."""
+    """Keeps every event in a list."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -344,7 +344,7 @@ class EventLog:
         self.events.append(event)
 
     def of_type(self, kind: type[EventT]) -> list[EventT]:
-        """Return `kind` events."""
+        """Return all events of a class, in order."""
         return [event for event in self.events if isinstance(event, kind)]
 
 

@@ -1,4 +1,4 @@
-"""Experts' work."""
+"""Mixture-of-experts work."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class ExpertStats:
 
     @property
     def tokens_per_read(self) -> float:
-        """Tokens per read."""
+        """Mean tokens per read of an expert's weights."""
         return self.num_tokens / self.num_reads if self.num_reads else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTokens:
-    """Total tokens. counts: int64 [layers, num_experts], native byte order."""
+    """Total tokens by layer and expert. counts: int64 [layers, num_experts], native byte order."""
 
     num_experts: int
     counts: bytearray

@@ -26,7 +26,7 @@ class EngineFingerprint:
 
     @property
     def summary(self) -> str:
-        """A log line."""
+        """Kernels and checksums, for a log line."""
         sums = ", ".join(f"{name} {value}" for name in _COMPARED if (value := getattr(self, name)))
         return f"kernels {self.kernels} on {self.num_threads} threads; {sums}"
 

@@ -36,7 +36,7 @@ _KINDS: dict[str, type[KVGroupKind]] = {}
 
 
 def register(kind: _Kind) -> _Kind:
-    """Register a kind."""
+    """Register a kind, as class decorator."""
     _KINDS[kind.name] = kind
     return kind
 
@@ -74,7 +74,7 @@ class SlidingWindow:
 
     @property
     def most_positions(self) -> int:
-        """The window."""
+        """Window in tokens."""
         return self.window
 
     def first_position(self, num_tokens: int) -> int:
@@ -87,7 +87,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
-    """A KV group."""
+    """A KV group's kind and block count."""
 
     kind: KVGroupKind
     num_blocks: int

@@ -32,7 +32,7 @@ class KVTierFigures:
 
 
 class TierShare(NamedTuple):
-    """A tier's share."""
+    """One tier's share of a load."""
 
     move: TierMove
     num_tokens: int
@@ -54,7 +54,7 @@ def shares_of(load: events.KVLoadEnded) -> Iterator[TierShare]:
 
 
 class KVTierCounter:
-    """Counts tier figures."""
+    """Counts events by tier."""
 
     def __init__(self, figures: dict[str, KVTierFigures]) -> None:
         self.figures = figures

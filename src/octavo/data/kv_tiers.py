@@ -1,4 +1,4 @@
-"""Moves between tiers."""
+"""KV moved between tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TierMove(NamedTuple):
 
 
 class EndedTransfer(NamedTuple):
-    """An ended transfer."""
+    """Result of an ended load or save."""
 
     transfer_id: int
     num_blocks: int  # leading blocks that were moved

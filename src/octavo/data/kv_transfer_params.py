@@ -1,4 +1,4 @@
-"""KV transfer parameters."""
+"""A request's KV-transfer parameters."""
 
 from __future__ import annotations
 

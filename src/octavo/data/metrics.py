@@ -68,7 +68,7 @@ class Histogram:
             self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Count a value."""
+        """Add a value to its bucket."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -77,7 +77,8 @@ class Histogram:
 class EngineStats:
     """Figures of one engine. Times are in seconds. A request is one output stream.
 
-    The first five figures are current values. All other figures are totals since the start.
+    The first five figures and the contents of `kv_stores` are current values. All other figures are totals since the
+    start.
     """
 
     num_requests_running: int = 0

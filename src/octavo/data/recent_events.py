@@ -1,4 +1,4 @@
-"""Recent events."""
+"""A bounded event buffer."""
 
 from __future__ import annotations
 

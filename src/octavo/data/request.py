@@ -28,7 +28,7 @@ class RequestStatus(Enum):
 
     @property
     def is_finished(self) -> bool:
-        """Whether final."""
+        """True if final."""
         return self in _FINISHED
 
     @property
@@ -66,27 +66,27 @@ class Sequence:
 
     @property
     def block_table(self) -> list[int]:
-        """First group's table."""
+        """First KV group's block table."""
         return self.block_tables[0]
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt's tokens."""
+        """Prompt token ids."""
         return self.token_ids[: self.num_prompt_tokens]
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The generated tokens."""
+        """Generated token ids."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def last_token(self) -> int:
-        """The newest token."""
+        """The newest token's id."""
         return self.token_ids[-1]
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens."""
+        """Number of generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
 
@@ -184,12 +184,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt, output and draft tokens."""
+        """Number of prompt, output and draft tokens."""
         return len(self.sequence.token_ids) + len(self.spec_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens."""
+        """Number of prompt tokens."""
         return self.sequence.num_prompt_tokens
 
     @property
@@ -229,7 +229,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether ended."""
+        """True if ended."""
         return self.status.is_finished
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ MAX_CACHE_SALT_CHARS = 1024
 
 
 class OptionFields(TypedDict, total=False):
-    """`RequestOptions` as keywords."""
+    """`RequestOptions` as keyword arguments."""
 
     priority: int
     cache_salt: str | None

@@ -1,4 +1,4 @@
-"""Worker messages."""
+"""Scheduler-to-worker messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NewRequestData:
 
     @classmethod
     def from_request(cls, request: Request) -> NewRequestData:
-        """Copy a request."""
+        """Copy the fields that the worker needs."""
         sequence = request.sequence
         return cls(
             request_id=request.request_id,
@@ -85,7 +85,7 @@ class BlockCopies:
         return bool(self.swap_out or self.block_copies or self.swap_in)
 
     def of_group(self, group: int) -> BlockCopies:
-        """Return `group`'s copies."""
+        """Return one KV group's copies."""
         lists = self.swap_out, self.block_copies, self.swap_in
         return BlockCopies(*([each for each in copies if each[0] == group] for copies in lists))
 

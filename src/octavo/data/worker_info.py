@@ -1,4 +1,4 @@
-"""A worker's report."""
+"""A worker's start report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KVGroupInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """Formats and sizes."""
+    """A worker's formats and sizes after loading."""
 
     device: str  # "cpu" or "cuda"
     machine: str  # GPU's name, or the CPU's instruction sets as torch names them
@@ -40,7 +40,7 @@ class WorkerInfo:
 
     @property
     def num_blocks(self) -> int:
-        """First group's blocks."""
+        """Number of blocks of the first KV group."""
         return self.kv_groups[0].spec.num_blocks
 
     @property
@@ -55,7 +55,7 @@ class WorkerInfo:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Capacity in tokens."""
+        """Tokens that fit the first KV group."""
         return self.num_blocks * self.block_size
 
     @property
@@ -65,6 +65,6 @@ class WorkerInfo:
 
     @property
     def kv_cache_summary(self) -> str:
-        """A log line."""
+        """Blocks by KV group, for a log line."""
         others = (f", {spec.num_blocks} of {spec.kind}" for spec in self.bounded_groups)
         return f"{self.num_blocks} blocks{''.join(others)}"

@@ -45,16 +45,15 @@ ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped
 _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
 _NO_SOURCES = (0, _TENSOR_DTYPES[torch.int64], (0,), (1,))
 _LINE_BYTES = 64
-_SAME_SETS_BYTES = 2048  # lines at multiples of this distance use only two of a cache's 64 sets
-_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # maximum rows of a task; the second is for few rows
-_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # with fewer chunks per thread, chunks are cut into partitions
+_SAME_SETS_BYTES = 2048  # lines at multiples of this distance use only two of 64 cache sets
+_ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # a task's maximum rows; the second is for few rows
+_FEW_CHUNKS, _PARTITION_POSITIONS = 4, 1024  # fewer chunks per thread are cut into partitions
 
 
 class CpuKernels:
-    """Compiled kernels for one instruction set, on their own pool of threads.
+    """Compiled kernels for one instruction set, with a thread pool.
 
-    All threads except the caller's are pinned if each of `cores` has a thread. Otherwise no thread is pinned. cores: by
-    default all usable ones.
+    cores: by default all usable ones. If each has a thread, all threads except the caller's are pinned.
     """
 
     name = "cpu"
@@ -95,7 +94,7 @@ class CpuKernels:
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return the maximum bytes that attention allocates (csrc/attention.h). Other operations allocate less."""
+        """Return the maximum bytes of attention (csrc/attention.h). Other operations need less."""
         del vocab_size
         padded_dim = -(-head_dim // PANEL_COLUMNS) * PANEL_COLUMNS
         rows = max(_ATTENTION_ROWS, num_heads)
@@ -109,7 +108,7 @@ class CpuKernels:
 
     @property
     def layout(self) -> str:
-        """The version of the packed layout, and the family of kernels that read it.
+        """The packed layout's version, and the kernels that read it.
 
         Raise the version if a change in csrc/arguments.h, csrc/block_formats.h, `rotate` or `whole_scales` alters
         weights.
@@ -147,7 +146,7 @@ class CpuKernels:
         if call is None:
             operation.reference(*args)
         else:
-            call(*(_described(each) if isinstance(each, torch.Tensor) else each for each in args))
+            call(*(described(each) if isinstance(each, torch.Tensor) else each for each in args))
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """See `Kernels`."""
@@ -200,7 +199,7 @@ class CpuKernels:
         return panels[0].as_linear()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory aligned to cache lines, on huge pages if possible."""
+        """See `Kernels`. Aligned to cache lines; huge pages if possible."""
         data = torch.empty(num_bytes, dtype=torch.uint8)
         assert data.data_ptr() % 64 == 0
         self._module.advise_huge_pages(data.data_ptr(), num_bytes)
@@ -258,8 +257,8 @@ class CpuKernels:
         for columns, weights in storage.parts:
             part = out[:, columns]
             self._calls.grouped_linear(
-                _described(x), part.shape[1], part.data_ptr(), out.stride(0), DTYPE_NUMBERS[out.dtype],
-                _NO_SOURCES if sources is None else _described(sources), _described(group_start), _described(weights),
+                described(x), part.shape[1], part.data_ptr(), out.stride(0), DTYPE_NUMBERS[out.dtype],
+                _NO_SOURCES if sources is None else described(sources), described(group_start), described(weights),
             )  # fmt: skip
         return out
 
@@ -272,14 +271,11 @@ class CpuKernels:
             return head_linear(self, x, packed, out)
         assert (x.shape[2], out.shape[2]) == (packed.in_features, packed.out_features)
         for columns, weights in storage.parts:
-            self._calls.head_linear(_described(x), _described(out[:, :, columns]), _described(weights))
+            self._calls.head_linear(described(x), described(out[:, :, columns]), described(weights))
         return out
 
     def _factor_rows(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Allocate rows for a matrix product.
-
-        If a column would use only two cache sets, the stride is one cache line longer.
-        """
+        """Allocate rows for a product, with a longer stride if columns would use only two cache sets."""
         if columns * dtype.itemsize % _SAME_SETS_BYTES != 0:
             return self._empty(rows, columns, dtype=dtype)
         spare = _LINE_BYTES // dtype.itemsize
@@ -339,7 +335,7 @@ class CpuKernels:
     def _embedding(
         self, token_ids: Tensor, packed: PackedLinear, dtype: Any, scale: float, ids: range, num_ids: int
     ) -> Tensor:
-        """Return a row for each token id. ids: the ids of the weight's rows. Rows of other ids are undefined."""
+        """See `embedding`. ids: of the weight's rows. Rows of other ids are undefined."""
         storage: PanelWeight = (
             packed.storage.vocabulary() if isinstance(packed.storage, BlockPanels) else packed.storage
         )
@@ -491,5 +487,6 @@ class CpuKernels:
         return largest, ids
 
 
-def _described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+def described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Return a tensor as the arguments of kernels: address, number of its dtype, shape, strides."""
     return tensor.data_ptr(), _TENSOR_DTYPES[tensor.dtype], tensor.shape, tensor.stride()

@@ -1,7 +1,7 @@
 """The interface that every backend implements.
 
-Operations are batch-invariant: the bits of a row do not depend on the other rows of the batch, because absolute
-positions fix the order of each reduction.
+Except in plain torch and "fast-inexact", operations are batch-invariant: a row's bits do not depend on other rows,
+because absolute positions fix the order of each reduction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     WeightToPack = Tensor | Sequence[Tensor] | QuantizedWeight | Sequence[BlockWeight]
 
 
-# "gelu_tanh" is the tanh approximation of GELU (Hendrycks and Gimpel 2016). "clamped_silu" of gpt-oss computes
+# "gelu_tanh": tanh approximation of GELU (Hendrycks and Gimpel 2016). "clamped_silu" (gpt-oss):
 # g * sigmoid(GATE_SLOPE * g) * (u + 1), with g = min(gate, GATE_LIMIT), and u = up clamped to +-GATE_LIMIT.
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 GATE_LIMIT, GATE_SLOPE = 7.0, 1.702
@@ -44,9 +44,9 @@ class PackedLinear:
 class SplitLinear(PackedLinear):
     """A weight that ranks divide along out_features.
 
-    own: this rank's part. inputs: the input's first column of each rank, then in_features, or None if each rank has
-    the whole input. outputs: the first column of each rank in the result, then out_features, or None if each rank
-    needs only its own columns.
+    own: this rank's part.
+    inputs: each rank's first input column, then in_features; None if each rank has the whole input.
+    outputs: each rank's first result column, then out_features; None if each rank needs only its own columns.
     """
 
     own: PackedLinear
@@ -68,7 +68,7 @@ class PackedGroups:
 
 @dataclass(frozen=True, slots=True)
 class KeptLinear:
-    """A part of a packed weight for storage on disk. data is uint8, bias is float32, and numbers are JSON values."""
+    """A part of a packed weight for storage on disk. data: uint8. bias: float32. numbers: JSON values."""
 
     data: Tensor
     bias: Tensor | None
@@ -77,19 +77,19 @@ class KeptLinear:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Inputs of attention for a ragged batch. Tokens of one sequence are adjacent, in order of position.
+    """Attention inputs of a ragged batch. A sequence's tokens are adjacent, in order of position.
 
     query_start  int32 [num_seqs + 1]   first row of each sequence, then the number of rows
     seq_lens     int32 [num_seqs]       KV lengths, including this step's tokens
-    block_tables int32 [num_seqs, max_blocks]   of KV group 0; entries that attention does not read are undefined
+    block_tables int32 [num_seqs, max_blocks]   of KV group 0; unread entries are undefined
     positions    int64 [num_tokens]
     slot_mapping int64 [num_tokens]     block_id * block_size + offset
-    outputs      rows that need hidden states; None means all rows
+    outputs      rows that need hidden states; None for all
     more_groups  the same rows in KV groups 1, 2, ...
     rotary_positions int64 [num_dims, num_tokens]   positions of M-RoPE
 
     Padding sequences come last, with length 0 and at most one row. If `has_padding_rows`, rows without a sequence
-    follow. Padding rows have slot -1, so they read and write nothing. Attention returns zeros for padding rows.
+    follow. Padding rows have slot -1 and write no KV. Attention returns zeros for them.
     """
 
     query_start: Tensor
@@ -110,10 +110,10 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class OutputRows:
-    """The rows of a step that need hidden states, which are the last rows of each sequence.
+    """A step's rows that need hidden states: the last rows of each sequence.
 
     rows       int64 indices, ascending
-    attention  the batch with only these rows
+    attention  the batch of these rows
     """
 
     rows: Tensor
@@ -124,8 +124,7 @@ class OutputRows:
 class DecodePlan:
     """Steps to capture as graphs.
 
-    sizes: maps the highest mean number of rows per sequence to numbers of sequences. Keys and values ascend. num_bytes:
-    memory limit for all graphs.
+    sizes: numbers of sequences by maximum mean rows per sequence, both ascending. num_bytes: limit of all graphs.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
@@ -141,7 +140,7 @@ class SamplingRows:
     top_k        int32    0 means all
     top_p        float32  1.0 means all
     min_p        float32  0.0 means all
-    seed         int64    all 64 bits are used
+    seed         int64    all 64 bits count
     sample_index int32    index among a request's `n` outputs
     position     int32    of the sampled token
     """
@@ -162,12 +161,13 @@ class SamplingRows:
 class Kernels(Protocol):
     """Every operation of the hot path. Activations are float32 or bfloat16; sums are float32.
 
-    identity: names everything that affects the last bits of a result. KV of another identity is not used.
-    has_own_threads: True if kernels run in their own thread pool. Torch's threads must then sleep, because OpenMP
-    workers would spin on the same cores.
+    identity: names everything that affects a result's last bits. KV of another identity is not used.
+    has_own_threads: True if kernels have a thread pool. Torch must then use one thread, because its OpenMP workers
+    would spin on the same cores.
     kv_cache_dtypes: supported quantized values of `CacheConfig.kv_cache_dtype`.
-    multiplies_fp8: True if fp8 weights of a checkpoint stay fp8 instead of being expanded.
-    warm_up_rows: sizes of warm-up steps that together launch every kernel; empty if kernels are not compiled at launch.
+    has_fp8_weights: True if the kernels support fp8 weights. multiplies_fp8: True if a checkpoint's fp8 weights are
+    not expanded.
+    warm_up_rows: sizes of steps that launch every kernel; empty if launches compile nothing.
     """
 
     name: str
@@ -189,11 +189,11 @@ class Kernels(Protocol):
     def scratch_bytes(
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, max_seq_len: int, max_tokens: int
     ) -> int:
-        """Return an upper bound of the bytes that attention and sampling allocate in a step."""
+        """Return an upper bound of the scratch bytes of a step's kernels."""
         ...
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """Compute an operation in place. If the backend has no kernel, run the operation's torch version."""
+        """Compute in place, with the operation's torch version if the backend has no kernel."""
         ...
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
@@ -201,24 +201,24 @@ class Kernels(Protocol):
         ...
 
     def pack_linear(self, weight: WeightToPack, bias: Tensor | None = None) -> PackedLinear:
-        """Pack `weight` [out_features, in_features], or the sequence of its parts, with a bias.
+        """Pack `weight` [out_features, in_features], or its parts, with a bias.
 
-        Activations may have another dtype than the weight. Products with quantized weights, except fp8, quantize
-        activations. Parts that are `BlockWeight`s may have different kinds.
+        Activations may have another dtype. Products with quantized weights, except fp8, quantize activations.
+        `BlockWeight`s may differ in kind.
         """
         ...
 
     @property
     def layout(self) -> str | None:
-        """Name and version of the packed layout, or None if packed weights must not be stored on disk."""
+        """Name and version of the packed layout; None if packed weights must not be stored on disk."""
         ...
 
     def keep_linear(self, packed: PackedLinear) -> tuple[KeptLinear, ...]:
-        """Return parts that alias the weight, for `restore_linear`, or () if the weight cannot be stored."""
+        """Return parts for `restore_linear` that alias the weight, or () if the weight cannot be stored."""
         ...
 
     def restore_linear(self, kept: Sequence[KeptLinear]) -> PackedLinear:
-        """Rebuild a packed weight from parts with data in memory from `allocate`.
+        """Rebuild a packed weight. The parts' data must be in memory from `allocate`.
 
         Raises `ValueError` or `KeyError` for invalid parts. Corrupt bytes cause no access out of bounds.
         """
@@ -231,7 +231,7 @@ class Kernels(Protocol):
     def empty(self, *shape: int, like: Tensor) -> Tensor:
         """Return contiguous undefined memory of `like`'s dtype and device.
 
-        A forward pass that allocates its results with torch cannot be recorded.
+        Recorded forward passes must allocate with this instead of torch.
         """
         ...
 
@@ -240,16 +240,12 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return x @ weight.T + bias [num_tokens, out_features], in x's dtype or float32.
 
-        out: contiguous memory for the result. Integer sums are exact. Float sums, including the bias, are float32 and
-        rounded once.
+        out: contiguous result memory. Integer sums are exact. Float sums, with bias, are float32, rounded once.
         """
         ...
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up. The halves of x @ weight.T + bias are gate and up.
-
-        The result has the same bits as gate(linear(x)). The result's row stride may exceed its width.
-        """
+        """Return gate(linear(x)), with the same bits. The row stride may exceed the width."""
         ...
 
     def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:
@@ -265,19 +261,19 @@ class Kernels(Protocol):
         sources: Tensor | None = None,
         float32_out: bool = False,
     ) -> Tensor:
-        """Multiply each row by the weight of its group (an expert or an adapter). Gives the same bits as `linear`.
+        """Apply each group's weight (an expert or an adapter) to its rows, with the bits of `linear`.
 
-        The result is sorted by group. sources int64 [num_rows]: row of x for each row of the result, or None if x is
-        already sorted by group. group_start int32 [num_groups + 1]: first row of each group, then num_rows. Weights of
-        empty groups are not read.
+        The result is sorted by group. Weights of empty groups are not read.
+        group_start int32 [num_groups + 1]: first row of each group, then num_rows.
+        sources int64 [num_rows]: row of x for each result row; None if x is sorted by group.
         """
         ...
 
     def head_linear(self, x: Tensor, packed: PackedGroups, out: Tensor | None = None) -> Tensor:
-        """Multiply x [num_tokens, num_heads, in_features] by one weight per head. Gives the same bits as `linear`.
+        """Multiply x [num_tokens, num_heads, in_features] by one weight per head, with the bits of `linear`.
 
-        Returns [num_tokens, num_heads, out_features] in x's dtype, written to `out` if given. x and `out` may have any
-        strides of tokens and heads.
+        Returns [num_tokens, num_heads, out_features] in x's dtype, in `out` if given. x and `out` may have any token
+        and head strides.
         """
         ...
 
@@ -286,11 +282,11 @@ class Kernels(Protocol):
         ...
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Return x[rows], contiguous; x may have any token stride."""
+        """Return x[rows], contiguous. x: any token stride."""
         ...
 
     def captures_graphs(self, experts: Iterable[PackedGroups]) -> bool:
-        """Return True if `record_forward` captures graphs of a model with these experts. Otherwise log the reason."""
+        """Return True if `record_forward` can capture graphs of a model with these experts."""
         ...
 
     def record_forward(
@@ -303,8 +299,8 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Callable[[Tensor, AttentionBatch], Tensor] | None]:
         """Run a forward pass. Return its result, and a faster pass for up to `max_tokens` tokens, or None.
 
-        `forward` must select output rows with `take_rows`, and may be called with all rows as outputs. The faster pass
-        returns the same bits. Its next call overwrites the result.
+        The faster pass returns the same bits. Its next call overwrites the result.
+        `forward` must select output rows with `take_rows`, and may be called with all rows as outputs.
         """
         ...
 
@@ -318,7 +314,7 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
         """Add x * scale to `residual` in place, and return rms_norm(residual).
 
-        x and `residual` have the same dtype; the sum is float32, then rounded.
+        x and `residual` have one dtype. The sum is float32, then rounded.
         """
         ...
 
@@ -335,20 +331,17 @@ class Kernels(Protocol):
         interleaved: bool = False,
         query_scale: Tensor | None = None,
     ) -> None:
-        """Rotate q in place (Su et al. 2021), and write rotated k and v into their slots. k is not changed.
+        """Rotate q in place (Su et al. 2021). Write rotated k and unrotated v into their slots. k does not change.
 
-        q, k and v are [num_tokens, heads, head_dim] with contiguous last dimension and any token stride. k and v may
-        have 0 heads.
-        cos_sin float32 [max_positions, rotary_dim]: cosines, then sines. If interleaved, dimension 2 i of a head is
-        paired with 2 i + 1 (GPT-J). Otherwise dimension i is paired with i + rotary_dim / 2 (GPT-NeoX).
+        q, k, v [num_tokens, heads, head_dim]: last dimension contiguous, any token stride. k and v may have 0 heads.
+        cos_sin float32 [max_positions, rotary_dim]: cosines, then sines.
+        interleaved: pair dimensions 2 i and 2 i + 1 (GPT-J); otherwise i and i + rotary_dim / 2 (GPT-NeoX).
         query_scale float32 [max_positions]: multiplies rotated and rounded queries.
+        k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: last two dimensions contiguous, of q's dtype,
+        int8 or float8_e4m3fn. Rows are rounded to q's dtype, then for int8 and float8_e4m3fn by `round_kv_rows`.
 
-        k_cache and v_cache are [num_blocks, num_kv_heads, block_size, head_dim]. The last two dimensions are
-        contiguous. The dtype is that of q, int8 or float8_e4m3fn. For int8 and float8_e4m3fn, rows are rounded to q's
-        dtype, then by `round_kv_rows`.
-
-        If the v of a head and token is not finite, zeros are written for v, and NaN for k. Then attention is NaN for
-        rows that see this position. Other rows can multiply v by zero.
+        If a head's v is not finite, v is written as zeros and k as NaN. Attention is then NaN for rows that see the
+        position, and other rows can multiply v by zero.
         """
         ...
 
@@ -363,11 +356,12 @@ class Kernels(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return each row's causal attention over its sequence's KV, [num_tokens, num_heads * head_dim].
+        """Return causal attention over each sequence's KV, [num_tokens, num_heads * value_dim].
 
-        A row at position p sees positions max(0, p - window + 1) .. p. Query heads share KV heads in equal groups. The
-        row stride of the result may exceed its width. softcap applies to scaled scores. sinks float32 [num_heads]:
-        score of an extra position that every row sees and that has no value (Xiao et al. 2024).
+        value_dim: the last dimension of v_cache. The result's row stride may exceed its width.
+        A row at position p sees positions max(0, p - window + 1) .. p. Query heads share KV heads in equal groups.
+        softcap: limits scaled scores. sinks float32 [num_heads]: score of an extra position without a value, which
+        every row sees (Xiao et al. 2024).
         """
         ...
 
@@ -378,9 +372,9 @@ class Kernels(Protocol):
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Return one token id, int64, per row of float32 logits.
 
-        A greedy row takes the largest logit, and the lowest id of equal logits. Other rows take argmax(logits /
-        temperature + noise) over the ids that min_p, then top_k, then top_p keep; see `octavo.kernels.noise`. A row
-        that has a NaN, or only -inf, yields -1.
+        A greedy row takes the largest logit, the lowest id of equal ones. Other rows take argmax(logits / temperature +
+        noise) over the ids that min_p, then top_k, then top_p keep; see `octavo.kernels.noise`. A row with a NaN, or
+        only -inf, yields -1.
         """
         ...
 
@@ -389,8 +383,8 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return each request's accepted tokens: leading drafts that equal the target's choices, and one more choice.
 
-        target_sampled int64: the target's choice for each row. draft_ids int64: input token of each row. In a request's
-        first row, this is the newest token. In each later row, it is the draft for the previous row's choice.
+        target_sampled int64: the target's choice for each row.
+        draft_ids int64: each row's input token: a request's newest token, then its drafts.
         cu_num_logits int32: first row of each request, then the number of rows.
 
         Returns int64 [num_requests, num_speculative_steps + 1], padded with -1, and int32 counts. Raises `IndexError`
@@ -407,9 +401,28 @@ class RanksKernels(Kernels, Protocol):
     """Kernels of several ranks."""
 
     def join(self, x: Tensor, borders: tuple[int, ...]) -> Tensor:
-        """Put the columns of all ranks side by side. borders: first column of each rank, then the total."""
+        """Concatenate all ranks' columns. borders: each rank's first column, then the total."""
+        ...
+
+    def add_rank_experts(
+        self,
+        outputs: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        weights: Tensor,
+        shared: Tensor,
+        shared_gate: Tensor,
+        experts: tuple[int, ...],
+        columns: tuple[int, ...],
+        dtype: Any,
+    ) -> Tensor:
+        """Return this rank's columns of the result of `add_experts`, [num_tokens, own columns].
+
+        experts: each rank's first expert, then their number. outputs: only rows of this rank's experts are read.
+        columns: each rank's first column, then the width. shared: this rank's columns.
+        """
         ...
 
     def round_rows_to_int4(self, rows: Tensor, whole: Tensor, group_size: int) -> QuantizedWeight:
-        """Quantize some rows as `round_weight` quantizes the whole weight, of which it reads only sampled rows."""
+        """Quantize `rows` of the weight `whole`, with the bits of `round_weight`. Reads only samples of `whole`."""
         ...

@@ -1,4 +1,4 @@
-"""CPU kernels of ranks: processes on one machine that compute a model together (see `octavo.models.split`)."""
+"""CPU kernels of ranks: processes of one machine that share a model (see `octavo.models.split`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.cpu import CpuKernels, described
 from octavo.kernels.interface import SplitLinear
 from octavo.kernels.quantization import minima_pay, sampled_rows
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from octavo.kernels.interface import PackedGroups, PackedLinear
     from octavo.kernels.quantization import QuantizedWeight
 
-AREA_BYTES = 16 << 20  # of the two areas of csrc/ranks.h; longer results are exchanged in pieces of whole rows
+AREA_BYTES = 16 << 20  # of each area of csrc/ranks.h; longer results are exchanged in pieces
 
 
 def create_shared_memory() -> int:
-    """Return the descriptor of memory for `RankGroup`, which child processes may inherit. Raises `OSError`."""
+    """Return an inheritable descriptor for `RankGroup`. Raises `OSError`."""
     from octavo import _kernels  # noqa: PLC0415
 
     memory = os.memfd_create("octavo-ranks")
@@ -37,8 +37,8 @@ def create_shared_memory() -> int:
 class RankGroup:
     """The shared memory of `count` ranks.
 
-    memory: descriptor from `create_shared_memory`. timeout_s: how long a rank waits for another one in an exchange.
-    cores: for this rank's threads. Exchanges raise `RuntimeError` after this time, or after `fail`.
+    memory: from `create_shared_memory`. cores: for this rank's threads. Exchanges raise `RuntimeError` if another rank
+    keeps them waiting for timeout_s, or after `fail`.
     """
 
     def __init__(self, memory: int, rank: int, count: int, timeout_s: float, cores: Sequence[int]) -> None:
@@ -57,14 +57,14 @@ class RankGroup:
         return None if failed < 0 else failed
 
     def fail(self, rank: int) -> None:
-        """Declare that `rank` has failed. All exchanges then fail."""
+        """Declare a rank failed. All exchanges then fail."""
         self._native.fail(rank)
 
 
 class RankedKernels(CpuKernels):
     """`CpuKernels` that exchange the inputs and results of a `SplitLinear`.
 
-    Only rank 0 gets whole float32 results, which are logits. Other ranks get their own columns.
+    Only rank 0 gets whole float32 results (logits). Other ranks get their own columns.
     """
 
     def __init__(self, group: RankGroup, isa: Isa = "auto", num_threads: int | None = None) -> None:
@@ -116,6 +116,28 @@ class RankedKernels(CpuKernels):
             x = self.join(x, packed.inputs)
         return super().grouped_linear(x, packed, group_start, sources=sources, float32_out=float32_out)
 
+    def add_rank_experts(
+        self,
+        outputs: Tensor,
+        ids: Tensor,
+        places: Tensor,
+        weights: Tensor,
+        shared: Tensor,
+        shared_gate: Tensor,
+        experts: tuple[int, ...],
+        columns: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """See `RanksKernels`."""
+        rank = self.group.rank
+        out = self._empty(ids.shape[0], columns[rank + 1] - columns[rank], dtype=dtype)
+        self._calls.add_rank_experts(
+            described(outputs), described(ids), described(places), described(weights), self.group.address,
+            self._address(experts, 1), self._address(columns, 1), described(shared), described(shared_gate),
+            described(out),
+        )  # fmt: skip
+        return out
+
     def round_rows_to_int4(self, rows: Tensor, whole: Tensor, group_size: int) -> QuantizedWeight:
         """See `RanksKernels`."""
         sampled = sampled_rows(whole).to(rows.dtype)
@@ -127,7 +149,7 @@ class RankedKernels(CpuKernels):
         return self._gather(x, borders, self._empty(x.shape[0], borders[-1], dtype=x.dtype))
 
     def _gather(self, own: Tensor, borders: tuple[int, ...], out: Tensor | None) -> Tensor:
-        """Return `out`, which gets the columns of all ranks, or `own` if `out` is None."""
+        """Write all ranks' columns to `out`. Return `own` if `out` is None."""
         size = own.dtype.itemsize
         self._calls.gather(
             self.group.address, own.data_ptr(), own.stride(0) * size, own.shape[0], self._address(borders, size),
@@ -136,7 +158,7 @@ class RankedKernels(CpuKernels):
         return own if out is None else out
 
     def _address(self, borders: tuple[int, ...], size: int) -> int:
-        """Return the address of `borders` times `size` as int64. It stays valid, because recorded calls have it."""
+        """Return the address of int64 `borders` * `size`, which stays valid for recorded calls."""
         if (borders, size) not in self._borders:
             self._borders[borders, size] = array("q", [size * border for border in borders])
         return self._borders[borders, size].buffer_info()[0]

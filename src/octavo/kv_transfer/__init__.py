@@ -51,7 +51,7 @@ def create_store(
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
-    """Stores' host memory."""
+    """Return the stores' host memory in bytes."""
     of_pool = 0 if config.mooncake is None else MooncakeStore.host_bytes(block_bytes, config.mooncake_segment_bytes)
     return of_pool + direct_host_bytes(config, block_bytes)
 

@@ -1,4 +1,4 @@
-"""The scheduler's connector."""
+"""Scheduler-side KVConnector implementation."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class StoreConnector:
 
     @property
     def num_lookups(self) -> int:
-        """Requests with lookups."""
+        """Number of requests with lookup state."""
         return len(self._lookups.keys() | self._missing.keys())
 
     def request_added(self, request: Request) -> None:
@@ -146,14 +146,14 @@ class StoreConnector:
             self._direct.forget_expected(request_id)
 
     def lookup_given_up(self, request: Request) -> None:
-        """Cancel the lookup."""
+        """Cancel the request's lookup."""
         self._drop(request.request_id)
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """Do nothing."""
 
     def keys_to_save(self, keys: Sequence[bytes], *, only_first_group: bool = False) -> set[bytes]:
-        """Return missing keys."""
+        """Return the keys that any store lacks."""
         return self._store.lacks(keys, only_first_group=only_first_group)
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:

@@ -42,7 +42,7 @@ class MooncakeConnector(Protocol):
         ...
 
     def expect(self, request: Request) -> bool:
-        """Expect the KV of a request. Return True if a prefill engine sends it directly."""
+        """Expect a request's KV. Return True if a prefill engine sends it directly."""
         ...
 
     def forget_expected(self, request_id: str) -> None:
@@ -51,7 +51,7 @@ class MooncakeConnector(Protocol):
 
 
 class NoConnector:
-    """No direct transfers."""
+    """The connector without direct transfers."""
 
     port: int | None = None
 
@@ -68,7 +68,7 @@ class NoConnector:
         """Do nothing."""
 
     def expect(self, request: Request) -> bool:
-        """Expect nothing."""
+        """Return False."""
         del request
         return False
 
@@ -95,7 +95,7 @@ def create_connector(
 
 
 def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
-    """Direct transfers' memory."""
+    """Return direct transfers' host memory in bytes."""
     if not config.direct:
         return 0
     if config.role == "prefill":
@@ -104,5 +104,5 @@ def host_bytes(config: KVTransferConfig, block_bytes: int) -> int:
 
 
 def num_load_threads(config: KVTransferConfig) -> int:
-    """Count load threads."""
+    """Return the number of load threads."""
     return config.num_threads + (RECEIVER_AREAS if config.direct and config.role == "decode" else 0)

@@ -1,4 +1,4 @@
-"""TransferEngine processes."""
+"""Mooncake TransferEngine processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TransferClient:
 
     @property
     def process_id(self) -> int | None:
-        """Process id."""
+        """Process id, or None if not ready."""
         client = self._client
         return None if client is None else client.process_id
 
@@ -97,7 +97,7 @@ class TransferClient:
             client.close()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process. Later `get` calls raise `StoreError`."""
         with self._changed:
             self._is_closed = True
             self._drop()

@@ -87,7 +87,7 @@ class DirectDonor:
         threading.Thread(target=self._listen, name="octavo-kv-direct", daemon=True).start()
 
     def request_added(self, request: Request) -> None:
-        """Open a request's transfer."""
+        """Open a prefill-only request's transfer."""
         if request.hands_kv_over and request.kv_transfer_params is not None:
             with self._changed:
                 name = request.kv_transfer_params.transfer_id
@@ -109,7 +109,7 @@ class DirectDonor:
             self._changed.notify_all()
 
     def transfer_ordered(self, transfer: KVTransfer) -> None:
-        """Record a save."""
+        """Record a save's blocks."""
         if transfer.direction is TransferDirection.SAVE:
             with self._changed:
                 self._saving.update(transfer.keys)
@@ -158,7 +158,7 @@ class DirectDonor:
         return len(keys)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks."""
+        """See `KVStore`."""
         self._segment.forget(keys)
 
     def stats(self) -> StoreStats:
@@ -173,7 +173,7 @@ class DirectDonor:
         )
 
     def close(self) -> None:
-        """Stop all transfers."""
+        """Close all connections, and end the process."""
         with self._changed:
             was_closed, self._is_closed = self._is_closed, True
             connections = list(self._connections)

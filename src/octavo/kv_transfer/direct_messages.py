@@ -38,7 +38,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Hello`."""
+    """Answer to `Hello`, with a `proof_of` both nonces."""
 
     nonce: bytes
     proof: bytes
@@ -77,13 +77,13 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A final refusal."""
+    """A prefill engine's refusal. The last message."""
 
     reason: str
 
 
 class RefusalError(ConnectionError):
-    """Received a `Refused`."""
+    """The prefill engine refuses. Raised in both engines."""
 
 
 class BrokenOffError(ConnectionError):
@@ -91,7 +91,7 @@ class BrokenOffError(ConnectionError):
 
 
 class End(msgspec.Struct, frozen=True, tag=True):
-    """Everything was sent."""
+    """No further blocks follow. The last message."""
 
 
 DecodeError = msgspec.DecodeError
@@ -114,11 +114,11 @@ class Channel:
 
     @property
     def peer_host(self) -> str:
-        """The peer's address."""
+        """Peer's IP address."""
         return str(self._connection.getpeername()[0]).removeprefix("::ffff:")
 
     def send(self, message: Message) -> None:
-        """Send a message."""
+        """Send a message. Raises `OSError`."""
         data = encode(message)
         self._connection.settimeout(SEND_S)
         self._connection.sendall(_LENGTH.pack(len(data)) + data)
@@ -151,7 +151,7 @@ class Channel:
 
 
 def differences(of_prefill: Mapping[str, str], of_decode: Mapping[str, str]) -> str:
-    """Describe the differences, or return "" if the KV is equal."""
+    """Describe the differences, or return "" if the KV formats are equal."""
     names = sorted(of_prefill.keys() | of_decode.keys())
     return "; ".join(
         f"{name} is {of_prefill.get(name, 'unknown')!r} in the prefill engine and "
@@ -166,7 +166,7 @@ def _printable(text: str) -> str:
 
 
 def proof_of(secret: str, role: str, *parts: bytes) -> bytes:
-    """Compute an HMAC."""
+    """Return the HMAC-SHA256 of role and parts, keyed with `secret`."""
     digest = hmac.new(secret.encode(), role.encode(), "sha256")
     for part in parts:
         digest.update(_LENGTH.pack(len(part)) + part)
@@ -179,10 +179,10 @@ def is_proof(given: bytes, secret: str, role: str, *parts: bytes) -> bool:
 
 
 def header(generation: bytes, key: bytes, checksum: bytes) -> bytes:
-    """Pack a header."""
+    """Return the header of a transferred block."""
     return _HEADER.pack(_MAGIC, generation, key, checksum)
 
 
 def header_in(written: memoryview) -> bytes:
-    """Return the header."""
+    """Return a block's header."""
     return bytes(written[: _HEADER.size])

@@ -126,11 +126,11 @@ class DirectReceiver:
             self._expected.pop(request_id, None)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
-        """Count leading keys from one prefill engine."""
+        """Count leading keys expected from one prefill engine."""
         return len(self._split(keys)[1])
 
     def lacks(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return nothing."""
+        """Return no keys: nothing is saved here."""
         del keys
         return set()
 
@@ -148,7 +148,7 @@ class DirectReceiver:
         return count
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Save nothing."""
+        """Return 0."""
         del keys, blocks
         return 0
 

@@ -1,4 +1,4 @@
-"""Stored blocks."""
+"""A prefill engine's memory for direct transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Store in files."""
+"""Disk KV store."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class DiskStore:
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
         """Save missing blocks in one file. Raises `ValueError` for a wrong key length.
 
-        The last blocks are omitted if the file would exceed max_bytes.
+        Returns the number of leading stored blocks. The last blocks are omitted if the file would exceed max_bytes.
         """
         if self._is_closed:
             return 0
@@ -180,7 +180,7 @@ class DiskStore:
         )
 
     def close(self) -> None:
-        """Ignore later calls."""
+        """Ignore later lookups, loads and saves. The files remain."""
         self._is_closed = True
 
     @contextmanager
@@ -216,7 +216,7 @@ class _Writing:
         return not self.error or self._clock() >= self._resumes_at
 
     def failed(self, error: OSError) -> None:
-        """Begin a pause."""
+        """Begin or double the pause."""
         with self._lock:
             is_first = not self.error
             self.error = f"nothing can be written: {error}"

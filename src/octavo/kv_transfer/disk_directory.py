@@ -72,7 +72,7 @@ class DiskDirectory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes, including unfinished files."""
+        """Size of all processes' files, including unfinished files."""
         return self.index.num_bytes + sum(list(self._writing.values()))
 
     def look(self) -> None:
@@ -163,7 +163,7 @@ class DiskDirectory:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a file for reading. Raises `OSError` for a link."""
+        """Open a file for reading. Yield (descriptor, status). Raises `OSError` for a link."""
         descriptor = os.open(f"{self._root}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             yield descriptor, os.fstat(descriptor)
@@ -171,7 +171,7 @@ class DiskDirectory:
             os.close(descriptor)
 
     def header(self, descriptor: int, num_bytes: int) -> Header:
-        """Read a header. Also raises `CorruptFileError`."""
+        """Read a header. Also raises `CorruptFileError`, even for another format version."""
         try:
             return read_header(descriptor, num_bytes)
         except OtherFormatError as error:
@@ -188,7 +188,7 @@ class DiskDirectory:
                     raise
 
     def set_aside(self, name: str, reason: str) -> None:
-        """Rename to `.bad`."""
+        """Rename a faulty file to `.bad`. Log the reason."""
         with self._mutex:
             self._set_aside(name, reason, locked=False)
 
@@ -214,7 +214,7 @@ class DiskDirectory:
         self.index.add(BlockFile(name, self._size(name)), 0)
 
     def remove(self, names: list[str]) -> None:
-        """Delete files."""
+        """Delete files, also in the index."""
         with self._mutex, self._locked():
             self._new_generation()
             for name in names:
@@ -227,7 +227,7 @@ class DiskDirectory:
             self._make_room(num_bytes)
 
     def write(self, num_bytes: int, keys: tuple[bytes, ...], fill: Callable[[int], None]) -> None:
-        """Add a file that `fill(descriptor)` writes, unless `fill` raises."""
+        """Add a file that `fill(descriptor)` writes, unless `fill` raises. Evicts files if needed."""
         name = secrets.token_hex(16)
         temporary, final = f"{name}.tmp", f"{name}.kv"
         self.path.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)

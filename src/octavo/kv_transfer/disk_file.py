@@ -6,7 +6,7 @@
                zeros up to a multiple of 4096
                the blocks, without gaps
 
-Processors have instructions for SHA-256.
+SHA-256 is fast, because processors have instructions for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_CALL_BYTES = 64 << 20
 
 
 class CorruptFileError(Exception):
-    """A corrupt file."""
+    """A file with a wrong format, size or checksum."""
 
 
 class OtherFormatError(Exception):
@@ -52,7 +52,7 @@ class Header:
 
 
 def file_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Return file size."""
+    """Return a file's size in bytes."""
     return _header_bytes(num_blocks) + num_blocks * block_bytes
 
 
@@ -79,7 +79,7 @@ def write_blocks(descriptor: int, keys: Sequence[bytes], blocks: Sequence[memory
 
 
 def read_header(descriptor: int, num_bytes: int) -> Header:
-    """Read a header. Also raises `CorruptFileError` and `OtherFormatError`."""
+    """Read a header. num_bytes: File size. Also raises `CorruptFileError` and `OtherFormatError`."""
     first = os.pread(descriptor, _PAGE_BYTES, 0)
     if len(first) < _TABLE_AT:
         raise CorruptFileError("it ends within its header")

@@ -1,4 +1,4 @@
-"""Directory index."""
+"""A disk store's file index."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DiskIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in total."""
+        """Files' total size."""
         return self._num_bytes
 
     def __contains__(self, name: str) -> bool:
@@ -101,7 +101,7 @@ class DiskIndex:
                 heapq.heapreplace(self._by_age, (used_ns, name))
 
     def lacking(self, keys: Iterable[bytes]) -> set[bytes]:
-        """Keys without files."""
+        """Return the keys that no file has."""
         with self._lock:
             return {key for key in keys if key not in self._holders}
 

@@ -1,4 +1,4 @@
-"""Failures become misses."""
+"""Store failures become misses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class GuardedStore:
 
     @classmethod
     def of(cls, store: KVStore, *, may_wait: bool = False, keeps_parts: bool = True) -> GuardedStore:
-        """Guard a store."""
+        """Guard an open store."""
         guard = cls(store.name, store.block_bytes, lambda: store, may_wait=may_wait, keeps_parts=keeps_parts)
         guard._store = store
         guard.figures.is_usable = 1
@@ -75,7 +75,7 @@ class GuardedStore:
 
     @property
     def is_usable(self) -> bool:
-        """True if callable."""
+        """True if calls are allowed now: not closed, paused or hanging."""
         now = self._clock()
         with self._lock:
             hangs = self._hangs(now)
@@ -95,7 +95,7 @@ class GuardedStore:
         threading.Thread(target=_check, args=arguments, name=f"octavo-kv-check-{self.name}", daemon=True).start()
 
     def check(self, period_s: float) -> None:
-        """Call the store if idle for period_s."""
+        """Look up no keys, if idle for period_s."""
         if self._clock() - self._called_at >= period_s:
             self._ask(lambda store: store.num_matched([]), 0)
 
@@ -125,7 +125,7 @@ class GuardedStore:
         return num_loaded
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[memoryview]) -> int:
-        """Save blocks."""
+        """See `KVStore`."""
         count = min(self._ask(lambda store: store.save(keys, blocks), 0), len(keys))
         self._note_stats()
         return count
@@ -144,11 +144,11 @@ class GuardedStore:
             figures.num_errors = max(figures.num_errors, stats.num_errors)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks."""
+        """See `KVStore`."""
         self._ask(lambda store: store.forget(keys), None)
 
     def stats(self) -> StoreStats:
-        """See `KVStore`."""
+        """See `KVStore`. Includes the guard's failures."""
         store = self._store
         try:
             stats = StoreStats(0, 0, None) if store is None else store.stats()

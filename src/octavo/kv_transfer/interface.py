@@ -1,4 +1,4 @@
-"""External KV stores."""
+"""External stores' interface."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StoreError(OctavoError):
 class StoreStats:
     """Contents of a store, and counters since its start.
 
-    max_bytes: Limit of num_bytes, or None if the store does not set it. num_corrupt: Blocks with a wrong checksum.
-    error: Reason why the store is unusable, or "".
+    max_bytes: Limit of num_bytes, or None if the store does not set it. num_corrupt: Blocks or files with a wrong
+    checksum. num_errors: Failed operations. error: Reason why the store cannot be used or written, or "".
     """
 
     num_blocks: int
@@ -65,11 +65,11 @@ class KVStore(Protocol):
         ...
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop blocks."""
+        """Drop stored blocks."""
         ...
 
     def stats(self) -> StoreStats:
-        """Return contents, counters."""
+        """Return the figures."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Store in memory."""
+"""In-memory KV store, shared by several engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TransferCallback(Protocol):
     """Called after a transfer, on the pool's thread. success: True if the target has all blocks."""
 
     def __call__(self, request_id: str, *, success: bool) -> object:
-        """See above."""
+        """Process a transfer's end."""
         ...
 
 
@@ -71,25 +71,25 @@ class GlobalKVPool:
 
     @property
     def total_cached_blocks(self) -> int:
-        """Blocks, including copies."""
+        """Number of blocks, including copies."""
         with self._lock:
             return sum(map(len, self._nodes.values()))
 
     @property
     def num_evicted(self) -> int:
-        """All nodes' evictions."""
+        """Number of evicted blocks of all nodes."""
         return self._num_evicted.total()
 
     def num_evicted_of(self, node_id: str) -> int:
-        """A node's evictions."""
+        """Return the number of blocks that a node evicted."""
         return self._num_evicted[node_id]
 
     def num_cached_blocks(self, node_id: str) -> int:
-        """A node's blocks."""
+        """Count a node's blocks."""
         return len(self._nodes.get(node_id, ()))
 
     def num_bytes(self, node_id: str) -> int:
-        """A node's bytes."""
+        """Return the size of a node's blocks."""
         with self._lock:
             return sum(len(block.kv_data) for block in self._nodes.get(node_id, {}).values())
 
@@ -128,7 +128,7 @@ class GlobalKVPool:
             return self._touch_at(block_hash, node_id)
 
     def lacks(self, block_hashes: Sequence[bytes]) -> set[bytes]:
-        """Hashes without holders."""
+        """Return hashes without copies."""
         with self._lock:
             return {block_hash for block_hash in block_hashes if block_hash not in self._holders}
 
@@ -188,7 +188,10 @@ class GlobalKVPool:
             return self._take_complete(request_id)
 
     def wait_for_transfer(self, request_id: str, timeout_s: float) -> bool:
-        """Return True if a transfer ends in time, and remove its record."""
+        """Return True if a transfer ends in time, and remove its record.
+
+        After a timeout, its end is not recorded.
+        """
         with self._ended:
             if self._ended.wait_for(lambda: request_id in self._complete, timeout_s):
                 return self._take_complete(request_id)
@@ -201,7 +204,7 @@ class GlobalKVPool:
         return is_complete
 
     def remove(self, block_hashes: Sequence[bytes]) -> None:
-        """Drop all copies."""
+        """Drop all nodes' copies."""
         with self._lock:
             for block_hash in block_hashes:
                 for node_id in self._holders.pop(block_hash, {}):
@@ -236,7 +239,7 @@ class GlobalKVPool:
 class MemoryStore:
     """A `KVStore` that is one node of a pool. The node's limit covers saved blocks and loaded copies.
 
-    timeout_s: Limit of a transfer.
+    timeout_s: Limit of a transfer. block_size: In tokens.
     """
 
     name = "memory"
@@ -309,7 +312,7 @@ class MemoryStore:
         self.pool.remove(keys)
 
     def stats(self) -> StoreStats:
-        """This node's figures."""
+        """Return this node's figures."""
         pool = self.pool
         return StoreStats(
             pool.num_cached_blocks(self.node_id),

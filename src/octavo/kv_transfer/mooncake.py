@@ -70,7 +70,7 @@ class MooncakeStore:
 
     @staticmethod
     def host_bytes(block_bytes: int, segment_bytes: int) -> int:
-        """Bytes on this machine, including lent memory."""
+        """Return host memory in bytes, including lent memory."""
         return client_bytes(_HEADER_BYTES + block_bytes, segment_bytes)
 
     def num_matched(self, keys: Sequence[bytes]) -> int:
@@ -168,7 +168,7 @@ class MooncakeStore:
             self._call(area, "remove", [*map(_name, keys)])
 
     def stats(self) -> StoreStats:
-        """See `KVStore`."""
+        """See `KVStore`. Counts only known blocks."""
         with self._lock:
             count = len(self._known)
             return StoreStats(

@@ -39,7 +39,8 @@ class ClientOrder:
     """Configuration of a client process, with the descriptors that it inherits.
 
     master: HOST:PORT of the pool's master, or "" if the process writes into other engines' memory. channels: One pipe
-    per area. Areas are contiguous in memory, and objects are contiguous in an area.
+    per area. memory, control, channels: Descriptors. Areas are contiguous in memory, and objects are contiguous in an
+    area.
     """
 
     master: str
@@ -74,12 +75,12 @@ class Opened:
     address: int = 0
 
     def encode(self) -> bytes:
-        """Return a message."""
+        """Encode as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, message: bytes) -> Opened:
-        """Decode a message."""
+        """Decode from JSON."""
         return cls(**json.loads(message))
 
 
@@ -135,7 +136,7 @@ class Area:
         self.rests_until = time.monotonic() + REST_S
 
     def answer(self) -> list[int]:
-        """Receive the answer."""
+        """Wait for a call's answer, and return its codes."""
         codes: list[int] = json.loads(self.channel.recv_bytes())
         self.is_pending = False
         return codes
@@ -283,7 +284,7 @@ class MooncakeClient:
 
 
 def client_bytes(object_bytes: int, segment_bytes: int, num_areas: int = NUM_AREAS) -> int:
-    """Bytes of a client and its process."""
+    """Return host memory of a client and its process, in bytes."""
     return PROCESS_BYTES + num_areas * _area_bytes(object_bytes) + segment_bytes
 
 

@@ -1,4 +1,4 @@
-"""Checks Mooncake's libraries."""
+"""Tests that Mooncake's libraries load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEBIAN_PACKAGES = {
 def check_mooncake(config: KVTransferConfig) -> None:
     """Check in a child process that Mooncake's libraries load.
 
-    Raises `ConfigError`, which names the system package to install.
+    Raises `ConfigError`, which says what to install.
     """
     if config.direct:
         _check_module("mooncake.engine", "kv_direct")

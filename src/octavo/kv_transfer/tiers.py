@@ -1,4 +1,4 @@
-"""Chained stores."""
+"""Several stores used as one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class TierTally:
-    """Blocks per store."""
+    """Moved blocks, bytes and seconds by store."""
 
     def __init__(self) -> None:
         self._moves: dict[str, TierMove] = {}
 
     def add(self, store: GuardedStore, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        """Add a call."""
+        """Add one call that moved num_blocks."""
         if num_blocks:
             _, count, size, took = self._moves.get(store.name, TierMove(store.name, 0, 0, 0.0))
             self._moves[store.name] = TierMove(store.name, count + num_blocks, size + num_bytes, took + seconds)
 
     def moves(self) -> tuple[TierMove, ...]:
-        """Return the moves."""
+        """Return per-store totals."""
         return tuple(self._moves.values())
 
 
@@ -54,7 +54,7 @@ class TieredStore:
 
     @property
     def is_usable(self) -> bool:
-        """True if any is callable."""
+        """True if any store is usable."""
         return any(tier.is_usable for tier in self.tiers)
 
     def open(self) -> None:
@@ -98,7 +98,10 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Fill each block from the first store that has the block."""
+        """Fill each block from the first store that has the block. tally: Counts moved blocks.
+
+        Returns the number of leading valid blocks.
+        """
         done, tally = 0, tally or TierTally()
         names, tiers = (
             _names(keys, only_first_group=only_first_group),
@@ -119,7 +122,7 @@ class TieredStore:
         *,
         only_first_group: bool = False,
     ) -> int:
-        """Save each block to the stores that lack it. Return how many leading blocks are now in any store."""
+        """Save each block to the stores that lack the block. Return how many leading blocks are now in any store."""
         kept, tally = set[bytes](), tally or TierTally()
         names = _names(keys, only_first_group=only_first_group)
         for tier in self._usable_tiers(only_first_group=only_first_group):
@@ -142,7 +145,7 @@ class TieredStore:
             tier.forget(keys)
 
     def stats(self) -> StoreStats:
-        """Return the sums."""
+        """Return the sums. error is "" if any store is usable."""
         each = [tier.stats() for tier in self.tiers]
         bounds = [stats.max_bytes for stats in each]
         known = [bound for bound in bounds if bound is not None]

@@ -1,4 +1,4 @@
-"""Describes a checkpoint's computation, read from `config.json`. Does not import torch."""
+"""Describes the computation of a checkpoint. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from octavo.errors import ConfigError
 from octavo.models.attention import AttentionConfig
 from octavo.models.declared import Linear, Norm, Table, in_order
 from octavo.models.experts import ExpertsConfig
@@ -43,11 +44,11 @@ class ModelTensors(NamedTuple):
 class Architecture:
     """One decoder-only transformer.
 
-    eos_token_ids      ids of config.json; other files may add more
-    block_bytes        bytes in memory of each matrix in GGUF blocks, by tensor name
-    has_head           False if an embedding model has no lm_head; `tie_word_embeddings` is then True
+    eos_token_ids      of config.json; other files may add ids
+    block_bytes        memory of each matrix in GGUF blocks, by tensor name
+    has_head           False for an embedding model without lm_head; `tie_word_embeddings` is then True
     embedding_scale    factor of embeddings, rounded to the activations' dtype
-    norm_offset        number added to each stored norm weight; the sum is kept in float32
+    norm_offset        added to each stored norm weight; the sum is float32
     logit_softcap      see `soft_cap`
     text_part_of       class of the whole model, if only its text part is served
     logits_scaling     divisor of the logits
@@ -80,7 +81,9 @@ class Architecture:
     whole: Architecture | None = None
 
     def split(self, share: Share) -> Architecture:
-        """Return a rank's share. Raises `ConfigError` if the model cannot be divided so."""
+        """Return a rank's share. Raises `ConfigError` if that is impossible."""
+        if share.divides_by_expert and not any(isinstance(each.mlp, ExpertsConfig) for each in self.layers):
+            raise ConfigError("enable_expert_parallel needs a mixture of experts, but this model has no experts")
         return replace(self, layers=tuple(split_layer(layer, share) for layer in self.layers), share=share, whole=self)
 
     def tensors(self) -> ModelTensors:
@@ -103,28 +106,28 @@ class Architecture:
 
     @property
     def attentions(self) -> list[AttentionConfig | LatentAttentionConfig]:
-        """The layers' attention, without other token mixers."""
+        """Attention layers, without other token mixers."""
         kinds = (AttentionConfig, LatentAttentionConfig)
         return [layer.attention for layer in self.layers if isinstance(layer.attention, kinds)]
 
     @property
     def embeddings(self) -> PerLayerEmbeddings | None:
-        """Per-layer embeddings, the same object in each layer."""
+        """The layers' common per-layer embeddings."""
         return self.layers[0].embeddings
 
     @property
     def tables(self) -> list[Table]:
-        """Tables, of which a step reads only rows."""
+        """Tables, read row by row."""
         return [each for each in in_order(self.tensors()) if isinstance(each, Table)]
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights, with tied embeddings counted once."""
+        """Number of weights. Tied embeddings count once."""
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of weights used for each token."""
+        """Weights used per token."""
         of_tables = sum((each.num_rows - 1) * each.width for each in self.tables)
         return self.num_parameters - self._num_idle_parameters - of_tables
 
@@ -134,7 +137,7 @@ class Architecture:
 
     @property
     def attention_share(self) -> float:
-        """Cost of attending to one distant position, relative to a token's matrix products without lm_head."""
+        """Cost of attending to a position outside windows, relative to a token's matrix products without lm_head."""
         far = sum(each.num_heads * each.head_dim for each in self.attentions if each.window is None)
         products = sum(math.prod(s) for n, s in self.tensor_shapes().items() if len(s) == 2 and not is_vocabulary(n))
         return 2 * far / (products - self._num_idle_parameters)
@@ -145,7 +148,7 @@ class Architecture:
         return KVLayout(tuple(layer.attention.cache_spec for layer in self.layers))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor, in the order of packing."""
+        """Return tensor shapes in packing order."""
         return {name: shape for each in in_order(self.tensors()) for name, shape in each.shapes.items()}
 
     def scale_names(self) -> list[str]:
@@ -153,7 +156,7 @@ class Architecture:
         return [name for name in self.stored_tensors() if name.rpartition(".")[2] in SCALE_NAMES]
 
     def stored_tensors(self) -> dict[str, StoredTensor]:
-        """Return the tensors that the files must contain."""
+        """Return required and optional tensors of the files."""
         tensors: dict[str, StoredTensor] = {}
         stored, unused = self.stored or self.stored_floats, self._unused_shapes()
         for name, shape in (self.tensor_shapes() | unused).items():
@@ -187,7 +190,7 @@ def is_norm(tensor_name: str) -> bool:
 def read_decoder(
     config: ConfigFile, name: str, *, layers: tuple[LayerConfig, ...], max_context_tokens: int
 ) -> Architecture:
-    """Read the keys that all families share."""
+    """Read all families' keys."""
     stored = read_quantization_config(config)
     architecture = Architecture(
         name=name,

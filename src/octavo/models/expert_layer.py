@@ -42,7 +42,8 @@ class Experts:
     @property
     def bytes_per_expert(self) -> int:
         """Mean bytes of an expert's packed weights."""
-        return (self.gate_up.num_bytes + self.down.num_bytes) // self.config.router.num_experts
+        first, end = self.config.own_experts
+        return (self.gate_up.num_bytes + self.down.num_bytes) // (end - first)
 
     @property
     def groups(self) -> tuple[PackedGroups, PackedGroups]:
@@ -50,7 +51,7 @@ class Experts:
         return self.gate_up, self.down
 
     def forward(self, hidden: Tensor, batch: AttentionBatch, routed: Tensor | None = None) -> Tensor:
-        """See `MLP`. routed: the router's input, if it is not `hidden`."""
+        """See `MLP`. routed: the router's input, by default `hidden`."""
         kernels, router, num_tokens = self.kernels, self.config.router, hidden.shape[0]
         num_chosen, integers = router.num_chosen, batch.query_start
         logits = kernels.linear(hidden if routed is None else routed, self.router, float32_out=True)
@@ -67,19 +68,26 @@ class Experts:
         places = kernels.empty(num_tokens, num_chosen, like=integers)
         starts = kernels.empty(router.num_experts + 1, like=integers) if self.starts is None else self.starts
         sort_by_expert(kernels, ids, sources, places, starts)
-        gate_up = kernels.grouped_linear(hidden, self.gate_up, starts, sources=sources)
+        expert_borders, (first, end) = self.config.expert_borders, self.config.own_experts
+        own = starts if expert_borders is None else starts[first : end + 1]
+        gate_up = kernels.grouped_linear(hidden, self.gate_up, own, sources=sources)
         inner = kernels.gate(gate_up, self.config.activation)
-        outputs = kernels.grouped_linear(inner, self.down, starts, float32_out=True)
+        outputs = kernels.grouped_linear(inner, self.down, own, float32_out=True)
         shared = shared_gate = nothing
         if self.shared_gate_up is not None and self.shared_down is not None:
             inner = kernels.gated_linear(hidden, self.shared_gate_up, self.config.activation)
             shared = kernels.linear(inner, self.shared_down, float32_out=True)
         if self.shared_gate is not None:
             shared_gate = kernels.linear(hidden, self.shared_gate, float32_out=True)
-        out = kernels.empty(num_tokens, self.down.out_features, like=hidden)
-        add_experts(kernels, outputs, ids, places, weights, shared, shared_gate, out, router.num_experts)
-        borders = self.config.outputs
-        return out if borders is None else cast("RanksKernels", kernels).join(out, borders)
+        columns = self.config.outputs
+        if columns is None or expert_borders is None:
+            out = kernels.empty(num_tokens, self.down.out_features, like=hidden)
+            add_experts(kernels, outputs, ids, places, weights, shared, shared_gate, out, router.num_experts)
+        else:
+            out = cast("RanksKernels", kernels).add_rank_experts(
+                outputs, ids, places, weights, shared, shared_gate, expert_borders, columns, hidden.dtype
+            )
+        return out if columns is None else cast("RanksKernels", kernels).join(out, columns)
 
 
 class ExpertBranches:

@@ -23,10 +23,10 @@ _MOST_CHOSEN = 64  # csrc/experts.h
 class Router:
     """Chooses and weights experts; see `choose_experts`.
 
-    least_sum        negative if weights are not normalized
-    has_bias         True if the router's linear layer has a bias
-    has_choice_bias  True if a bias is added to scores for the choice, but not for the weights
-    has_expert_scale True if a number of each expert multiplies its weight
+    least_sum         negative if weights are not normalized
+    has_bias          of the router's linear layer
+    has_choice_bias   a bias changes the choice, but not the weights
+    has_expert_scale  a number of each expert multiplies its weight
     """
 
     num_experts: int
@@ -43,7 +43,7 @@ class Router:
 
     @classmethod
     def read(cls, config: ConfigFile, *, normalizes: bool, num_chosen_key: str = "num_experts_per_tok") -> Router:
-        """Read a router with a softmax over all experts. normalizes: True if the chosen experts' weights sum to 1."""
+        """Read a router with a softmax over all experts. normalizes: the chosen experts' weights sum to 1."""
         key = next((each for each in _COUNTS if config.has(each)), "num_experts")
         num_experts, num_chosen = config.count(key), config.count(num_chosen_key)
         if num_chosen > min(num_experts, _MOST_CHOSEN):
@@ -51,10 +51,7 @@ class Router:
         return cls(num_experts=num_experts, num_chosen=num_chosen, least_sum=0.0 if normalizes else -1.0)
 
     def in_groups(self, config: ConfigFile) -> Router:
-        """Read DeepSeek's keys for the choice of groups of experts and for the scale of weights.
-
-        Raises `ModelError` if the chosen groups have too few experts.
-        """
+        """Read DeepSeek's groups and scale. Raises `ModelError` if the chosen groups have too few experts."""
         groups, chosen = config.count("n_group", 1), config.count("topk_group", 1)
         if self.num_experts % groups:
             raise config.error("n_group", f"must divide the number of experts, {self.num_experts}")
@@ -92,7 +89,7 @@ class BranchTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchNorms:
-    """Names of norms before and after the shared expert and the other experts."""
+    """Names of norms before and after the shared and the other experts."""
 
     before_shared: str
     after_shared: str
@@ -116,11 +113,11 @@ class BranchNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """The weighted sum of the chosen experts' outputs, plus the output of a shared expert for every token.
+    """The weighted sum of the chosen experts' outputs, plus a shared expert's output.
 
-    has_shared_gate: True if a sigmoid of a linear layer multiplies the shared expert's output. has_bias,
-    has_shared_bias: True if the experts, or the shared expert, have biases. router_name, shared_name: names in the
-    checkpoint, after "mlp.". branches: if given, shared expert, experts and router each normalize the residual stream.
+    has_shared_gate: a linear layer's sigmoid multiplies the shared expert's output. has_bias: of the experts.
+    router_name, shared_name: names in the checkpoint, after "mlp.". branches: separate norms of the residual stream for
+    shared expert, experts and router.
     """
 
     router: Router
@@ -144,6 +141,16 @@ class ExpertsConfig:
     def outputs(self) -> tuple[int, ...] | None:
         """See `SplitLinear`."""
         return None
+
+    @property
+    def expert_borders(self) -> tuple[int, ...] | None:
+        """Each rank's first expert, then their number. None if each rank has all experts, whole or in part."""
+        return None
+
+    @property
+    def own_experts(self) -> tuple[int, int]:
+        """The first and end expert of this process."""
+        return 0, self.router.num_experts
 
     @property
     def num_idle_parameters(self) -> int:

@@ -30,10 +30,11 @@ Borders = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of one of `count` ranks."""
+    """The share of one of `count` ranks. divides_by_expert: each expert belongs to one rank, and is not divided."""
 
     rank: int
     count: int
+    divides_by_expert: bool = False
 
     def borders(self, size: int, unit: int = _UNIT, what: str = "features in a layer") -> Borders:
         """Divide `size` as equally as multiples of `unit` allow. Rank 0 has the largest part.
@@ -65,6 +66,21 @@ class Share:
             gate_up=RowsPart.of(whole.gate_up, [(first, end), (inner + first, inner + end)]),
             down=self.rows(whole.down, inputs=borders, is_joined=is_joined),
         )
+
+    def experts(self, num_experts: int) -> Borders:
+        """Return each rank's first expert, then their number. Each rank has a node of the tree of `add_experts`.
+
+        Raises `ConfigError` if the number of ranks is no power of two, or if there are fewer experts.
+        """
+        if self.count & (self.count - 1) or self.count > num_experts:
+            raise ConfigError(
+                f"enable_expert_parallel divides {num_experts} experts by halving: set tensor_parallel_size to a power "
+                f"of two up to {num_experts}, not to {self.count}"
+            )
+        borders = [0, num_experts]
+        while len(borders) <= self.count:
+            borders = [*(each for a, b in pairwise(borders) for each in (a, (a + b) // 2)), num_experts]
+        return tuple(borders)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[Borders, list[tuple[int, int]]]:
         """Return the borders of query heads, and the range of KV heads of each rank.
@@ -230,14 +246,16 @@ class SplitLatentAttention(LatentAttentionConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitExperts(ExpertsConfig):
-    """One rank's features of every expert of an `ExpertsConfig`. Every rank chooses the experts."""
+    """One rank's features of every expert of an `ExpertsConfig`, or its experts. Every rank chooses for all tokens."""
 
     whole: ExpertsConfig
     share: Share
 
     @classmethod
     def of(cls, whole: ExpertsConfig, share: Share) -> SplitExperts:
-        """Take the rank's features."""
+        """Take the rank's features or experts. Raises `ConfigError`."""
+        if share.divides_by_expert:
+            share.experts(whole.router.num_experts)
         options = {name: getattr(whole, name) for name in ExpertsConfig.__dataclass_fields__}
         return cls(**options, whole=whole, share=share)
 
@@ -246,11 +264,24 @@ class SplitExperts(ExpertsConfig):
         """See `SplitLinear`."""
         return self.share.borders(self.hidden_size)
 
+    @property
+    def expert_borders(self) -> Borders | None:
+        """See `ExpertsConfig`."""
+        return self.share.experts(self.router.num_experts) if self.share.divides_by_expert else None
+
+    @property
+    def own_experts(self) -> tuple[int, int]:
+        """See `ExpertsConfig`."""
+        borders = self.expert_borders
+        return (0, self.router.num_experts) if borders is None else self.share.own(borders)
+
     def tensors(self, name: str, hidden_size: int) -> ExpertsTensors:
         """See `MLPConfig`."""
         whole, share = self.whole.tensors(name, hidden_size), self.share
-        parts = zip(whole.gate_up, whole.down, strict=True)
-        experts = [share.mlp(GatedMLPTensors(*each), is_joined=False) for each in parts]
+        own = slice(*self.own_experts)
+        experts = [GatedMLPTensors(*each) for each in zip(whole.gate_up[own], whole.down[own], strict=True)]
+        if not share.divides_by_expert:
+            experts = [share.mlp(each, is_joined=False) for each in experts]
         shared = whole.shared
         if shared is not None:  # in a branch of its own, the shared expert is an MLP
             shared = share.mlp(shared, is_joined=self.branches is not None)

@@ -36,28 +36,32 @@ _CPU = torch.device("cpu")
 class FollowingRunner:
     """Computes a rank's share of steps. Rank 0 samples the tokens."""
 
-    def __init__(
-        self, model: CausalLM, kernels: Kernels, allocate: messages.Allocate, *, block_size: int, max_model_len: int
-    ) -> None:
-        self._model = model
-        self._cache = PagedKVCache(
+    def __init__(self, model: CausalLM, cache: PagedKVCache, forward: ForwardPass, batch: InputBatch) -> None:
+        self._model, self._cache, self._pass, self._batch = model, cache, forward, batch
+        self._num_steps = 0
+
+    @classmethod
+    def allocate(
+        cls, model: CausalLM, kernels: Kernels, sizes: messages.Allocate, *, block_size: int, max_model_len: int
+    ) -> FollowingRunner:
+        """Allocate the KV cache and the batch."""
+        cache = PagedKVCache(
             model.architecture.kv_layout,
-            num_blocks=allocate.num_blocks,
+            num_blocks=sizes.num_blocks,
             block_size=block_size,
-            dtype=getattr(torch, allocate.kv_dtype),
+            dtype=getattr(torch, sizes.kv_dtype),
             device=_CPU,
-            num_host_blocks=allocate.num_host_blocks,
+            num_host_blocks=sizes.num_host_blocks,
             allocate=kernels.allocate,
         )
-        self._pass = ForwardPass(model, kernels, self._cache, allocate.max_num_batched_tokens)
-        self._batch = InputBatch(
-            max_num_seqs=allocate.max_num_seqs,
+        batch = InputBatch(
+            max_num_seqs=sizes.max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
-            num_groups=len(self._cache.groups),
+            num_groups=len(cache.groups),
             num_position_dims=model.architecture.num_position_dims,
         )
-        self._num_steps = 0
+        return cls(model, cache, ForwardPass(model, kernels, cache, sizes.max_num_batched_tokens), batch)
 
     def compute(self, step: messages.Step) -> None:
         """Take part in all exchanges of rank 0's step. Raises `ValueError` if a step is missing."""
@@ -123,7 +127,7 @@ def _prepare(end: socket.socket, launch: messages.Launch, group: RankGroup) -> F
     served = ServedModel.find(model_config)
     model = load_model(
         served.checkpoint.weights,
-        served.architecture.split(Share(launch.rank, launch.count)),
+        served.architecture.split(Share(launch.rank, launch.count, config.device.enable_expert_parallel)),
         kernels,
         dtype=launch.dtype,
         device=_CPU,
@@ -135,8 +139,8 @@ def _prepare(end: socket.socket, launch: messages.Launch, group: RankGroup) -> F
         packed_cache=open_packed_cache(model_config.packed_cache_bytes),
     )
     channel.send(end, messages.encode(messages.Loaded(kernels.identity, messages.model_digest(served.architecture))))
-    allocate = messages.decode_to_rank(channel.receive(end))
-    assert isinstance(allocate, messages.Allocate)
-    return FollowingRunner(
-        model, kernels, allocate, block_size=config.cache.block_size, max_model_len=served.max_model_len
+    sizes = messages.decode_to_rank(channel.receive(end))
+    assert isinstance(sizes, messages.Allocate)
+    return FollowingRunner.allocate(
+        model, kernels, sizes, block_size=config.cache.block_size, max_model_len=served.max_model_len
     )

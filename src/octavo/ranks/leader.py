@@ -42,7 +42,7 @@ class Leader:
 
     def __init__(self, config: EngineConfig, architecture: Architecture, dtype: str) -> None:
         count = config.device.tensor_parallel_size
-        self.share = Share(0, count)
+        self.share = Share(0, count, config.device.enable_expert_parallel)
         self.num_threads = max(1, (config.device.num_threads or default_num_threads()) // count)
         try:
             memory = create_shared_memory()

@@ -1,0 +1,226 @@
+"""A worker of two ranks: rank 1 gets rank 0's messages, and must prepare the same inputs for each step.
+
+Rank 1 is octavo's own code (`FollowingRunner` and `InputBatch`), except that its model computes nothing. A message can be
+lost, doubled, delayed by one step, or sent by another engine. A rank must notice it before activations are exchanged.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from octavo.ranks import messages
+from octavo.ranks.follower import FollowingRunner
+from octavo.worker.input_batch import InputBatch
+from simulation.hash_model import HashWorker
+from simulation.world import SimulationError, draw_async, draw_config, draw_two_windows, draw_windowed, run_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.data.model_output import ModelOutput
+    from octavo.data.scheduler_output import BlockCopies, SchedulerOutput
+    from octavo.kernels.interface import AttentionBatch
+    from octavo.worker.input_batch import ModelInputs
+    from simulation.world import Totals, WorldConfig
+
+FAULTS = ("lost", "doubled", "one step late", "of another engine")
+_MAX_MODEL_LEN = 4000
+_FAULT_RATE = 0.05  # of each message, until the fault has happened once
+
+
+class RanksFailedError(Exception):
+    """A rank noticed the fault, which ends the engine."""
+
+
+def draw_ranked(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw a configuration with two ranks, which end after any failed step, and postpone no tokens of steps ahead."""
+    draw = rng.choice([draw_config, draw_config, draw_windowed, draw_two_windows, draw_async])
+    config = draw(rng, num_steps)
+    postpone_rate = 0.0 if config.async_scheduling else config.postpone_rate
+    return replace(config, has_ranks=True, step_failure_rate=0.0, remote_rate=0.0, postpone_rate=postpone_rate)
+
+
+def run_with_fault(seed: str, fault: str, draw: Callable[[random.Random], WorldConfig] = draw_ranked) -> Totals | None:
+    """Run a world with a fault of messages. Return None if a rank noticed it, or the totals if it did not happen.
+
+    Raises `SimulationError` if ranks computed different inputs.
+    """
+    try:
+        return run_world(seed, replace(draw(random.Random(seed)), message_fault=fault))
+    except RanksFailedError:
+        return None
+
+
+class RankedWorker(HashWorker):
+    """Rank 0, rank 1, and the messages between them."""
+
+    def __init__(self, seed: str, config: WorldConfig, num_blocks: list[int]) -> None:
+        super().__init__(num_blocks, config.block_size, config.num_host_blocks, config.kinds)
+        self._fault, self._rng = config.message_fault, random.Random(seed + "messages")
+        self._has_fault = False
+        self._num_steps = self._num_passes = 0
+        self._sampled: dict[str, list[int]] = {}
+        self._scored: dict[str, int] = {}  # number of prompt tokens of requests with log probabilities of the prompt
+        self._late: list[bytes] = []
+        batch = _WatchedBatch(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=_MAX_MODEL_LEN,
+            block_size=config.block_size,
+            num_groups=len(num_blocks),
+        )
+        self._rank = _Rank(batch)
+        parts: Any = self._rank, self._rank, self._rank, batch
+        self._runner = FollowingRunner(*parts)
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
+        """Do one step on both ranks. Raises `RanksFailedError` if a rank noticed a fault."""
+        self._num_steps += 1
+        step = messages.Step.of(self._num_steps, scheduled, self._sampled)
+        for data in scheduled.scheduled_new_reqs:
+            self._scored.pop(data.request_id, None)
+            if data.sampling_params.prompt_logprobs is not None:
+                self._scored[data.request_id] = data.num_prompt_tokens
+        try:
+            for message in self._delivered(messages.encode(step)):
+                self._runner.compute(_decoded(message))
+        except ValueError as error:
+            if self._has_fault:
+                raise RanksFailedError from error
+            raise SimulationError(f"rank 1 refuses a message that is right: {error}") from error
+        if scheduled.num_scheduled_tokens:
+            self._num_passes += 1
+            if self._has_fault and self._rank.num_passes < self._num_passes:
+                raise RanksFailedError  # rank 0 waits in its first exchange until the deadline
+            if self._rank.num_passes != self._num_passes:
+                raise SimulationError(f"rank 1 did {self._rank.num_passes} passes, and rank 0 {self._num_passes}")
+        if self._rank.copies != [scheduled.copies] and not self._has_fault:
+            raise SimulationError(f"rank 1 copied {self._rank.copies} instead of {scheduled.copies}")
+        self._rank.copies.clear()
+        result = super().execute(scheduled)
+        if scheduled.num_scheduled_tokens:
+            self._compare(scheduled, result.sampled_token_ids)
+        self._sampled = {request_id: list(tokens) for request_id, tokens in result.sampled_token_ids.items()}
+        return result
+
+    def take_back(self, request_id: str, count: int) -> None:
+        """See `HashWorker`. A real rank 0 does not send postponed tokens."""
+        super().take_back(request_id, count)
+        kept = self._sampled.pop(request_id)[:-count]
+        self._sampled |= {request_id: kept} if kept else {}
+
+    def _delivered(self, message: bytes) -> list[bytes]:
+        late, self._late = self._late, []
+        if self._fault is None or self._has_fault or self._rng.random() >= _FAULT_RATE:
+            return [message, *late]
+        self._has_fault = True
+        if self._fault == "one step late":
+            self._late.append(message)
+        if self._fault == "of another engine":  # one that has done other steps
+            step = _decoded(message)
+            other = messages.msgspec.structs.replace(step, number=step.number + self._rng.choice([-1, 1, 1000]))
+            return [messages.encode(other)]
+        return [message] * {"lost": 0, "one step late": 0, "doubled": 2}[self._fault]
+
+    def _compare(self, scheduled: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
+        """Raise `SimulationError` if rank 1's newest inputs differ from rank 0's state."""
+        inputs = self._rank.batch.newest_inputs()
+        start, num_logits, num_scored = 0, 0, list[int]()
+        for index, request in enumerate(inputs.requests):
+            name, row = request.request_id, self.rows[request.request_id]
+            positions = range(row.computed, row.computed + scheduled.num_scheduled_tokens[name])
+            known = row.tokens[: len(row.tokens) - len(sampled.get(name, []))]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(name, [])
+            is_sampled = positions.stop >= len(known)
+            num_logits += is_sampled * (1 + len(drafts))
+            if name in self._scored and row.computed < self._scored[name] - 1:
+                num_scored.append(min(len(positions), self._scored[name] - 1 - row.computed))
+            expected = [
+                [(known + drafts)[position] for position in positions],
+                [*positions],
+                is_sampled,
+                *(self._places(table, group, positions) for group, table in enumerate(row.tables)),
+            ]
+            end = start + len(positions)
+            found = [
+                inputs.token_ids[start:end].tolist(),
+                inputs.attention.positions[start:end].tolist(),
+                index in inputs.sampled,
+                *(
+                    self._places_found(each, index, group, range(start, end), positions)
+                    for group, each in enumerate((inputs.attention, *inputs.attention.more_groups))
+                ),
+            ]
+            if found != expected:
+                raise SimulationError(f"{name}: rank 1 has {found} instead of {expected}")
+            start = end
+        if not start == scheduled.total_num_scheduled_tokens == inputs.num_tokens:
+            raise SimulationError(f"rank 1 computes {inputs.num_tokens} rows instead of {start}")
+        expected_logits = num_scored + [num_logits] * (num_logits > 0)
+        if self._rank.num_logits != expected_logits:
+            raise SimulationError(
+                f"rank 1 computes logits of {self._rank.num_logits} rows instead of {expected_logits}"
+            )
+
+    def _places(self, table: list[int], group: int, positions: range) -> tuple[list[int], list[int]]:
+        """Return the slots to write, and the blocks to read."""
+        size = self.block_size
+        slots = [table[position // size] * size + position % size for position in positions]
+        return slots, [table[block] for block in self._blocks_read(group, positions)]
+
+    def _places_found(
+        self, attention: AttentionBatch, index: int, group: int, rows: range, positions: range
+    ) -> tuple[list[int], list[int]]:
+        blocks = attention.block_tables[index].tolist()
+        slots = attention.slot_mapping[rows.start : rows.stop].tolist()
+        return slots, [blocks[block] for block in self._blocks_read(group, positions)]
+
+    def _blocks_read(self, group: int, positions: range) -> range:
+        first = self.kinds[group - 1].first_position(positions.start) if group else 0
+        return range(first // self.block_size, (positions.stop - 1) // self.block_size + 1)
+
+
+def _decoded(message: bytes) -> messages.Step:
+    step = messages.decode_to_rank(message)
+    if not isinstance(step, messages.Step):
+        raise SimulationError(f"rank 0 sent {step} instead of a step")
+    return step
+
+
+class _WatchedBatch(InputBatch):
+    """Keeps the newest inputs."""
+
+    _newest: ModelInputs | None = None
+
+    def prepare_inputs(self, scheduled: SchedulerOutput) -> ModelInputs:
+        self._newest = super().prepare_inputs(scheduled)
+        return self._newest
+
+    def newest_inputs(self) -> ModelInputs:
+        if self._newest is None:
+            raise SimulationError("rank 1 has prepared no inputs")
+        return self._newest
+
+
+class _Rank:
+    """Rank 1's model, KV cache and forward pass. It records calls."""
+
+    def __init__(self, batch: _WatchedBatch) -> None:
+        self.batch = batch
+        self.num_passes = 0
+        self.copies: list[BlockCopies] = []
+        self.num_logits: list[int] = []
+
+    def copy(self, copies: BlockCopies) -> None:
+        self.copies.append(copies)
+
+    def __call__(self, token_ids: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+        self.num_passes += 1
+        self.num_logits.clear()
+        return torch.zeros(int(self.batch.newest_inputs().output_start[-1]), 1)
+
+    def compute_logits(self, rows: torch.Tensor) -> None:
+        self.num_logits.append(len(rows))
