@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ import torch
 from rank_threads import RankThread
 
 from octavo import LLM, SamplingParams, build
+from octavo.config import ModelConfig
 from octavo.errors import ConfigError, EngineDeadError, ModelError
 from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.split import Share, split_layer
 from octavo.ranks import leader, messages
+from octavo.startup.launch import ServedModel
 
 PROMPT = {"prompt_token_ids": [3, 1, 4, 1, 5, 9, 2, 6]}
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -144,12 +148,10 @@ def test_unsupported_options_are_refused_before_a_process_starts(checkpoint, mon
         make_llm(checkpoint, **options)
 
 
-@pytest.mark.parametrize("family", ["OlmoeForCausalLM", "GptOssForCausalLM", "Olmo2ForCausalLM"])
-def test_models_that_cannot_be_divided_are_refused(tmp_path, monkeypatch, family):
-    monkeypatch.setattr(leader, "start_process", lambda *_: pytest.fail("a process was started"))
-    path = write_checkpoint(tmp_path / "model", tiny_config(family), std=0.1)
-    with pytest.raises(ConfigError, match="tensor_parallel_size above 1"):
-        make_llm(path)
+def test_layers_without_a_rule_of_division_are_refused(checkpoint):
+    layer = ServedModel.find(ModelConfig(model=str(checkpoint))).architecture.layers[0]
+    with pytest.raises(ConfigError, match="tensor_parallel_size above 1 does not support Mamba"):
+        split_layer(replace(layer, attention=type("Mamba", (), {})()), Share(0, 2))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -32,13 +32,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from make_expert_gguf import SHAPES, write
 
 PROMPTS = [[(7 * i * i + 3 * i + k) % 320 for i in range(n)] for k, n in enumerate((1, 5, 33, 90))]
-REFUSED = {
-    "OlmoeForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "GptOssForCausalLM",
-    "Gemma4ForCausalLM",
-}  # see docs/ranks.md
 FORMATS = ["float32", "bfloat16", "int8", "int4", "int4_all"]
 
 
@@ -47,7 +40,10 @@ def _ranks_are_threads(monkeypatch):
     monkeypatch.setattr(leader, "start_process", RankThread)
 
 
-MIXTURES = ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM", "MixtralForCausalLM"]
+MIXTURES = [
+    "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM",
+    "GptOssForCausalLM", "Gemma4ForCausalLM",
+]  # fmt: skip
 
 
 def results(path, num_ranks, **options):
@@ -119,16 +115,14 @@ def test_ranks_give_tokens_of_one_process_with_every_instruction_set(isa, quanti
 def test_ranks_of_every_family_give_tokens_of_one_process(family, count, tmp_path):
     path = write_checkpoint(tmp_path / "model", tiny_config(family, vocab_size=500), std=0.1)
     options = {"dtype": "bfloat16"}
-    if family in REFUSED:
-        with pytest.raises(ConfigError, match="tensor_parallel_size above 1"):
-            results(path, count, **options)
-        return
     assert results(path, count, **options) == results(path, 1, **options)
 
 
 @pytest.mark.turn(4)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("family", ["Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize(
+    "family", ["Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM"]
+)
 def test_ranks_of_quantized_experts_give_tokens_of_one_process(family, quantization, tmp_path):
     path = write_checkpoint(tmp_path / "model", tiny_config(family, vocab_size=500), std=0.1)
     options = {"dtype": "bfloat16", "quantization": quantization}

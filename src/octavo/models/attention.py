@@ -196,6 +196,15 @@ class Attention:
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """Write this step's keys and values. Return the queries [num_tokens, num_heads, head_dim]."""
         k_cache, v_cache = cache
+        q, k, v = self.project(hidden)
+        self.kernels.rope_and_write_kv(
+            q, k, v, self.cos_sin, batch, k_cache, v_cache,
+            interleaved=self.interleaved, query_scale=self.query_scale,
+        )  # fmt: skip
+        return q
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return normalized queries, keys and values [num_tokens, heads, head_dim], before rotation."""
         config, kernels = self.config, self.kernels
         qkv = kernels.linear(hidden, self.qkv)
         num_kv_heads = 0 if config.is_shared else config.num_kv_heads
@@ -212,10 +221,7 @@ class Attention:
             k = k if self.k_norm is None else kernels.rms_norm(rows[1], self.k_norm, self.eps).view(k.shape)
         if self.v_norm is not None and num_kv_heads:
             v = kernels.rms_norm(v, self.v_norm, self.eps)
-        kernels.rope_and_write_kv(
-            q, k, v, self.cos_sin, batch, k_cache, v_cache, interleaved=self.interleaved, query_scale=self.query_scale
-        )
-        return q
+        return q, k, v
 
     def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """See `TokenMixer`."""

@@ -93,6 +93,19 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
+class VectorPart(Vector):
+    """Neighbouring numbers of a stored vector. first: index of the first one. whole_size: numbers in the file."""
+
+    first: int = field(kw_only=True)
+    whole_size: int = field(kw_only=True)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of the whole stored vector."""
+        return {self.name: (self.whole_size,)}
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A matrix that stays in its file. name: without ".weight"."""
 

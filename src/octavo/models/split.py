@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from octavo.errors import ConfigError
-from octavo.models.attention import AttentionConfig, AttentionTensors
-from octavo.models.declared import Linear
+from octavo.models.attention import Attention, AttentionConfig, AttentionTensors
+from octavo.models.declared import Linear, VectorPart
 from octavo.models.experts import ExpertsConfig, ExpertsTensors
 from octavo.models.gated_mlp import GatedMLPConfig, GatedMLPTensors
 from octavo.models.latent_attention import LatentAttentionConfig, LatentAttentionTensors
@@ -21,7 +21,11 @@ from octavo.models.latent_attention import LatentAttentionConfig, LatentAttentio
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torch import Tensor
+
+    from octavo.kernels.interface import RanksKernels
     from octavo.models.decoder_layer import LayerConfig
+    from octavo.models.layers import ModelContext
 
 _UNIT = 64  # features; borders at multiples of it leave no half-empty panels
 Borders = tuple[int, ...]
@@ -171,8 +175,6 @@ class SplitAttention(AttentionConfig):
     @classmethod
     def of(cls, whole: AttentionConfig, share: Share) -> SplitAttention:
         """Take the rank's heads. Raises `ConfigError`."""
-        if whole.qk_norm == "width" or whole.sinks:
-            raise ConfigError("tensor_parallel_size above 1 does not support norms over all heads or attention sinks")
         queries, kv = share.heads(whole.num_heads, whole.num_kv_heads)
         first, end = share.own(queries)
         options = {name: getattr(whole, name) for name in AttentionConfig.__dataclass_fields__}
@@ -183,14 +185,61 @@ class SplitAttention(AttentionConfig):
         """See `TokenMixerConfig`."""
         whole, share = self.whole.tensors(name, hidden_size), self.share
         queries, kv = share.heads(self.whole.num_heads, self.whole.num_kv_heads)
-        starts = (0, self.whole.num_heads, self.whole.num_heads + self.whole.num_kv_heads)
-        heads = [share.own(queries), kv[share.rank], kv[share.rank]][: self.num_projections]
-        ranges = [
-            (self.head_dim * (start + first), self.head_dim * (start + end))
-            for start, (first, end) in zip(starts, heads, strict=False)
+        own = [
+            (self.head_dim * first, self.head_dim * end)
+            for first, end in (share.own(queries), kv[share.rank], kv[share.rank])
         ]
-        inputs = tuple(self.head_dim * border for border in queries)
-        return whole._replace(qkv=RowsPart.of(whole.qkv, ranges), o=share.rows(whole.o, inputs=inputs))
+        if self.qk_norm == "width":
+            own[:2] = map(share.own, self.normed_borders)
+        q_rows, kv_rows = self.head_dim * self.whole.num_heads, self.head_dim * self.whole.num_kv_heads
+        starts = (0, q_rows, q_rows + kv_rows)[: self.num_projections]
+        ranges = [(start + first, start + end) for start, (first, end) in zip(starts, own, strict=False)]
+        inputs, sinks = tuple(self.head_dim * border for border in queries), whole.sinks
+        if sinks is not None:
+            first, end = share.own(queries)
+            sinks = VectorPart(sinks.name, end - first, first=first, whole_size=sinks.size)
+        return whole._replace(
+            qkv=RowsPart.of(whole.qkv, ranges),
+            o=share.rows(whole.o, inputs=inputs),
+            sinks=sinks,
+        )
+
+    @property
+    def normed_borders(self) -> tuple[Borders, Borders]:
+        """Borders of the queries' and keys' features, if a norm covers all heads."""
+        heads = self.whole.num_heads, self.whole.num_kv_heads
+        queries, keys = (self.share.borders(self.head_dim * count, what="features of heads") for count in heads)
+        return queries, keys
+
+    def build(self, context: ModelContext, tensors: AttentionTensors) -> Attention:
+        """See `TokenMixerConfig`."""
+        return (Attention if self.qk_norm != "width" else _NormedHeads)(context, self, tensors)
+
+
+class _NormedHeads(Attention):
+    """One rank's heads, if a norm covers the heads of all ranks. Ranks exchange queries and keys before it."""
+
+    __slots__ = ()
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention`."""
+        assert isinstance(self.config, SplitAttention)
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        config, share, kernels = self.config, self.config.share, cast("RanksKernels", self.kernels)
+        borders = config.normed_borders
+        sizes = [end - first for first, end in map(share.own, borders)]
+        qkv = kernels.linear(hidden, self.qkv)
+        *parts, values = qkv.split_with_sizes((*sizes, config.head_dim * config.num_kv_heads), dim=1)
+        queries, kv = share.heads(config.whole.num_heads, config.whole.num_kv_heads)
+        normed = []
+        for part, of_part, weight, (first, end) in zip(
+            parts, borders, (self.q_norm, self.k_norm), (share.own(queries), kv[share.rank]), strict=True
+        ):
+            rows = kernels.rms_norm(kernels.join(part, of_part).unsqueeze(1), weight, self.eps)
+            normed.append(rows.view(len(qkv), -1, config.head_dim)[:, first:end])
+        q, k = normed
+        return q, k, values.view(len(qkv), config.num_kv_heads, config.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,8 +343,6 @@ class SplitExperts(ExpertsConfig):
 
 def split_layer(layer: LayerConfig, share: Share) -> LayerConfig:
     """Take a rank's share of a layer. Raises `ConfigError` if the layer cannot be divided."""
-    if layer.embeddings is not None:
-        raise ConfigError("tensor_parallel_size above 1 does not support models with embeddings of layers")
     parts: list[Any] = []
     for whole in (layer.attention, layer.mlp):
         kind: Any = _KINDS.get(type(whole))

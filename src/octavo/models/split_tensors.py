@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.block_weight import BlockWeight
-from octavo.models.declared import in_order
+from octavo.models.declared import VectorPart, in_order
 from octavo.models.split import RowsPart
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class SplitTensors:
         self.whole = whole
         self._rows: dict[str, slice | Tensor] = {}
         for part in in_order(architecture.tensors()):
+            if isinstance(part, VectorPart):
+                self._rows[part.name] = slice(part.first, part.first + part.size)
             if isinstance(part, RowsPart):
                 for name, pieces in part.pieces().items():
                     rows = pieces[0] if len(pieces) == 1 else torch.cat([torch.arange(p.start, p.stop) for p in pieces])
