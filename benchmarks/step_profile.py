@@ -87,7 +87,7 @@ class StepProfile:
         self._parts = parts_of(forward, len(self.runner.model.layers))
         self._nanoseconds, self._watch = forward.measure_calls(), Stopwatch()
         self._watch.wrap(self.runner.kernels, "linear", LOGITS)
-        self._watch.wrap(self.runner.sampler, "sample", "sampling")
+        self._watch.wrap(self.runner.sampler, "choose", "sampling")
 
     def decode(self, num_requests: int, num_steps: int) -> list[dict[str, float]]:
         """Measure steps in which all of `num_requests` requests decode; return seconds by part for each."""

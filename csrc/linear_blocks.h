@@ -4,7 +4,7 @@
 //
 //   out = sum, k ascending, of (float(sum of x w) * scale [+ float(sum of x) * minimum]) * (scale of the row's group)  [+ bias]
 //
-// with a term for all k that share a scale of the weight, each operation rounded once. A single row reads the panels in place. For
+// with a term for all k that share a scale of the weight, each operation rounded once. Few rows read the panels in place. For
 // more rows each piece of a panel, of any kind, is unpacked once, into bytes and float32 scales in a cache.
 #pragma once
 
@@ -91,7 +91,15 @@ void round_block_rows(const LinearArgs& args, const BlockFormat& format, int64_t
   }
 }
 
-// --- one row ------------------------------------------------------------------------------------------------------------
+// --- few rows -----------------------------------------------------------------------------------------------------------
+
+// The most rows that read the panels in place. AVX2 has too few registers for the totals of more than one row. More than five rows
+// are faster if the panels are unpacked once.
+#if defined(OCTAVO_ISA_AVX512)
+constexpr int kRowsInPlace = 5;
+#else
+constexpr int kRowsInPlace = 1;
+#endif
 
 template <class Out>
 OCTAVO_INLINE void write_block_sums(const LinearArgs& args, Vec (&sums)[kPanelVecs], int64_t first_column, char* out) {
@@ -110,57 +118,96 @@ OCTAVO_INLINE void write_block_sums(const LinearArgs& args, Vec (&sums)[kPanelVe
   }
 }
 
-// Adds the term of one row's group for a vector of columns to the total. head, super: see BlockHead.
-template <DType kKind>
-OCTAVO_INLINE void add_group(const uint8_t* super, const uint8_t* head, const uint8_t* values, const IVec (&x)[kGroupWords],
-                             const int32_t* row_sums, Vec row_scale, Vec& total) {
+// The words of M rows in one group: from memory, or in registers if there is one row.
+template <int M>
+struct GroupRows {
+  const uint8_t* bytes;  // [words][M][4]
+  const float* scales;   // [M]
+
+  GroupRows(const BlockTile& tile, int64_t group) : bytes(tile.bytes + group * kBlockGroup * M), scales(tile.scales + group * M) {}
+  OCTAVO_INLINE IVec word(int64_t i, int m) const { return load_four(bytes + (i * M + m) * 4); }
+  OCTAVO_INLINE Vec scale(int m) const { return splat(scales[m]); }
+};
+
+template <>
+struct GroupRows<1> {
+  IVec words[kGroupWords];
+  Vec group_scale;
+
+  OCTAVO_INLINE GroupRows(const BlockTile& tile, int64_t group) : group_scale(splat(tile.scales[group])) {
+    OCTAVO_UNROLL
+    for (int64_t word = 0; word < kGroupWords; ++word) words[word] = load_four(tile.bytes + group * kBlockGroup + word * 4);
+  }
+  OCTAVO_INLINE IVec word(int64_t i, int) const { return words[i]; }
+  OCTAVO_INLINE Vec scale(int) const { return group_scale; }
+};
+
+// Adds the terms of M rows' group for a vector of columns to the totals. head, super: see BlockHead. row_sums: [scales][M].
+// Calls ask(line) before each line is multiplied, to prefetch memory.
+template <DType kKind, int M, class Ask>
+OCTAVO_INLINE void add_group(const uint8_t* super, const uint8_t* head, const uint8_t* values, const GroupRows<M>& rows,
+                             const int32_t* row_sums, Vec (&totals)[M], const Ask& ask) {
   constexpr BlockFormat kFormat = format_of(kKind);
   constexpr int kLastLine = static_cast<int>(kFormat.scale_group / kNibbleDepth) - 1;  // of those that share a scale
   constexpr bool kIsSigned = is_signed(kFormat);
   constexpr int kHalfLines = words_in_halves(kFormat) / 2;
+  static_assert(kHalfLines == 0 || M == 1);
   const GroupValues<kFormat.values> group(values);
-  const auto first_sum_of = [&](int part) {
-    return kFormat.has_minima ? splat_int(0) : splat_int(static_cast<uint32_t>(row_sums[part]));
+  IVec sums[M], halves = splat_int(0);
+  const auto begin_part = [&](int part) __attribute__((always_inline)) {
+    OCTAVO_UNROLL
+    for (int m = 0; m < M; ++m) {
+      sums[m] = kFormat.has_minima ? splat_int(0) : splat_int(static_cast<uint32_t>(row_sums[part * M + m]));
+    }
   };
-  IVec sum = first_sum_of(0), halves = splat_int(0);
+  begin_part(0);
   for_each_line([&](auto line) __attribute__((always_inline)) {
     constexpr int kLine = line, kPart = kLine / (kLastLine + 1);
+    ask(kLine);
     IVec lower, upper;
     group.template line<kLine>(lower, upper);
     if constexpr (kHalfLines != 0) {
-      halves = add_nibble_products(add_nibble_products(halves, lower, x[2 * kLine]), upper, x[2 * kLine + 1]);
+      halves = add_nibble_products(add_nibble_products(halves, lower, rows.word(2 * kLine, 0)), upper, rows.word(2 * kLine + 1, 0));
       if constexpr (kLine % kHalfLines == kHalfLines - 1) {
-        sum = add_halves(sum, halves);
+        sums[0] = add_halves(sums[0], halves);
         halves = splat_int(0);
       }
     } else {
-      sum = add_block_products<kIsSigned>(sum, lower, x[2 * kLine]);
-      sum = add_block_products<kIsSigned>(sum, upper, x[2 * kLine + 1]);
+      OCTAVO_UNROLL
+      for (int m = 0; m < M; ++m) sums[m] = add_block_products<kIsSigned>(sums[m], lower, rows.word(2 * kLine, m));
+      OCTAVO_UNROLL
+      for (int m = 0; m < M; ++m) sums[m] = add_block_products<kIsSigned>(sums[m], upper, rows.word(2 * kLine + 1, m));
     }
     if constexpr (kLine % (kLastLine + 1) == kLastLine) {
-      Vec value = to_float(sum) * BlockHead<kKind>::scale(super, head, kPart);
-      if constexpr (kFormat.has_minima) {
-        value = value + to_float(splat_int(static_cast<uint32_t>(row_sums[0]))) * BlockHead<kKind>::minimum(super, head);
+      const Vec scale = BlockHead<kKind>::scale(super, head, kPart);
+      Vec minimum = splat(0.0f);
+      if constexpr (kFormat.has_minima) minimum = BlockHead<kKind>::minimum(super, head);
+      OCTAVO_UNROLL
+      for (int m = 0; m < M; ++m) {
+        Vec value = to_float(sums[m]) * scale;
+        if constexpr (kFormat.has_minima) value = value + to_float(splat_int(static_cast<uint32_t>(row_sums[m]))) * minimum;
+        totals[m] = totals[m] + value * rows.scale(m);
       }
-      total = total + value * row_scale;
-      if (kLine != 3) sum = first_sum_of(kPart + 1);
+      if (kLine != 3) begin_part(kPart + 1);
     }
   });
 }
 
-// Multiplies P panels from `panel` on by one row.
-template <DType kKind, int P>
-void multiply_row(const LinearArgs& args, const BlockPanels& weight, const BlockTile& row, int64_t panel, Place out,
-                  Ahead ahead) {
+// Multiplies P panels from `panel` on by a tile of M rows.
+template <DType kKind, int P, int M>
+void multiply_few(const LinearArgs& args, const BlockPanels& weight, const BlockTile& tile, int64_t panel, Place out, Ahead ahead) {
   constexpr BlockFormat kFormat = format_of(kKind);
   constexpr int64_t kBytes = kFormat.group_bytes();
   const uint8_t *w = weight.panel(panel), *super = w;
-  const int32_t* row_sums = row.sums;
-  Vec totals[P][kPanelVecs];
+  const int32_t* row_sums = tile.sums;
+  Vec totals[P][kPanelVecs][M];
   OCTAVO_UNROLL
   for (int p = 0; p < P; ++p) {
     OCTAVO_UNROLL
-    for (int v = 0; v < kPanelVecs; ++v) totals[p][v] = splat(0.0f);
+    for (int v = 0; v < kPanelVecs; ++v) {
+      OCTAVO_UNROLL
+      for (int m = 0; m < M; ++m) totals[p][v][m] = splat(0.0f);
+    }
   }
   ahead.ask_rows(P);
   for (int64_t group = 0; group < weight.groups; ++group) {
@@ -168,51 +215,69 @@ void multiply_row(const LinearArgs& args, const BlockPanels& weight, const Block
       super = w;
       w += kFormat.super_bytes();
     }
-    IVec x[kGroupWords];
-    OCTAVO_UNROLL
-    for (int64_t word = 0; word < kGroupWords; ++word) x[word] = load_four(row.bytes + group * kBlockGroup + word * 4);
-    const Vec row_scale = splat(row.scales[group]);
+    const GroupRows<M> rows(tile, group);
     OCTAVO_UNROLL
     for (int p = 0; p < P; ++p) {
       const int64_t other = p * weight.panel_bytes;
       OCTAVO_UNROLL
-      for (int64_t byte = 0; byte < kBytes; byte += 64) prefetch_l2(w + other + kPrefetchBytes + byte);
-      OCTAVO_UNROLL
       for (int v = 0; v < kPanelVecs; ++v) {
+        const auto ask = [&](int line) __attribute__((always_inline)) {
+          OCTAVO_UNROLL
+          for (int64_t byte = (v * 4 + line) * 64; byte < kBytes; byte += kPanelVecs * 4 * 64) {
+            prefetch_l2(w + other + kStreamPrefetchBytes + byte);
+          }
+        };
         add_group<kKind>(super + other + v * kHalfColumns, w + other + v * kFormat.head_step(),
-                         w + other + kFormat.head_bytes() + v * 4 * kLanes, x, row_sums, row_scale, totals[p][v]);
+                         w + other + kFormat.head_bytes() + v * 4 * kLanes, rows, row_sums, totals[p][v], ask);
       }
     }
-    OCTAVO_UNROLL
-    for (int64_t asked = 0; asked < kBytes; asked += Ahead::kAskedBytes) {
+    if constexpr (P == 1 || kFewRowsAskAhead) {
       OCTAVO_UNROLL
-      for (int p = 0; p < P; ++p) ahead.ask(p);
-      ahead.step();
+      for (int64_t asked = 0; asked < kBytes; asked += Ahead::kAskedBytes) {
+        OCTAVO_UNROLL
+        for (int p = 0; p < P; ++p) ahead.ask(p);
+        ahead.step();
+      }
     }
     w += kBytes;
-    row_sums += kFormat.scales_of_group();
+    row_sums += kFormat.scales_of_group() * M;
   }
   OCTAVO_UNROLL
   for (int p = 0; p < P; ++p) {
-    write_block_sums(args, totals[p], (panel + p) * kPanelColumns, right_of(args, out, p).data);
+    const Place place = right_of(args, out, p);
+    OCTAVO_UNROLL
+    for (int m = 0; m < M; ++m) {
+      Vec sums[kPanelVecs];
+      OCTAVO_UNROLL
+      for (int v = 0; v < kPanelVecs; ++v) sums[v] = totals[p][v][m];
+      write_block_sums(args, sums, (panel + p) * kPanelColumns, place.data + m * place.row_bytes);
+    }
   }
 }
 
-// Panels of a task: as many streams from memory as there are registers for.
-constexpr int kRowPanels = panels_at_once(1, kNibbleSums);
-
-template <DType kKind>
-void linear_of_block_row(ThreadPool& pool, const LinearArgs& args, const BlockPanels& weight, const BlockTile& row) {
+// Multiplies one tile of M rows by all panels.
+template <DType kKind, int M>
+void linear_of_few_rows(ThreadPool& pool, const LinearArgs& args, const BlockPanels& weight, const BlockTile& tile) {
   constexpr int64_t kAsks = (format_of(kKind).group_bytes() + Ahead::kAskedBytes - 1) / Ahead::kAskedBytes;  // of a group
+  constexpr int kAtOnce = M == 1 ? panels_at_once(1, kNibbleSums) : 1;  // streams from memory
   const PanelMemory panels{reinterpret_cast<const char*>(weight.data), weight.panel_bytes, weight.groups * kAsks};
-  multiply_block(pool, args, BlockOfRows(0, 1, 1), panels, kRowPanels,
+  multiply_block(pool, args, BlockOfRows(0, M, M), panels, kAtOnce,
                  [&](int64_t, int64_t first, int64_t count, Place out, const Ahead& ahead) {
-                   for_each_panel<kRowPanels>(args, count, out, ahead,
-                                              [&](auto at_once, int64_t panel, Place place, const Ahead& next) {
-                                                multiply_row<kKind, at_once>(args, weight, row, first + panel, place, next);
-                                              });
+                   for_each_panel<kAtOnce>(args, count, out, ahead,
+                                           [&](auto at_once, int64_t panel, Place place, const Ahead& next) {
+                                             multiply_few<kKind, at_once, M>(args, weight, tile, first + panel, place, next);
+                                           });
                  });
 }
+
+// linear_of_few_rows for 1 .. kRowsInPlace rows.
+template <DType kKind>
+struct FewRowsFunctions {
+  decltype(&linear_of_few_rows<kKind, 1>) of_rows[kRowsInPlace + 1];
+  constexpr FewRowsFunctions() : FewRowsFunctions(std::make_integer_sequence<int, kRowsInPlace>()) {}
+  template <int... I>
+  constexpr explicit FewRowsFunctions(std::integer_sequence<int, I...>) : of_rows{nullptr, linear_of_few_rows<kKind, I + 1>...} {}
+};
 
 // --- more rows ----------------------------------------------------------------------------------------------------------
 
@@ -226,17 +291,14 @@ struct UnpackedPiece {
   alignas(64) float minima[kPieceGroups][kPanelColumns];
 };
 
-// Unpacks `groups` groups from `w` on, which must be the first of eight. Prefetches the groups of the next panel, which are
-// `to_next` bytes further.
+// Unpacks `groups` groups from `w` on, which must be the first of eight.
 template <DType kKind>
-void unpack_blocks(const uint8_t* w, int64_t groups, int64_t to_next, UnpackedPiece& out) {
+void unpack_blocks(const uint8_t* w, int64_t groups, UnpackedPiece& out) {
   constexpr BlockFormat kFormat = format_of(kKind);
   constexpr int64_t kBytes = kFormat.group_bytes(), kParts = kFormat.scales_of_group();
   const uint8_t* super = w;
   w += kFormat.super_bytes();
   for (int64_t group = 0; group < groups; ++group, w += kBytes) {
-    OCTAVO_UNROLL
-    for (int64_t byte = 0; byte < kBytes; byte += 64) prefetch_l2(w + to_next + byte);
     OCTAVO_UNROLL
     for (int v = 0; v < kPanelVecs; ++v) {
       const uint8_t *vec_super = super + v * kHalfColumns, *head = w + v * kFormat.head_step();
@@ -255,6 +317,17 @@ void unpack_blocks(const uint8_t* w, int64_t groups, int64_t to_next, UnpackedPi
     }
   }
 }
+
+// Memory to prefetch while a piece is multiplied, a part of it with each group or half of a group.
+struct Prefetched {
+  const uint8_t* next;
+  int64_t bytes;  // of a part
+
+  OCTAVO_INLINE void ask() {
+    for (int64_t byte = 0; byte < bytes; byte += 64) prefetch_l2(next + byte);
+    next += bytes;
+  }
+};
 
 // The kernel for an unpacked panel; this and words_in_halves are all that the kernel depends on in a format.
 enum class BlockForm { kPlain, kSigned, kHalves, kMinima };
@@ -284,12 +357,13 @@ OCTAVO_INLINE void add_word(const uint8_t* w, const uint8_t* x, IVec (&sums)[M][
 // `first` on, and adds to the totals [M][32]. kInHalves: words_in_halves.
 template <BlockForm kForm, int kInHalves, int M, int V>
 OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, int vec,
-                              float* totals) {
+                              Prefetched prefetched, float* totals) {
   constexpr int64_t kParts = kForm == BlockForm::kHalves ? 2 : 1, kWords = kGroupWords / kParts;
   const uint8_t *x = tile.bytes + first * kBlockGroup * M, *w = piece.values[0] + vec * 4 * kLanes;
   const float* row_scales = tile.scales + first * M;
   const int32_t* row_sums = tile.sums + first * kParts * M;
   for (int64_t part = 0; part < groups * kParts; ++part) {
+    prefetched.ask();
     IVec sums[M][V];
     OCTAVO_UNROLL
     for (int m = 0; m < M; ++m) {
@@ -338,9 +412,13 @@ OCTAVO_INLINE void sum_blocks(const UnpackedPiece& piece, const BlockTile& tile,
 }
 
 template <BlockForm kForm, int kInHalves, int M>
-void multiply_piece(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, float* totals) {
+void multiply_piece(const UnpackedPiece& piece, const BlockTile& tile, int64_t first, int64_t groups, Prefetched prefetched,
+                    float* totals) {
   constexpr int V = vecs_at_once(M, kMostNibbleSums);
-  for (int vec = 0; vec < kPanelVecs; vec += V) sum_blocks<kForm, kInHalves, M, V>(piece, tile, first, groups, vec, totals);
+  for (int vec = 0; vec < kPanelVecs; vec += V) {
+    sum_blocks<kForm, kInHalves, M, V>(piece, tile, first, groups, vec, prefetched, totals);
+    prefetched.bytes = 0;
+  }
 }
 
 // multiply_piece of a form for 1 .. kNibbleRows rows.
@@ -369,10 +447,14 @@ void multiply_block_rows(ThreadPool& pool, const LinearArgs& args, const BlockPa
     const int64_t to_next = (smaller(following, panels - 1) - task) * weight.panel_bytes;  // at most the last panel
     for (int64_t first = 0; first < weight.groups; first += kPieceGroups) {
       const int64_t groups = smaller(kPieceGroups, weight.groups - first);
-      unpack_blocks<kKind>(weight.panel(panel) + weight.offset(first), groups, to_next, piece);
+      const uint8_t* w = weight.panel(panel) + weight.offset(first);
+      unpack_blocks<kKind>(w, groups, piece);
+      Prefetched prefetched{w + to_next, divide_up(kFormat.group_bytes() + kFormat.super_bytes() / kSuperGroups,
+                                                   kFormat.scales_of_group() * 64) * 64};
       for (int64_t tile = 0; tile < block.tiles(); ++tile) {
         float* out = totals + tile * block.tile_rows * kPanelColumns;
-        kMultiply.of_rows[block.rows_of(tile)](piece, tile_at(tile), first, groups, out);
+        kMultiply.of_rows[block.rows_of(tile)](piece, tile_at(tile), first, groups, prefetched, out);
+        prefetched.bytes = 0;
       }
     }
     Place out = place_of(args, block.first, panel * kPanelColumns);
@@ -390,13 +472,14 @@ inline void linear_of_blocks(ThreadPool& pool, const LinearArgs& args) {
   const BlockPanels weight(args.weight, args.weight_dtype, args.k);
   const int64_t numbers = weight.groups * (1 + weight.format.scales_of_group());  // scales and sums of a row
   const int64_t most_rows = larger(int64_t{1}, kBlockBytes / larger(args.k, int64_t{1}) / kNibbleRows) * kNibbleRows;
-  const int64_t block_rows = rows_of_a_block(args.rows, most_rows, kNibbleRows);
+  const bool are_few = args.rows <= smaller(most_rows, int64_t{kRowsInPlace});
+  const int64_t tallest = are_few ? args.rows : kNibbleRows, block_rows = rows_of_a_block(args.rows, most_rows, kNibbleRows);
   auto* bytes = static_cast<uint8_t*>(pool.shared(static_cast<size_t>(block_rows * (args.k + numbers * 4))));
   auto* scales = reinterpret_cast<float*>(bytes + block_rows * args.k);
   auto* sums = reinterpret_cast<int32_t*>(scales + block_rows * weight.groups);
   const auto round = args.x_dtype == DType::kFloat32 ? round_block_rows<float> : round_block_rows<bf16>;
   for (int64_t first = 0; first < args.rows; first += block_rows) {
-    const BlockOfRows block(first, smaller(block_rows, args.rows - first), kNibbleRows);
+    const BlockOfRows block(first, smaller(block_rows, args.rows - first), tallest);
     const auto tile_at = [&](int64_t tile) {
       const int64_t row = tile * block.tile_rows;
       return BlockTile{bytes + row * args.k, scales + row * weight.groups,
@@ -406,8 +489,9 @@ inline void linear_of_blocks(ThreadPool& pool, const LinearArgs& args) {
       round(args, weight.format, first + tile * block.tile_rows, block.rows_of(tile), tile_at(tile));
     });
     for_kind(args.weight_dtype, [&](auto kind) {
-      if (args.rows == 1) {
-        linear_of_block_row<kind>(pool, args, weight, tile_at(0));
+      static constexpr FewRowsFunctions<kind> kOfFewRows;
+      if (are_few) {
+        kOfFewRows.of_rows[args.rows](pool, args, weight, tile_at(0));
       } else {
         multiply_block_rows<kind>(pool, args, weight, block, tile_at);
       }

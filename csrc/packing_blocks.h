@@ -157,7 +157,7 @@ void block_row(const BlockPanels& weight, int64_t row, Vec factor, Out* out) {
   UnpackedPiece piece;
   for (int64_t first = 0; first < weight.groups; first += kPieceGroups) {
     const int64_t groups = smaller(kPieceGroups, weight.groups - first);
-    unpack_blocks<kKind>(weight.panel(row / kPanelColumns) + weight.offset(first), groups, 0, piece);
+    unpack_blocks<kKind>(weight.panel(row / kPanelColumns) + weight.offset(first), groups, piece);
     for (int64_t i = 0; i < groups * kBlockGroup; i += kLanes, out += kLanes) {
       float values[kLanes];
       for (int64_t j = 0; j < kLanes; ++j) {
