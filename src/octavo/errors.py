@@ -97,11 +97,14 @@ class DeadlineError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine has stopped. A restarted engine is ready in about `retry_after_s` seconds."""
+    """The engine has stopped. A restarted engine is ready in about `retry_after_s` seconds.
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+    rank: the rank that failed, or None for another reason.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, rank: int | None = None) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.rank = retry_after_s, rank
 
 
 class EngineRestartingError(EngineDeadError):

@@ -238,3 +238,22 @@ def test_missing_model_path_is_error(tmp_path):
     result = CliRunner().invoke(app, ["models", str(tmp_path / "none")])
     assert result.exit_code == 1
     assert "does not exist" in result.stderr
+
+
+def test_report_on_ranks_has_the_figures_of_the_largest_rank(tmp_path):
+    path = write_checkpoint(tmp_path / "model", tiny_config("Qwen3MoeForCausalLM", vocab_size=512), std=0.1)
+    whole = report(path)["details"]
+    assert whole["ranks"] is None
+    [found] = json.loads(run(path, "-tp", 2, "--json"))["checkpoints"]
+    ranks = found["details"]["ranks"]
+    assert (ranks["count"], ranks["problem"]) == (2, "")
+    assert ranks["kv_bytes_per_token"] == whole["kv_bytes_per_token"] // 2
+    for name, size in ranks["memory_bytes"].items():
+        assert whole["memory_bytes"][name] / 2 <= size < 0.7 * whole["memory_bytes"][name]
+    assert "2 ranks       each at most " in run(path, "--tensor-parallel-size", 2, "--enable-expert-parallel")
+
+
+def test_report_on_ranks_says_why_a_model_cannot_be_divided(tmp_path):
+    path = write_checkpoint(tmp_path / "model", tiny_config("Qwen3ForCausalLM"), std=0.1)
+    assert "3 ranks       refused: tensor_parallel_size 3 does not suit a model" in run(path, "-tp", 3)
+    assert "refused: enable_expert_parallel needs a mixture of experts" in run(path, "-tp", 2, "-ep")

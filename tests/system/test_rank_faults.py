@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -103,12 +104,15 @@ def test_lost_rank_ends_requests_and_all_ranks_start_again(server, expected, ran
     with Clients(server, expected) as clients:
         server.wait_for(lambda: clients.num_answers >= NUM_CLIENTS)
         ranks, num_answers = ranks_of(server), clients.num_answers
+        num_failures = sum(map(int, re.findall(r"rank_failures_total\{.*\} (\d+)", server.http.get("/metrics").text)))
         ranks[rank].send_signal(how)
         fault = time.monotonic()
         server.wait_for(lambda: clients.oldest() > fault)  # every request that was open has ended
         terminal_s = time.monotonic() - fault
         server.wait_for(lambda: not server.is_ready() or all(not each.is_running() for each in ranks))
         server.wait_for(lambda: clients.num_answers > num_answers + NUM_CLIENTS)
+        failures = re.findall(r'rank_failures_total\{.*rank="(\d+)"\} (\d+)', server.http.get("/metrics").text)
+        assert rank == 0 or int(dict(failures)["1"]) > num_failures
     assert clients.wrong == []
     assert clients.num_errors > 0
     assert psutil.wait_procs(ranks, timeout=10)[1] == [], "no orphan is left"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from octavo.errors import ModelError, OctavoError
+from octavo.errors import ConfigError, ModelError, OctavoError
 from octavo.models.weight_bytes import weight_bytes
 
 if TYPE_CHECKING:
@@ -21,11 +21,22 @@ _PRECISIONS = (None, "int8", "int4", "int4_all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksDetails:
+    """A model on several ranks. problem: Why it cannot be divided, or "". The other figures are of the largest rank."""
+
+    count: int
+    problem: str = ""
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    kv_bytes_per_token: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDetails:
     """Architecture, memory and text files of a checkpoint.
 
     active_parameters: Number used for each token. memory_bytes: Bytes of weights by precision. window: Tokens that
     sliding-window layers see. The KV of an older token takes `kv_bytes_before_window` bytes. text: Remarks by topic.
+    ranks: None for one process.
     """
 
     parameters: int
@@ -39,6 +50,7 @@ class ModelDetails:
     window: int | None
     kv_bytes_before_window: int
     text: dict[str, str]
+    ranks: RanksDetails | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +114,39 @@ def report_on(path: Path, name: str) -> ModelReport:
     return _report(path, name, opened)
 
 
-def look_closer(model: str) -> ModelReport:
-    """Report with details. model: Path or hub id. Raises `ModelError`."""
+def look_closer(model: str, num_ranks: int = 1, *, divides_by_expert: bool = False) -> ModelReport:
+    """Report with details. model: Path or hub id. num_ranks, divides_by_expert: See `Share`. Raises `ModelError`."""
     path, opened = Path(model).expanduser(), cache(partial(_open, model))
     is_here = path.exists()  # otherwise the weights are neither downloaded nor checked
     report = _report(path if is_here else opened().path, model, opened)
     if is_here and report.size_bytes and not report.problem:
         report = replace(report, problem=_problem_of_weights(opened()))
-    return report if report.problem else replace(report, details=_details(opened()))
+    if report.problem:
+        return report
+    details = _details(opened())
+    if num_ranks > 1:
+        architecture = opened().read_architecture()
+        details = replace(details, ranks=_on_ranks(architecture, details, num_ranks, divides_by_expert))
+    return replace(report, details=details)
+
+
+def _on_ranks(architecture: Architecture, whole: ModelDetails, count: int, divides_by_expert: bool) -> RanksDetails:
+    from octavo.models.declared import Linear, in_order
+    from octavo.models.split import Share
+
+    def num_weights(of: Architecture) -> int:
+        return sum(each.num_weights for each in in_order(of.tensors()) if isinstance(each, Linear))
+
+    try:  # the first rank has the most heads and features, the last one has the most experts
+        ranks = [architecture.split(Share(rank, count, divides_by_expert)) for rank in (0, count - 1)]
+        share = max(map(num_weights, ranks)) / num_weights(architecture)
+    except ConfigError as error:
+        return RanksDetails(count=count, problem=str(error))
+    return RanksDetails(
+        count=count,
+        memory_bytes={name: round(share * size) for name, size in whole.memory_bytes.items()},
+        kv_bytes_per_token=max(each.kv_layout.bytes_per_token(architecture.dtype) for each in ranks),
+    )
 
 
 def _problem_of_weights(checkpoint: Checkpoint) -> str:

@@ -12,6 +12,7 @@ import typer
 from octavo.assets import BUILT_IN_MODEL, built_in_model_path
 from octavo.cli.command import command
 from octavo.cli.model_report import ModelDetails, ModelReport, look_closer, report_on
+from octavo.config.engine import MOST_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,19 +27,39 @@ Models = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List the parts of each architecture.")]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size", "-tp", metavar="RANKS", min=1, max=MOST_RANKS,
+        help="Describe a checkpoint on so many ranks, which are processes that compute it together.",
+    ),
+]  # fmt: skip
+ByExpert = Annotated[bool, typer.Option("--enable-expert-parallel", "-ep", help="Each expert belongs to one rank.")]
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 _MAX_DEPTH = 3
 
 
-@command("octavo models", "octavo models ./my-checkpoint", "octavo models ~/checkpoints --json")
-def models(names: Models = None, json_: Json = False, verbose: Verbose = False) -> None:
+@command(
+    "octavo models",
+    "octavo models ./my-checkpoint",
+    "octavo models ./my-checkpoint --tensor-parallel-size 2",
+    "octavo models ~/checkpoints --json",
+)
+def models(
+    names: Models = None,
+    json_: Json = False,
+    verbose: Verbose = False,
+    num_ranks: Ranks = 1,
+    divides_by_expert: ByExpert = False,
+) -> None:
     """List the models that octavo serves and the local checkpoints, or describe one checkpoint.
 
     A checkpoint runs, runs in part, or is refused with the reason. With --verbose each architecture is listed with the
     parts that a plain decoder does not have; parts in brackets are used only if config.json asks for them.
     """
     searched = [Path(name).expanduser() for name in names or [] if _is_searched(name)]
-    closer = [look_closer(name) for name in names or [] if not _is_searched(name)]
+    described = [name for name in names or [] if not _is_searched(name)]
+    closer = [look_closer(name, num_ranks, divides_by_expert=divides_by_expert) for name in described]
     listed: list[ModelReport] = []
     families = {}
     if searched or not closer:
@@ -117,10 +138,20 @@ def _show_closer(report: ModelReport) -> None:
             "memory": ", ".join(f"{name} {show_size(size)}" for name, size in details.memory_bytes.items()),
             "KV of a token": show_size(details.kv_bytes_per_token) + _before_window(details),
             **details.text,
+            **_on_ranks(details),
         }
     for key, text in lines.items():
         if text:
             typer.echo(f"  {key:14}{text}")
+
+
+def _on_ranks(details: ModelDetails) -> dict[str, str]:
+    if (ranks := details.ranks) is None:
+        return {}
+    if ranks.problem:
+        return {f"{ranks.count} ranks": f"refused: {ranks.problem}"}
+    memory = ", ".join(f"{name} {show_size(size)}" for name, size in ranks.memory_bytes.items())
+    return {f"{ranks.count} ranks": f"each at most {memory}; KV of a token {show_size(ranks.kv_bytes_per_token)}"}
 
 
 def _before_window(details: ModelDetails) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
     from octavo.data.capacity import EngineCapacity
@@ -50,6 +50,11 @@ class CoreClient(Protocol):
     @property
     def num_restarts(self) -> int:
         """Number of restarts."""
+        ...
+
+    @property
+    def rank_failures(self) -> Mapping[int, int]:
+        """How often each rank failed."""
         ...
 
     @property

@@ -17,7 +17,7 @@ import zmq
 
 from octavo.engine import ipc
 from octavo.engine.local_core import LocalCore
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import EngineDeadError, OctavoError, RequestError
 from octavo.runtime import logs
 from octavo.runtime.faults import error_for
 from octavo.runtime.parent_process import wake_when_parent_dies
@@ -46,7 +46,8 @@ _HANG_UP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
 def run_core_process(build: Build) -> None:
     """Read a `Launch` from standard input, build the core, and serve it until a `Stop` message.
 
-    An error of build(config, progress) is sent to the parent. The process then exits with status 1.
+    An error of build(config, progress), or a final error of the executor, is sent to the parent. The process then exits
+    with status 1.
     """
     # Only the parent handles these signals, which reach the whole process group.
     for each in (signal.SIGINT, signal.SIGTERM, *_HANG_UP):
@@ -74,6 +75,9 @@ def run_core_process(build: Build) -> None:
     server = CoreServer(core, requests, news, pulse)
     try:
         server.run()
+    except EngineDeadError as error:
+        news.send(ipc.encode(ipc.failure(error)))
+        sys.exit(1)
     finally:
         core.executor.shutdown()
         pulse.stop()

@@ -130,10 +130,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Reports a failed build. kind: Name of the error's class."""
+    """Reports a failed build, or an executor that cannot continue. kind: Name of the error's class."""
 
     kind: str
     message: str
+    rank: int | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -250,14 +251,18 @@ def refusal(request_id: str, error: OctavoError) -> Refused:
 
 
 def failure(error: BaseException) -> Failed:
-    """Encode an error of the build. Unknown classes become `EngineDeadError`."""
+    """Encode an error of the build or of the executor. Unknown classes become `EngineDeadError`."""
     kind = type(error).__name__
+    if isinstance(error, EngineDeadError):
+        return Failed("EngineDeadError", str(error), error.rank)
     return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
 
 
 def error_of(message: Refused | Failed) -> OctavoError:
     """Decode an error. Unknown classes become `EngineDeadError`."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
+    if isinstance(message, Failed) and issubclass(kind, EngineDeadError):
+        return kind(message.message, rank=message.rank)
     if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)
     return kind(message.message)

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from octavo.data.request import RequestStatus
@@ -16,7 +17,7 @@ from octavo.outputs import EngineCoreOutput
 from octavo.runtime.faults import error_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Future
 
     from octavo.data.capacity import EngineCapacity
@@ -51,6 +52,7 @@ class LocalCore:
     """
 
     num_restarts = num_failed_starts = 0
+    rank_failures: Mapping[int, int] = MappingProxyType({})
     retry_after_s = 1.0
     is_ready = True
 

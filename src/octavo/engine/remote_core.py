@@ -7,6 +7,7 @@ import logging
 import socket
 import subprocess
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -60,6 +61,7 @@ class RemoteCore:
         self.stats = EngineStats()  # at most half a second old, except during long steps
         self.num_restarts = 0
         self.num_failed_starts = 0
+        self.rank_failures: Counter[int] = Counter()
         self._command, self._config = command, config
         self._patience = patience or Patience()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -161,9 +163,11 @@ class RemoteCore:
         self.stats = EngineStats()
         self._starts_at = now + pause
         self._expected_at = self._starts_at + self._load_s
+        if isinstance(failure, EngineDeadError) and failure.rank is not None:
+            self.rank_failures[failure.rank] += 1
         why = f"{reason}: {failure}" if failure else reason
         logger.error("the engine process %s; starting it again in %g s", why, pause)
-        text = f"the engine process {reason}; it is being started again"
+        text = f"the engine process {why}; it is being started again"
         error = EngineRestartingError(text, retry_after_s=self.retry_after_s)
         self._refuse_pending(error)
         self._lose(error)

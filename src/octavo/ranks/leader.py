@@ -143,14 +143,14 @@ class Leader:
             self._fail(0, f"rank 0 failed in a step: {type(error).__name__}: {error}")
         elif not self._why:
             self._fail(0, str(error))  # of an exchange
-        return self.failure() or EngineDeadError(self._why)
+        return self.failure() or EngineDeadError(self._why, rank=self.group.failed_rank)
 
     def failure(self) -> EngineDeadError | None:
         """Return an error if a rank has failed."""
         rank = self.group.failed_rank
         if rank is None:
             return None
-        return EngineDeadError(f"{self._why or f'rank {rank} failed'}; the engine needs a restart")
+        return EngineDeadError(f"{self._why or f'rank {rank} failed'}; the engine needs a restart", rank=rank)
 
     def _fail(self, rank: int, why: str) -> None:
         self._why = self._why or why

@@ -174,6 +174,10 @@ class EngineCollector(Collector):
         yield gauge("engine_ready", "1 while the engine accepts requests.", _MODEL, [(model, float(engine.is_alive))])
         restarts = [(model, engine.client.num_restarts)]
         yield counter("engine_restarts", "Restarts of the engine process.", _MODEL, restarts)
+        failures = [([*model, str(rank)], count) for rank, count in list(engine.client.rank_failures.items())]
+        yield counter(
+            "rank_failures", "Failures of ranks, after which the engine restarts.", [*_MODEL, "rank"], failures
+        )
 
 
 def _capacity(capacity: EngineCapacity, model: list[str]) -> Iterator[Metric]:
