@@ -204,6 +204,10 @@ def _start_ranks(
     config: EngineConfig, served: ServedModel, dtype: str, draft: DraftCheckpoint | None, *, has_store: bool
 ) -> Leader | None:
     device, count = config.device, config.device.tensor_parallel_size
+    if device.distributed_executor_backend != "mp":
+        raise ConfigError(
+            f"distributed_executor_backend {device.distributed_executor_backend} is not supported yet: choose mp"
+        )
     if count == 1:
         return None
     is_compiled = importlib.util.find_spec("octavo._kernels") is not None

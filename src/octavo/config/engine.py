@@ -466,6 +466,9 @@ class DeviceConfig:
         short="-tp",
         low=1,
     )
+    distributed_executor_backend: str = option(
+        "mp", "How ranks are started. mp: processes on this machine. ray: not supported yet.", choices=("mp", "ray")
+    )
     enable_expert_parallel: bool = option(
         False,
         "With several ranks, each expert of a mixture belongs to one rank. Default: each expert is divided among all "
