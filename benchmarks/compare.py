@@ -171,7 +171,7 @@ def measure_round(
         setting = {
             "threads": arguments.threads,
             "kv_gib": arguments.kv_gib,
-            "ranks": arguments.ranks,
+            **({"ranks": arguments.ranks} if arguments.ranks > 1 else {}),
             "version": engine.version(),
         }
         measured = "" if arguments.again else results.letters(**job, **setting)
@@ -216,7 +216,7 @@ def measure_turns(
         setting = {
             "threads": arguments.threads,
             "kv_gib": arguments.kv_gib,
-            "ranks": arguments.ranks,
+            **({"ranks": arguments.ranks} if arguments.ranks > 1 else {}),
             "versions": {engine.name: engine.version() for engine in able},
         }
         job = {"kind": "turn", "precision": contest.precision, "workload": contest.workload, "setting": setting}
@@ -329,6 +329,8 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--again", action="store_true", help="measure all of every round, also what is there")
     arguments = parser.parse_args()
+    if not 1 <= arguments.ranks <= arguments.threads:
+        parser.error("--ranks must be a number from 1 to --threads")
     arguments.precision = arguments.precision or list(PRECISIONS)
     checkpoint, workloads = prepare(arguments.shape)
     arguments.home = arguments.home.absolute()

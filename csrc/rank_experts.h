@@ -26,9 +26,12 @@ struct AddRankExpertsArgs {
     ids.expect_contiguous(DType::kInt32, "ids");
     places.expect_contiguous(DType::kInt32, "places");
     out.expect_contiguous(out.dtype, "out");
-    const int64_t count = at<Ranks>(ranks)->count(), size = at<int64_t>(columns)[count];
+    const Ranks& all = *at<Ranks>(ranks);
+    const int64_t size = at<int64_t>(columns)[all.count()];
+    const int64_t own_columns = at<int64_t>(columns)[all.rank() + 1] - at<int64_t>(columns)[all.rank()];
     const bool fits = ids.shape.size() == 2 && places.shape == ids.shape && weights.shape == ids.shape &&
-                      out.shape.size() == 2 && out.shape[0] == ids.shape[0] && outputs.count() == ids.count() * size;
+                      out.shape.size() == 2 && out.shape[0] == ids.shape[0] && out.shape[1] == own_columns &&
+                      outputs.count() == ids.count() * size;
     if (!fits || ids.shape[1] > kMostChosen || (shared.count() != 0 && shared.shape != out.shape) ||
         (gate.count() != 0 && (gate.count() != out.shape[0] || shared.count() == 0))) {
       throw std::invalid_argument("the outputs of experts do not fit to the rows");

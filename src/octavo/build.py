@@ -208,6 +208,8 @@ def _start_ranks(
         raise ConfigError(
             f"distributed_executor_backend {device.distributed_executor_backend} is not supported yet: choose mp"
         )
+    if count == 1 and device.enable_expert_parallel:
+        raise ConfigError("enable_expert_parallel needs ranks: set tensor_parallel_size to a power of two above 1")
     if count == 1:
         return None
     is_compiled = importlib.util.find_spec("octavo._kernels") is not None

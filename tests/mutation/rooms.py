@@ -122,6 +122,13 @@ ROOMS = (
             "tests/kv_transfer/test_mooncake_pool.py",
         ),
     ),
+    Room(
+        "ranks",
+        "octavo.ranks",
+        ("simulation/test_rank_messages.py", "ranks/test_messages.py"),
+        ("messages.py", "following_runner.py"),
+        whole_sweeps=True,
+    ),
     Room("answers", "octavo.server.answers", ("server/answers",), whole_sweeps=True),
 )
 BY_NAME = {room.name: room for room in ROOMS}

@@ -23,6 +23,8 @@ from test_exactness import (
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
+from octavo.kernels import ranked
+from octavo.models import packed_cache
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES
 from octavo.ranks import leader
@@ -50,8 +52,8 @@ def results(path, num_ranks, **options):
     """Return tokens and log probabilities of greedy, sampled and scored requests, and embeddings."""
     llm = LLM(
         str(path), tensor_parallel_size=num_ranks, skip_tokenizer_init=True, max_model_len=160, max_num_seqs=3,
-        max_num_batched_tokens=40, kv_cache_memory_bytes=8 << 20, num_threads=1, packed_cache_bytes=0,
-        rank_timeout_s=60.0, **options,
+        max_num_batched_tokens=40, kv_cache_memory_bytes=8 << 20, num_threads=1,
+        rank_timeout_s=60.0, **{"packed_cache_bytes": 0} | options,
     )  # fmt: skip
     params = [
         SamplingParams(max_tokens=12, temperature=0.0, logprobs=3),
@@ -107,6 +109,37 @@ def test_ranks_give_tokens_of_one_process_with_every_instruction_set(isa, quanti
     path = eight_heads(tmp_path)
     options = {"dtype": "bfloat16", "quantization": quantization, "isa": isa}
     assert results(path, 2, **options) == results(path, 1, **options)
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+def test_ranks_with_own_experts_give_tokens_of_one_process_with_every_instruction_set(isa, tmp_path):
+    path = write_checkpoint(tmp_path / "model", tiny_config("Qwen3MoeForCausalLM", vocab_size=500), std=0.1)
+    options = {"dtype": "bfloat16", "isa": isa}
+    assert results(path, 2, enable_expert_parallel=True, **options) == results(path, 1, **options)
+
+
+@pytest.mark.turn(2)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("family", ["Qwen2MoeForCausalLM", "Olmo2ForCausalLM"])
+def test_exchanges_in_pieces_of_few_rows_give_tokens_of_one_process(family, num_ranks, tmp_path, monkeypatch):
+    path = write_checkpoint(tmp_path / "model", tiny_config(family, vocab_size=500), std=0.1)
+    expected = results(path, 1, dtype="bfloat16")
+    monkeypatch.setattr(ranked, "AREA_BYTES", 4096)
+    by_expert = family.startswith("Qwen2Moe")
+    assert results(path, num_ranks, dtype="bfloat16", enable_expert_parallel=by_expert) == expected
+
+
+def test_packed_weights_and_fingerprints_of_both_divisions_of_experts_are_apart(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
+    path = write_checkpoint(tmp_path / "model", tiny_config("Qwen3MoeForCausalLM", vocab_size=500), std=0.1)
+    options = {"dtype": "bfloat16", "quantization": "int8", "packed_cache_bytes": 1 << 30}
+    expected = results(path, 1, **options)
+    for by_expert in (False, True, False, True):
+        assert results(path, 2, enable_expert_parallel=by_expert, **options) == expected
+    assert not [each for each in caplog.records if each.levelname in {"WARNING", "ERROR"}]
+    assert len(list((tmp_path / "cache").rglob("*.packed.safetensors"))) == 5
 
 
 @pytest.mark.sweep(16)
@@ -167,12 +200,15 @@ def test_ranks_with_own_experts_make_the_random_weights_of_one_process(tmp_path)
     ("family", "count", "message"),
     [
         ("DeepseekV3ForCausalLM", 3, "divides .* experts by halving: set tensor_parallel_size to a power of two"),
-        ("Qwen3MoeForCausalLM", 64, "tensor_parallel_size 64"),
+        ("MixtralForCausalLM", 4, "divides 2 experts by halving: set tensor_parallel_size to a power of two up to 2"),
         ("Qwen3ForCausalLM", 2, "needs a mixture of experts"),
+        ("Qwen3MoeForCausalLM", 1, "enable_expert_parallel needs ranks"),
     ],
 )
 def test_experts_that_ranks_cannot_divide_are_refused_before_ranks_start(family, count, message, tmp_path):
-    path = write_checkpoint(tmp_path / "model", tiny_config(family, vocab_size=500), std=0.1)
+    config = tiny_config(family, vocab_size=500)
+    config |= {"num_local_experts": 2, "num_experts_per_tok": 2} if family.startswith("Mixtral") else {}
+    path = write_checkpoint(tmp_path / "model", config, std=0.1)
     with pytest.raises(ConfigError, match=message):
         results(path, count, enable_expert_parallel=True)
 

@@ -1,7 +1,8 @@
 """A worker of two ranks: rank 1 gets rank 0's messages, and must prepare the same inputs for each step.
 
 Rank 1 is octavo's own code (`FollowingRunner` and `InputBatch`), except that its model computes nothing. A message can be
-lost, doubled, delayed by one step, or sent by another engine. A rank must notice it before activations are exchanged.
+lost, doubled, delayed by one step, or have another number. Then rank 1 must refuse the next message that it gets, before
+activations are exchanged. In a real engine, rank 0's deadline also ends the wait for a message that was lost.
 """
 
 from __future__ import annotations
@@ -13,27 +14,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.ranks import messages
-from octavo.ranks.follower import FollowingRunner
+from octavo.ranks.following_runner import FollowingRunner
 from octavo.worker.input_batch import InputBatch
 from simulation.hash_model import HashWorker
 from simulation.world import SimulationError, draw_async, draw_config, draw_two_windows, draw_windowed, run_world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from octavo.data.model_output import ModelOutput
     from octavo.data.scheduler_output import BlockCopies, SchedulerOutput
     from octavo.kernels.interface import AttentionBatch
     from octavo.worker.input_batch import ModelInputs
-    from simulation.world import Totals, WorldConfig
+    from simulation.world import WorldConfig
 
-FAULTS = ("lost", "doubled", "one step late", "of another engine")
+FAULTS = ("lost", "doubled", "one step late", "with another number")
 _MAX_MODEL_LEN = 4000
 _FAULT_RATE = 0.05  # of each message, until the fault has happened once
 
 
-class RanksFailedError(Exception):
-    """A rank noticed the fault, which ends the engine."""
+class RankFailedError(Exception):
+    """Rank 1 noticed the fault, which ends the engine."""
 
 
 def draw_ranked(rng: random.Random, num_steps: int = 300) -> WorldConfig:
@@ -44,15 +43,16 @@ def draw_ranked(rng: random.Random, num_steps: int = 300) -> WorldConfig:
     return replace(config, has_ranks=True, step_failure_rate=0.0, remote_rate=0.0, postpone_rate=postpone_rate)
 
 
-def run_with_fault(seed: str, fault: str, draw: Callable[[random.Random], WorldConfig] = draw_ranked) -> Totals | None:
-    """Run a world with a fault of messages. Return None if a rank noticed it, or the totals if it did not happen.
+def notices_fault(seed: str, fault: str) -> bool:
+    """Run a world with a fault of messages. Return False if the world ended before or with the step of the fault.
 
-    Raises `SimulationError` if ranks computed different inputs.
+    Raises `SimulationError` if rank 1 computed a step after the fault.
     """
     try:
-        return run_world(seed, replace(draw(random.Random(seed)), message_fault=fault))
-    except RanksFailedError:
-        return None
+        run_world(seed, replace(draw_ranked(random.Random(seed)), message_fault=fault))
+    except RankFailedError:
+        return True
+    return False
 
 
 class RankedWorker(HashWorker):
@@ -77,31 +77,32 @@ class RankedWorker(HashWorker):
         self._runner = FollowingRunner(*parts)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """Do one step on both ranks. Raises `RanksFailedError` if a rank noticed a fault."""
+        """Do one step on both ranks. Raises `RankFailedError` if rank 1 noticed a fault."""
         self._num_steps += 1
         step = messages.Step.of(self._num_steps, scheduled, self._sampled)
         for data in scheduled.scheduled_new_reqs:
             self._scored.pop(data.request_id, None)
             if data.sampling_params.prompt_logprobs is not None:
                 self._scored[data.request_id] = data.num_prompt_tokens
+        received = self._delivered(messages.encode(step))
         try:
-            for message in self._delivered(messages.encode(step)):
+            for message in received:
                 self._runner.compute(_decoded(message))
         except ValueError as error:
             if self._has_fault:
-                raise RanksFailedError from error
+                raise RankFailedError from error
             raise SimulationError(f"rank 1 refuses a message that is right: {error}") from error
-        if scheduled.num_scheduled_tokens:
-            self._num_passes += 1
-            if self._has_fault and self._rank.num_passes < self._num_passes:
-                raise RanksFailedError  # rank 0 waits in its first exchange until the deadline
-            if self._rank.num_passes != self._num_passes:
-                raise SimulationError(f"rank 1 did {self._rank.num_passes} passes, and rank 0 {self._num_passes}")
-        if self._rank.copies != [scheduled.copies] and not self._has_fault:
+        is_faulty = self._has_fault and not received
+        if self._has_fault and not is_faulty:
+            raise SimulationError(f"rank 1 computed a step after a message was {self._fault}")
+        if not is_faulty and self._rank.copies != [scheduled.copies]:
             raise SimulationError(f"rank 1 copied {self._rank.copies} instead of {scheduled.copies}")
         self._rank.copies.clear()
         result = super().execute(scheduled)
-        if scheduled.num_scheduled_tokens:
+        if scheduled.num_scheduled_tokens and not is_faulty:
+            self._num_passes += 1
+            if self._rank.num_passes != self._num_passes:
+                raise SimulationError(f"rank 1 did {self._rank.num_passes} passes, and rank 0 {self._num_passes}")
             self._compare(scheduled, result.sampled_token_ids)
         self._sampled = {request_id: list(tokens) for request_id, tokens in result.sampled_token_ids.items()}
         return result
@@ -119,7 +120,7 @@ class RankedWorker(HashWorker):
         self._has_fault = True
         if self._fault == "one step late":
             self._late.append(message)
-        if self._fault == "of another engine":  # one that has done other steps
+        if self._fault == "with another number":
             step = _decoded(message)
             other = messages.msgspec.structs.replace(step, number=step.number + self._rng.choice([-1, 1, 1000]))
             return [messages.encode(other)]

@@ -22,7 +22,11 @@ _PRECISIONS = (None, "int8", "int4", "int4_all")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksDetails:
-    """A model on several ranks. problem: Why it cannot be divided, or "". The other figures are of the largest rank."""
+    """A model on several ranks. problem: Why it cannot be divided, or "".
+
+    memory_bytes: Bytes of the largest rank's weights by precision, estimated from its number of weights.
+    kv_bytes_per_token: Of the largest rank.
+    """
 
     count: int
     problem: str = ""
@@ -137,8 +141,8 @@ def _on_ranks(architecture: Architecture, whole: ModelDetails, count: int, divid
     def num_weights(of: Architecture) -> int:
         return sum(each.num_weights for each in in_order(of.tensors()) if isinstance(each, Linear))
 
-    try:  # the first rank has the most heads and features, the last one has the most experts
-        ranks = [architecture.split(Share(rank, count, divides_by_expert)) for rank in (0, count - 1)]
+    try:
+        ranks = [architecture.split(Share(rank, count, divides_by_expert)) for rank in range(count)]
         share = max(map(num_weights, ranks)) / num_weights(architecture)
     except ConfigError as error:
         return RanksDetails(count=count, problem=str(error))

@@ -59,6 +59,10 @@ def models(
     """
     searched = [Path(name).expanduser() for name in names or [] if _is_searched(name)]
     described = [name for name in names or [] if not _is_searched(name)]
+    if num_ranks > 1 and not described:
+        raise typer.BadParameter("name a checkpoint to describe", param_hint="--tensor-parallel-size")
+    if divides_by_expert and num_ranks == 1:
+        raise typer.BadParameter("it needs --tensor-parallel-size above 1", param_hint="--enable-expert-parallel")
     closer = [look_closer(name, num_ranks, divides_by_expert=divides_by_expert) for name in described]
     listed: list[ModelReport] = []
     families = {}
@@ -151,7 +155,7 @@ def _on_ranks(details: ModelDetails) -> dict[str, str]:
     if ranks.problem:
         return {f"{ranks.count} ranks": f"refused: {ranks.problem}"}
     memory = ", ".join(f"{name} {show_size(size)}" for name, size in ranks.memory_bytes.items())
-    return {f"{ranks.count} ranks": f"each at most {memory}; KV of a token {show_size(ranks.kv_bytes_per_token)}"}
+    return {f"{ranks.count} ranks": f"each about {memory}; KV of a token {show_size(ranks.kv_bytes_per_token)}"}
 
 
 def _before_window(details: ModelDetails) -> str:

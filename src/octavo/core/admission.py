@@ -25,15 +25,18 @@ class Admission(Protocol):
         ...
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Begin a step. Return why no request may start in the step, or None."""
+        """Begin a step. Return why no request may start in the step, or None if requests may start."""
         ...
 
     def refusal(self, request: Request, computed: ComputedBlocks, num_running: int) -> WaitReason | None:
-        """Return why a request cannot start now, or None. computed: The request's prefix hit."""
+        """Return why a request cannot start now, or None if it can. computed: The request's prefix hit."""
         ...
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return how many tokens get blocks when a request starts. 0: Blocks are allocated step by step."""
+        """Return the minimum number of tokens that get blocks when a request starts.
+
+        0 means that blocks are allocated step by step.
+        """
         ...
 
     def admitted(self, request: Request) -> None:
@@ -80,7 +83,10 @@ class OptimisticAdmission:
         return None if fits else WaitReason.NO_BLOCKS
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0. After `max_num_preemptions` preemptions, return the maximum length minus 1."""
+        """Return 0, or after `max_num_preemptions` preemptions the request's maximum length minus 1.
+
+        The last token needs no KV.
+        """
         if request.num_preemptions < self._max_preemptions:
             return 0
         return max(request.max_total_tokens - 1, request.num_tokens)
@@ -95,10 +101,11 @@ class OptimisticAdmission:
 class ReservationAdmission:
     """Reserves blocks for prompt + max_tokens of each running request.
 
-    A request is preempted only if KV transfers pin blocks of ended requests or blocks for another engine.
+    A request is preempted only if blocks run out because KV transfers pin some. These pinned blocks belong to ended
+    requests, or are saved for another engine.
     Source: Hugging Face TGI (router/src/infer, `Queue::next_batch` and `batching_task`).
 
-    most_saved_blocks: Number of further blocks that saves may pin in each bounded KV group.
+    most_saved_blocks: Number of unreserved blocks that saves may pin in each bounded KV group.
     """
 
     def __init__(self, config: SchedulerConfig, kv_cache_manager: KVCacheManager, most_saved_blocks: int) -> None:
@@ -127,7 +134,10 @@ class ReservationAdmission:
             )
 
     def open_step(self, num_running: int, num_waiting: int) -> WaitReason | None:
-        """Return GATHERING while too few requests wait, for at most `max_waiting_tokens` steps after an admission."""
+        """Return GATHERING if fewer than `waiting_served_ratio` x `num_running` requests wait.
+
+        After `max_waiting_tokens` steps without an admission, return None.
+        """
         self._steps_since_admission += 1
         least = math.floor(num_running * self._config.waiting_served_ratio)
         if num_waiting < least and self._steps_since_admission <= self._config.max_waiting_tokens:

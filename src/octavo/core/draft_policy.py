@@ -26,8 +26,8 @@ _FIRST_RATE = 0.7  # assumed acceptance rate before any draft was verified
 _CREDIT_S = 0.01  # assumed initial gain by lookups
 _OLDER_GUESSES = 0.95  # decay of sums per step with lookups
 _SMALL_SHARE = 0.005  # tolerated loss by lookups, as a share of the steps' time
-_STEPS_OF_A_TRIAL = 16  # above this loss, only every 16th step tries lookups
-_REQUESTS_OF_A_TRIAL = 8  # for this many requests
+_STEPS_OF_A_TRIAL = 16  # above `_SMALL_SHARE`, only every 16th step tries lookups
+_REQUESTS_OF_A_TRIAL = 8  # such a step tries lookups for this many requests
 
 
 class DraftPolicy:
@@ -62,11 +62,13 @@ class DraftPolicy:
         of_request.note(num_drafted, num_accepted)
 
     def learn(self, scheduled: SchedulerOutput, result: ModelOutput, seconds: float) -> tuple[float, float] | None:
-        """Learn from a step without prompt tokens. Call `verified` before.
+        """Learn from a step's duration, unless the step computed prompt tokens. Call `verified` before.
 
-        If the step verified drafts, return two durations in seconds, otherwise None:
-        - The step and the drafting before the step.
-        - The estimate for the same tokens without drafts. If no estimate exists, return None.
+        Return two durations in seconds:
+        - The step, plus the drafting before the step.
+        - The estimate for generating the same number of tokens without drafts.
+
+        Return None if the step computed prompt tokens or verified no drafts, or if no estimate exists.
 
         seconds: The step's duration, including the drafting for the next step.
         """
@@ -124,7 +126,7 @@ class DraftPolicy:
     def bound(self, num_tokens: Mapping[str, int], requests: Mapping[str, Request]) -> dict[str, int]:
         """Return limits on the drafts to propose after a step, by request id. No entry means no limit.
 
-        If only lookups propose drafts, every limit is 0.
+        If only lookups propose drafts, a request has either no limit or the limit 0.
         """
         if not self._most_passes:
             return self._bound_lookups(list(num_tokens)) if self._has_guesses else {}

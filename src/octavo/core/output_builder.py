@@ -101,7 +101,10 @@ class OutputBuilder:
         self._finished_req_ids.add(request_id)
 
     def fail_step(self, scheduled: SchedulerOutput) -> None:
-        """Report a failed step's requests as ended, because it is unknown which of them the worker has."""
+        """Make the next step report all requests of a failed step as ended.
+
+        The worker then drops its records of these requests. It is unknown which of the requests the worker has.
+        """
         self._finished_req_ids |= scheduled.finished_req_ids | scheduled.preempted_req_ids
         self._finished_req_ids |= scheduled.num_scheduled_tokens.keys()
         # A failed step without tokens is not retried, because it may fail forever.

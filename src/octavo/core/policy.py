@@ -42,7 +42,7 @@ def num_tokens_to_schedule(
 
 
 class PromptCost:
-    """The budget that a prompt's tokens use.
+    """Computes the token budget that a prompt's chunks use.
 
     Each token of a chunk that begins at `position` uses 1 + attention_cost_tokens * position / 1000 of the budget.
     """
@@ -178,7 +178,8 @@ class MixedBatching:
     """Serves running requests, then waiting requests. Prompts and decodes share steps.
 
     A step with decodes has at most `most` prompt tokens (0: no limit). If `step_s` is not 0, this limit adapts between
-    `least` and `most`, so that steps take `step_s` seconds. Sarathi-Serve (Agrawal et al. 2024) profiles instead.
+    `least` and `most`, so that steps take `step_s` seconds. Sarathi-Serve (Agrawal et al. 2024) profiles
+    the limit instead.
     """
 
     _SHRINK, _GROW = 0.5, 1.25  # minimum and maximum factor of one change
@@ -197,7 +198,7 @@ class MixedBatching:
         decoded: list[int] = []
         if self._limit:
             decoded = [request.num_tokens - request.num_computed_tokens for request in running if is_decode(request)]
-            if decoded:  # room for all decodes and one token per running prompt
+            if decoded:  # room for all decodes, and at least one token per running prompt
                 num_prompts = len(running) - len(decoded)
                 plan.lower_budget(sum(decoded) + max(self.prefill_limit, num_prompts))
         grow(plan, [request for request in running if request not in outranked] if outranked else running)
@@ -205,7 +206,7 @@ class MixedBatching:
         plan.num_mixed_prompt_tokens = plan.initial_budget - plan.budget - sum(decoded) if decoded else 0
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Adjust the limit. It grows only if prompts could have used more budget."""
+        """Adjust the limit. The limit grows only if prompts could have used more budget."""
         if not self._step_s or plan.num_mixed_prompt_tokens <= 0:
             return
         change = min(max(self._step_s / seconds, self._SHRINK), self._GROW) if seconds > 0 else self._GROW
@@ -232,8 +233,9 @@ class PrefillFirstBatching:
 def admit_in_turn(plan: StepPlan, outranked: list[Request], grow: Grow, admit: Admit) -> None:
     """Admit waiting requests and schedule the running prompts in `outranked`, by importance.
 
-    outranked: Running prompts that are less important than a waiting request. After a prompt without tokens, no request
-    is admitted, but later prompts still get tokens.
+    If one of these prompts gets no tokens, no further request is admitted. The later prompts can still get tokens.
+
+    outranked: Running prompts that are less important than a waiting request.
     """
     for index, request in enumerate(outranked):
         admit(plan, request)

@@ -127,7 +127,7 @@ class ResultProcessor:
         if request.spec_token_ids:
             request.spec_token_ids = []
         accepted, status = _append_tokens(request, sampled)
-        if status is not None:  # drafts after the final token do not count
+        if status is not None:  # ignore drafts after the final token
             request.num_computed_tokens = min(request.num_computed_tokens, len(sequence.token_ids) - 1)
         if request.num_computed_tokens >= sequence.next_commit:
             self._state.manager.commit(request)

@@ -31,10 +31,10 @@ def most_pinned_blocks(manager: KVCacheManager) -> int:
 
 
 def most_saved_blocks(manager: KVCacheManager, config: ResolvedSchedulerConfig) -> int:
-    """Return how many blocks pending saves may pin with all parts.
+    """Return the maximum number of blocks that pending saves pin together with all parts.
 
-    In each bounded group, saves may pin the blocks that `max_num_seqs` requests and one step do not need, and at least
-    `num_blocks // _SAVE_SHARE`.
+    This is the smallest limit of all groups. A bounded group's limit is the number of blocks that `max_num_seqs`
+    requests and one step do not need, but at least `num_blocks // _SAVE_SHARE` and at least 1.
     """
     most = most_pinned_blocks(manager)
     num_all, num_for_step = manager.pool.num_usable_blocks, manager.num_blocks_for(config.max_num_batched_tokens)
@@ -73,7 +73,10 @@ def _parts_of(manager: KVCacheManager, request: Request, index: int) -> list[int
 def whole_hit(
     manager: KVCacheManager, request: Request, computed: ComputedBlocks, lacking: set[BlockHash]
 ) -> ComputedBlocks:
-    """Return `computed`, shortened until each block is in the store or can be saved with all parts."""
+    """Return `computed`, shortened until each block is in the store or can be saved with all parts.
+
+    lacking: Hashes of the blocks that the store lacks.
+    """
     bounded, blocks = manager.bounded, computed.blocks
     for index, block_hash in enumerate(request.block_hashes[: computed.num_blocks]):
         if block_hash not in lacking:

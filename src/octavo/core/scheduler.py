@@ -91,7 +91,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> RequestQueue:
-        """The queue, which excludes deferred requests."""
+        """The queue of waiting requests, without deferred requests."""
         return self.waiting_requests.queue
 
     def add_request(self, request: Request) -> None:
@@ -170,7 +170,7 @@ class Scheduler:
     def may_look_ahead(self) -> bool:
         """Return True if the next step can be decided before the step in flight has a result.
 
-        That step must not preempt, so every KV group needs enough free blocks for the running requests.
+        The next step must then not preempt, so every KV group needs enough free blocks for the running requests.
         """
         is_allowed = self.config.async_scheduling and not self.faults.to_preempt
         if not (is_allowed and self._state.in_flight.is_foreseeable(self.requests)):
@@ -315,7 +315,10 @@ class Scheduler:
         return self._take_news() + self._results.process(step, result)
 
     def fail_step(self, scheduled: SchedulerOutput, message: str) -> list[EngineCoreOutput]:
-        """End the requests of the oldest step in flight with an error, and preempt those of later steps."""
+        """End the oldest step's requests with an error, and preempt the requests of later steps in flight.
+
+        Does nothing if `scheduled` is not the oldest step in flight.
+        """
         self._emitter.now = self._clock()
         step = self._state.in_flight.take(scheduled.step)
         if step is None:
@@ -343,7 +346,7 @@ class Scheduler:
         return len(self.requests)
 
     def check_when_idle(self) -> list[invariants.Breach]:
-        """While idle, check all invariants every `IDLE_CHECK_INTERVAL_S`. Return the broken invariants.
+        """If idle, check all invariants, at most every `IDLE_CHECK_INTERVAL_S` seconds. Return the broken invariants.
 
         Blocks with wrong bookkeeping are quarantined.
         """

@@ -17,8 +17,8 @@ class _Measured:
 class StepCost:
     """Estimates the duration of steps, draft model passes or KV loads from the number of tokens (`rows`).
 
-    Above the largest measured size, the estimate stays constant. Below the smallest, it is proportional to the size.
-    Both estimates are optimistic.
+    Above the largest measured size, the estimate stays constant. Below the smallest measured size, the estimate is
+    proportional to the size. Both estimates tend to be too short.
     """
 
     _WEIGHT = 0.2

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step's remaining token budget, and each request's tokens in scheduling order."""
+    """A step's remaining token budget, and each request's tokens in scheduling order.
+
+    prompt_budget: Remaining number of prompt tokens.
+    num_mixed_prompt_tokens: Budget that prompts use in a step that also decodes.
+    """
 
     initial_budget: int
     prompt_budget: int

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def check_stop(request: Request) -> RequestStatus | None:
     """Return the final status if the newest token ends the request, otherwise None.
 
-    A stop token of the user is written to `request.stop_reason`. EOS and stop tokens count only after `min_tokens`
-    tokens. `OutputProcessor` finds stop strings.
+    EOS and stop tokens end a request only after `min_tokens` other output tokens. A stop token from the request's
+    parameters is written to `request.stop_reason`. `OutputProcessor` finds stop strings.
     """
     sequence = request.sequence
     last_token = sequence.token_ids[-1]

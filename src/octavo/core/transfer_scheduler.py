@@ -1,6 +1,6 @@
 """Schedules transfers of KV between this engine and an external store.
 
-A transfer's blocks stay pinned until its end, or until the worker has received its cancellation.
+A transfer's blocks stay pinned until the transfer ends, or the worker has received its cancellation.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class KVTransferScheduler:
         self._load_of: dict[str, int] = {}
         self._lookups: dict[str, _Lookup] = {}
         self._num_offered: dict[str, int] = {}  # leading blocks that were offered to the store
-        self._saving: set[BlockHash] = set()  # blocks in pending saves, with all parts
-        self._saving_in_part: set[BlockHash] = set()  # blocks in pending saves, without parts
+        self._saving: set[BlockHash] = set()  # hashes of blocks in pending saves with all parts
+        self._saving_in_part: set[BlockHash] = set()  # hashes of blocks in pending saves without parts
         self.reports_dropped_saves = True  # False in replays of old journals
         # Limit on pinned blocks with all parts. Saves for another engine may exceed the limit.
         self.most_saved_blocks = most_saved_blocks(kv_cache_manager, config) if self.has_store else 0
@@ -203,8 +203,8 @@ class KVTransferScheduler:
     def offer(self, request: Request) -> None:
         """Save a request's committed blocks that the store lacks and wants.
 
-        Prompt blocks are saved immediately, and blocks of generated tokens in batches of `_SAVED_TOGETHER`. KV for
-        another engine has no limit on pinned blocks.
+        Prompt blocks are saved immediately, and blocks of generated tokens in batches of `_SAVED_TOGETHER`. Saves
+        for another engine may pin any number of blocks.
         """
         if not self.has_store:
             return
@@ -255,7 +255,7 @@ class KVTransferScheduler:
     def hand_over_hit(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
         """If a request's KV is for another engine, save the blocks of its prefix hit that the store lacks.
 
-        Return the hit. If a part of such a block cannot be saved, the hit is cut before the block.
+        Return the hit. If such a block cannot be saved with all parts, return only the hit before the block.
         """
         bounded = self._manager.bounded
         if computed.is_saved or not (request.hands_kv_over and bounded):
@@ -391,7 +391,7 @@ class KVTransferScheduler:
         return failed
 
     def request_finished(self, request: Request) -> None:
-        """Start the last saves of a request, and drop its records. Call this before its blocks are freed."""
+        """Start the last saves of a request, and drop its records. Call this before the request's blocks are freed."""
         if self.has_store:
             self._offer_all(request)
             if self.reports_dropped_saves:

@@ -24,7 +24,7 @@ class _Deferred:
 
 
 class WaitingRequests:
-    """The queue, and deferred requests, which later return to its front."""
+    """Holds the queue and the deferred requests, which later return to the queue's front."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue

@@ -30,8 +30,8 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
 def read_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a complete or cut-off call as an object for chat templates.
 
-    A cut-off call has the arguments that arrived, including an incomplete last string. Text that is no object becomes
-    the value of `UNREADABLE_KEY`.
+    For a cut-off call, return the arguments that arrived, including an incomplete last string. Text that is no object
+    becomes the value of `UNREADABLE_KEY`.
     """
     whole = parse_arguments(text)
     if whole is not None:

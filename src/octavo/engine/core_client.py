@@ -54,7 +54,7 @@ class CoreClient(Protocol):
 
     @property
     def rank_failures(self) -> Mapping[int, int]:
-        """How often each rank failed."""
+        """Number of failures by rank."""
         ...
 
     @property
@@ -96,7 +96,10 @@ class CoreClient(Protocol):
         ...
 
     def watch(self, listener: Callable[[Snapshot], None] | None) -> None:
-        """Report recent and new events to a listener a few times a second. None: end the reports."""
+        """Report events to a listener a few times a second. None: end the reports.
+
+        The first reports are of the newest events before this call.
+        """
         ...
 
     def finish_transfers(self) -> None:

@@ -19,7 +19,7 @@ class Patience:
 
     - frozen: Time without a message until the process counts as not ready.
     - dead: Time without a message until the process is killed.
-    - stuck, endless: Like `frozen` and `dead`, but without progress.
+    - stuck, endless: Like `frozen` and `dead`, but for the time without progress.
     - loading: Replaces `dead` until the process is ready.
     - restarts: Pauses before consecutive restarts. The last pause repeats.
     - healthy: After this time of service, pauses begin again with the first.

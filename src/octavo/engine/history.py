@@ -97,7 +97,7 @@ def with_one_system_message(chat: Sequence[Message], join: Callable[[list[Messag
 
 
 def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list[Message]:
-    """Turn system messages into user messages, except a first message if `keeps_first`."""
+    """Turn system messages into user messages. If `keeps_first`, the first message does not change."""
     return [
         {**message, "role": "user"} if message["role"] == "system" and (index or not keeps_first) else message
         for index, message in enumerate(chat)
@@ -105,7 +105,7 @@ def with_systems_as_users(chat: Sequence[Message], *, keeps_first: bool) -> list
 
 
 def begun_by_user(chat: Sequence[Message]) -> list[Message]:
-    """Insert an empty user message if an assistant message comes first."""
+    """Insert an empty user message if an assistant message comes first, or after a first system message."""
     start = 1 if chat[0]["role"] == "system" else 0
     if len(chat) > start and chat[start]["role"] == "assistant":
         return [*chat[:start], {"role": "user", "content": ""}, *chat[start:]]

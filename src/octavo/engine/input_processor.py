@@ -37,7 +37,10 @@ class TextCodec(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return token ids without a second BOS. If a text has more than `most` ids, the last ids may be missing."""
+        """Return token ids. If the text begins with BOS, adds no second BOS.
+
+        If the text has more than `most` ids, the last ids may be missing.
+        """
         ...
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool = True) -> list[int]:
@@ -86,7 +89,7 @@ class ProcessedInput:
 
 
 class InputProcessor:
-    """Checks requests and translates them for the core. A missing seed is derived from the arrival number."""
+    """Checks requests and translates them for the core. Without a seed, a request gets one from its arrival number."""
 
     def __init__(
         self, tokenizer: TextCodec | None, model_info: ModelInfo, seed: int, chat_template: ChatRenderer | None = None

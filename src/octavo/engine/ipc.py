@@ -107,7 +107,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Starts or stops `Seen` messages. The first messages contain recent events."""
+    """Starts or stops `Seen` messages. The first messages are of the newest events before the start."""
 
     is_on: bool
 

@@ -191,7 +191,7 @@ class _Reading:
     """One interpretation of a text up to a position.
 
     is_clear: True if no other repair explains the text.
-    is_paired: True if each string with unescaped quotes has an even number of inner quotes.
+    is_paired: True if each string with unescaped quotes has an even number of inner quotes (escaped or not).
     """
 
     position: int = 0
@@ -217,8 +217,9 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes. If this string has an odd number of inner quotes, any other
-    interpretation makes the text ambiguous.
+    At most one string may have unescaped quotes. Another interpretation with equally few unescaped quotes makes the
+    text ambiguous. If the string has an odd number of inner quotes (escaped or not), an interpretation with more
+    unescaped quotes does, too.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:

@@ -19,7 +19,7 @@ _MAX_WEIGHT = 5_000  # of a snapshot
 
 
 class SnapshotFeed:
-    """Reports recent and then new events to one client. Call methods only between two steps."""
+    """Reports events to one client: first kept events, then new ones. Call methods only between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core

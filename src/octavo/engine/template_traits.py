@@ -72,7 +72,7 @@ class TemplateTraits:
     def find(cls, render: Render) -> TemplateTraits:
         """Detect a template's traits. render: Renders messages, or returns None if the template refuses them.
 
-        Has no time limit, because prompts must not depend on the machine's load.
+        Has no time limit of its own: with one, a slow machine could detect other traits and render other prompts.
         """
         null_content, takes_text = _find_call_form(render, ("null", "empty", "absent"), (False, True))
         empty_content, _ = _find_call_form(render, ("empty", "null", "absent"), (takes_text,))
@@ -169,7 +169,7 @@ class TemplateTraits:
 def _find_call_form(
     render: Render, contents: Sequence[EmptyContent], forms: Sequence[bool]
 ) -> tuple[EmptyContent, bool]:
-    """Return the content of a message with a call but no text, and whether the arguments must be text."""
+    """Return how to write the empty content of a message with a call, and whether the arguments must be text."""
     faults: dict[tuple[EmptyContent, bool], tuple[bool, int]] = {}
     for as_text in forms:
         for content in contents:

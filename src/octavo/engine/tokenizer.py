@@ -42,7 +42,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces = TokenPieces(backend, self._special_ids)
-        # As in transformers 5, only the post-processor adds BOS and EOS, not add_bos_token and add_eos_token.
+        # As in transformers 5, only the post-processor adds BOS and EOS. add_bos_token and add_eos_token are ignored.
         self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
 
     @classmethod

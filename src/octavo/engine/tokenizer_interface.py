@@ -13,7 +13,10 @@ class Detokenizer(Protocol):
 
     @property
     def held(self) -> bytes:
-        """Bytes of an incomplete character or byte run. Bytes of the prompt come first."""
+        """Bytes not yet returned as text, because their character or run of byte tokens is incomplete.
+
+        Bytes of the prompt come first.
+        """
         ...
 
     @property
@@ -26,7 +29,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """Return the text of `held`."""
+        """Return the text that `add` held back."""
         ...
 
 

@@ -31,8 +31,8 @@ _LOOK_S = 0.1  # between checks for a second signal
 class GracefulServer(uvicorn.Server):
     """A uvicorn server that lets open requests finish before it exits.
 
-    After the grace period, open requests end with an error. A second signal exits immediately. SIGHUP reads API keys
-    and certificate again. The server also exits if `HttpService.is_dead`.
+    After the grace period, open requests end with an error. A second signal exits immediately. On SIGHUP, the
+    server reads the API keys and the certificate again. The server also exits if `HttpService.is_dead`.
     """
 
     def __init__(self, config: uvicorn.Config, service: HttpService) -> None:
@@ -48,7 +48,7 @@ class GracefulServer(uvicorn.Server):
         """Start and listen."""
         if handles_sighup():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload)
-            self.reload()  # SIGHUP was ignored until now
+            self.reload()  # a SIGHUP that arrived earlier was ignored
         await self._service.start()
         await super().startup(sockets)
 

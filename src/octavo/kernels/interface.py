@@ -264,7 +264,8 @@ class Kernels(Protocol):
         """Apply each group's weight (an expert or an adapter) to its rows, with the bits of `linear`.
 
         The result is sorted by group. Weights of empty groups are not read.
-        group_start int32 [num_groups + 1]: first row of each group, then num_rows.
+        group_start int32 [num_groups + 1]: first row of each group, then the end of the last one. Rows of no group are
+        neither read nor written.
         sources int64 [num_rows]: row of x for each result row; None if x is sorted by group.
         """
         ...

@@ -420,14 +420,11 @@ def grouped_linear(
 ) -> Tensor:
     """See `Kernels`. Reads group_start on the host."""
     x = x if sources is None else x[sources]
-    bounds = pairwise(group_start.tolist())
-    parts = [
-        kernels.linear(x[first:end], weight, float32_out=float32_out)
-        for weight, (first, end) in zip(packed.storage, bounds, strict=True)
-        if first < end
-    ]
-    dtype = torch.float32 if float32_out else x.dtype
-    return torch.cat(parts) if parts else x.new_empty(0, packed.out_features, dtype=dtype)
+    out = x.new_empty(len(x), packed.out_features, dtype=torch.float32 if float32_out else x.dtype)
+    for weight, (first, end) in zip(packed.storage, pairwise(group_start.tolist()), strict=True):
+        if first < end:
+            out[first:end] = kernels.linear(x[first:end], weight, float32_out=float32_out)
+    return out
 
 
 def head_linear(kernels: Kernels, x: Tensor, packed: PackedGroups, out: Tensor | None) -> Tensor:

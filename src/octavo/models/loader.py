@@ -215,7 +215,7 @@ def _kept_weights(
 ) -> KeptWeights | None:
     if not packer.has_integers or packer.kernels.layout is None:
         return None
-    of_share = () if share is None else (f"rank {share.rank} of {share.count}",)
+    of_share = () if share is None else (str(share),)
     formats = (packer.kernels.layout, dtype, packer.quantization, packer.group_size, *of_share)
     versions = (ROUNDING_VERSION, READING_VERSION, FORMAT_VERSION)
     files = [*weights.config_files(), *weights.weight_files()]
@@ -319,7 +319,7 @@ class _Packer:
     def _round_quantized(self, name: str, weight: Tensor, bits: int) -> QuantizedWeight:
         if self.quantization == "fp8":
             return quantize_fp8(weight)
-        if bits == 4 and isinstance(self.source, SplitTensors):
+        if bits == 4 and isinstance(self.source, SplitTensors) and self.source.divides(name):
             kernels = cast("RanksKernels", self.kernels)
             return kernels.round_rows_to_int4(weight, self.source.whole.tensor(name), self.group_size)
         return self.kernels.round_weight(weight, bits, self.group_size)

@@ -40,6 +40,9 @@ class Share:
     count: int
     divides_by_expert: bool = False
 
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.count}{' with own experts' if self.divides_by_expert else ''}"
+
     def borders(self, size: int, unit: int = _UNIT, what: str = "features in a layer") -> Borders:
         """Divide `size` as equally as multiples of `unit` allow. Rank 0 has the largest part.
 
@@ -226,6 +229,8 @@ class _NormedHeads(Attention):
         assert isinstance(self.config, SplitAttention)
         assert self.q_norm is not None
         assert self.k_norm is not None
+        assert self.v_norm is None
+        assert self.config.num_projections == len(("q", "k", "v"))
         config, share, kernels = self.config, self.config.share, cast("RanksKernels", self.kernels)
         borders = config.normed_borders
         sizes = [end - first for first, end in map(share.own, borders)]

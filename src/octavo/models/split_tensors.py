@@ -45,6 +45,10 @@ class SplitTensors:
             return weight[rows]
         return weight.select_rows(rows) if isinstance(weight, BlockWeight) else weight.rows(rows)
 
+    def divides(self, name: str) -> bool:
+        """Return True if this rank has only some rows of a tensor."""
+        return name in self._rows
+
     def check(self, expected: Mapping[str, StoredTensor]) -> None:
         """See `StoredTensors`."""
         self.whole.check(expected)

@@ -1,4 +1,4 @@
-"""A rank other than rank 0."""
+"""The life of a rank other than rank 0."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from octavo.kernels.ranked import RankGroup
 from octavo.models.loader import load_model, open_packed_cache
 from octavo.models.split import Share
 from octavo.ranks import channel, messages
+from octavo.ranks.following_runner import FollowingRunner
 from octavo.runtime import logs
 from octavo.startup.launch import ServedModel
 from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import PagedKVCache
-from octavo.worker.prompt_scores import slices_of
 
 if TYPE_CHECKING:
     import socket
@@ -31,56 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
-
-
-class FollowingRunner:
-    """Computes a rank's share of steps. Rank 0 samples the tokens."""
-
-    def __init__(self, model: CausalLM, cache: PagedKVCache, forward: ForwardPass, batch: InputBatch) -> None:
-        self._model, self._cache, self._pass, self._batch = model, cache, forward, batch
-        self._num_steps = 0
-
-    @classmethod
-    def allocate(
-        cls, model: CausalLM, kernels: Kernels, sizes: messages.Allocate, *, block_size: int, max_model_len: int
-    ) -> FollowingRunner:
-        """Allocate the KV cache and the batch."""
-        cache = PagedKVCache(
-            model.architecture.kv_layout,
-            num_blocks=sizes.num_blocks,
-            block_size=block_size,
-            dtype=getattr(torch, sizes.kv_dtype),
-            device=_CPU,
-            num_host_blocks=sizes.num_host_blocks,
-            allocate=kernels.allocate,
-        )
-        batch = InputBatch(
-            max_num_seqs=sizes.max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            num_groups=len(cache.groups),
-            num_position_dims=model.architecture.num_position_dims,
-        )
-        return cls(model, cache, ForwardPass(model, kernels, cache, sizes.max_num_batched_tokens), batch)
-
-    def compute(self, step: messages.Step) -> None:
-        """Take part in all exchanges of rank 0's step. Raises `ValueError` if a step is missing."""
-        self._num_steps += 1
-        if step.number != self._num_steps:
-            raise ValueError(f"step {step.number} came, but step {self._num_steps} is next")
-        scheduled, batch = step.to_scheduled(), self._batch
-        batch.append_sampled(step.sampled)
-        self._cache.copy(scheduled.copies)
-        batch.update(scheduled)
-        if not scheduled.num_scheduled_tokens:
-            return
-        inputs = batch.prepare_inputs(scheduled)
-        hidden = self._pass(inputs.token_ids, inputs.attention)
-        for _, rows in slices_of(inputs, hidden, batch):
-            self._model.compute_logits(rows)
-        if inputs.sampled:
-            rows = hidden if inputs.logits_indices is None else hidden[inputs.logits_indices]
-            self._model.compute_logits(rows)
 
 
 def run(end: socket.socket) -> None:
@@ -141,6 +91,27 @@ def _prepare(end: socket.socket, launch: messages.Launch, group: RankGroup) -> F
     channel.send(end, messages.encode(messages.Loaded(kernels.identity, messages.model_digest(served.architecture))))
     sizes = messages.decode_to_rank(channel.receive(end))
     assert isinstance(sizes, messages.Allocate)
-    return FollowingRunner.allocate(
-        model, kernels, sizes, block_size=config.cache.block_size, max_model_len=served.max_model_len
+    return _allocate(model, kernels, sizes, block_size=config.cache.block_size, max_model_len=served.max_model_len)
+
+
+def _allocate(
+    model: CausalLM, kernels: Kernels, sizes: messages.Allocate, *, block_size: int, max_model_len: int
+) -> FollowingRunner:
+    cache = PagedKVCache(
+        model.architecture.kv_layout,
+        num_blocks=sizes.num_blocks,
+        block_size=block_size,
+        dtype=getattr(torch, sizes.kv_dtype),
+        device=_CPU,
+        num_host_blocks=sizes.num_host_blocks,
+        allocate=kernels.allocate,
     )
+    batch = InputBatch(
+        max_num_seqs=sizes.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_groups=len(cache.groups),
+        num_position_dims=model.architecture.num_position_dims,
+    )
+    forward = ForwardPass(model, kernels, cache, sizes.max_num_batched_tokens)
+    return FollowingRunner(model, cache, forward, batch)

@@ -150,7 +150,8 @@ FromRank = Loaded | Failed | Ready
 
 
 def _decoded(kind: type, value: Any) -> Any:
-    return Path(value) if kind is Path else value
+    assert kind is Path, kind  # msgspec decodes all other types itself
+    return Path(value)
 
 
 def model_digest(architecture: Architecture) -> str:

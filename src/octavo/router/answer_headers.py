@@ -25,9 +25,11 @@ def of_connection(headers: list[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def headers_for_client(
     headers: list[tuple[bytes, bytes]], engine_url: str, *, has_length: bool
 ) -> list[tuple[bytes, bytes]]:
-    """Return an answer's headers without headers that concern only the connection.
+    """Return the headers of an engine's answer, changed for the client.
 
-    The engine's address and an invalid `Retry-After` are removed.
+    - Removed: headers that concern only the connection, headers that the router sets (`X-Request-Id`, `Date`,
+      `Server`), and an invalid `Retry-After`.
+    - If a `Location` begins with the engine's address, the address is removed.
 
     headers: Names in lower case.
     has_length: True to keep `Content-Length`.

@@ -16,7 +16,7 @@ from octavo.models.weights_identity import WeightsIdentity
 from octavo.worker.kept_fingerprints import KeptFingerprints, describe_installation, describe_model
 
 if TYPE_CHECKING:
-    from octavo.config import EngineConfig, ModelConfig
+    from octavo.config import DeviceConfig, EngineConfig, ModelConfig
     from octavo.data.fingerprint import EngineFingerprint
     from octavo.data.worker_info import WorkerInfo
     from octavo.models.draft_checkpoint import DraftCheckpoint
@@ -76,8 +76,15 @@ def _describe_engine(
         "kernels": [info.kernels, info.kernel_layout],
         "lengths": [served.max_model_len, info.num_warm_up_tokens],
         **describe_installation(),
-        **({} if (count := config.device.tensor_parallel_size) == 1 else {"ranks": count}),
+        **_describe_ranks(config.device),
     }
+
+
+def _describe_ranks(device: DeviceConfig) -> dict[str, Any]:
+    if device.tensor_parallel_size == 1:
+        return {}
+    by_expert = {"divides_by_expert": True} if device.enable_expert_parallel else {}
+    return {"ranks": device.tensor_parallel_size, **by_expert}
 
 
 def cache_keys(

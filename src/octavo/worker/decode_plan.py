@@ -1,4 +1,4 @@
-"""Plans which graphs to capture."""
+"""Plans which decode graphs to capture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MOST_ROWS = 512  # larger steps take longer to compute than to launch
-BYTES_PER_LAYER = 512 << 10  # estimate of launches' memory, which drivers do not report
+BYTES_PER_LAYER = 512 << 10  # of one graph; estimated, because drivers do not report it
 _SPARE_BYTES = 32 << 20  # margin; torch allocates up to 20 MiB
 
 
@@ -36,7 +36,8 @@ def make_decode_plan(
 ) -> DecodePlan | None:
     """Return the plan, or None if no graphs are captured.
 
-    num_rows: maximum mean numbers of rows per request, ascending.
+    num_rows: Ascending. For each number, graphs are captured for steps that have on average at most this many rows per
+        request.
     """
     sizes = {rows: found for rows in num_rows if (found := _sizes(config, device, max_num_seqs, rows))}
     architecture = model.architecture
@@ -58,7 +59,7 @@ def make_decode_plan(
 
 
 def kept_bytes(architecture: Architecture, num_seqs: int, num_rows: int, table_width: int, dtype: str) -> int:
-    """Return graphs' input and output bytes."""
+    """Return the bytes of graphs' inputs and outputs."""
     num_groups = len(architecture.kv_layout.kv_groups)
     of_sequence = 4 + num_groups * 4 * table_width
     of_row = 8 + 8 + num_groups * 8 + architecture.hidden_size * DTYPE_BYTES[dtype]

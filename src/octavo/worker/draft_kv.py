@@ -1,4 +1,4 @@
-"""Tracks which tokens have draft model KV. Mistakes only lower acceptance rates."""
+"""Tracks which tokens have KV of the draft model. Mistakes only lower acceptance rates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class DraftKV(Protocol):
-    """Draft model KV."""
+    """The draft model's KV."""
 
     cache: PagedKVCache
 
@@ -27,17 +27,17 @@ class DraftKV(Protocol):
         ...
 
     def begin(self, rows: NDArray[np.int64], num_known: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each row's number of known tokens with KV, without the newest."""
+        """Return how many leading known tokens of each row have KV. The newest token is never included."""
         ...
 
     def note_known(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Record KV of known tokens before `ends`."""
+        """Record that the known tokens before position `ends` have KV."""
         ...
 
     def note_guesses(
         self, rows: NDArray[np.int64], num_known: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> None:
-        """Record KV of drafts before `num_computed`."""
+        """Record that the drafts before position `num_computed` have KV."""
         ...
 
 
@@ -68,7 +68,7 @@ class SharedDraftKV:
 
 
 class OwnDraftKV:
-    """The draft model's own cache, with the block ids of the target's first KV group.
+    """The draft model's own cache. It uses the block ids of the target's first KV group.
 
     In a shared or swapped block, only positions computed for drafting have KV.
     """
@@ -80,7 +80,7 @@ class OwnDraftKV:
         # Leading positions with final KV, by block.
         self._filled = np.zeros(cache.num_blocks, dtype=np.int64)
         self._filled_on_host = np.zeros(cache.num_host_blocks, dtype=np.int64)
-        # By row: number of tokens with recorded KV, and following drafts with KV.
+        # By row: number of tokens with recorded KV, and the drafts after them that have KV.
         self._num_noted = np.zeros(num_rows, dtype=np.int64)
         self._guesses = np.full((num_rows, num_speculative_tokens), -1, dtype=np.int64)
 

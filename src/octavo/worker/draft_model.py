@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftModel:
-    """A loaded draft model. dtype: of unquantized weights. kv_dtype: of the KV that the model reads."""
+    """A loaded draft model.
+
+    dtype: dtype of unquantized weights. kv_dtype: dtype of the KV that the model reads.
+    """
 
     checkpoint: DraftCheckpoint
     model: CausalLM
@@ -73,7 +76,7 @@ class DraftModel:
         )
 
     def num_bytes(self, num_tokens: int, kernels: Kernels) -> int:
-        """Return bytes of scratch blocks, graphs and passes."""
+        """Return the bytes of scratch blocks, graphs and a pass."""
         architecture = self.model.architecture
         scratch = kernel_scratch_bytes(
             architecture, kernels, max_seq_len=self.checkpoint.max_model_len, max_tokens=num_tokens
@@ -85,7 +88,7 @@ class DraftModel:
 
 
 class DraftRunner:
-    """Runs the draft model. draft_probs: receives drafts' distributions if verification needs them."""
+    """Runs the draft model. draft_probs: receives the drafts' distributions, if verification needs them."""
 
     def __init__(
         self,
@@ -118,11 +121,11 @@ class DraftRunner:
         self._has_noted = False
 
     def update(self, scheduled: SchedulerOutput) -> None:
-        """Call after `InputBatch.update`."""
+        """Apply a step, after `InputBatch.update`."""
         self.kv.update(scheduled)
 
     def warm_up(self, request_id: str) -> None:
-        """Capture graphs with a request that is short enough."""
+        """Capture graphs by drafting, unless a pass has run or the request is too long."""
         num_tokens = self._batch.num_tokens[self._batch.requests[request_id].row]
         if self.forward_pass.has_run or num_tokens > self.max_model_len:
             return
@@ -146,7 +149,8 @@ class DraftRunner:
     def choose_next(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """See `DraftingModel`. Returns -1 for a failed request.
 
-        If not all tokens fit in a pass, requests with the fewest tokens come first. Incomplete requests get -1.
+        If not all tokens fit in a pass, requests with the fewest tokens come first. A request that needs another
+        pass gets -1.
         """
         rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
         counts = num_tokens - first
@@ -218,7 +222,7 @@ class DraftRunner:
         return chosen, np.array(can_continue)
 
     def end(self) -> None:
-        """Record drafts' KV, and add distributions to `draft_probs`."""
+        """Record drafts' KV, and add drafts' distributions to `draft_probs`."""
         requests, self._requests = self._requests, []
         if self._has_noted:
             self._has_noted = False

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Drafting:
     """Calls a proposer and cuts off drafts that cannot be accepted.
 
-    computed: requests with drafts of a draft model in this step. draft_probs: the newest drafts' distributions by
-    request, float32 [num_drafts, vocab]; empty without rejection sampling.
+    computed: ids of requests with a draft model's drafts in this step. draft_probs: the newest drafts' distributions by
+    request id, float32 [num_drafts, vocab]; empty without rejection sampling.
     """
 
     def __init__(self, proposer: Proposer, batch: InputBatch, tasks: SampleTasks) -> None:
@@ -50,7 +50,7 @@ class Drafting:
                 self.draft_probs.pop(request_id, None)
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """Pass ended requests to the proposer, before the batch drops them. Ignores unknown ids."""
+        """Pass ended requests to the proposer. Call this before the batch drops them. Ignores unknown ids."""
         if not self.proposer.num_speculative_tokens:
             return
         self._drop_probs(request_ids)
@@ -130,9 +130,9 @@ class Drafting:
         return most if params.max_tokens is None else min(most, params.max_tokens - num_output - 1)
 
     def _cut(self, task: DraftTask, drafts: list[int]) -> list[int]:
-        """Cut off drafts from the first one that ends the request or that the grammar forbids.
+        """Cut off the first draft that ends the request or that the grammar forbids, and all later ones.
 
-        Rejection sampling keeps this first one, because a decision that depends on its token would bias the result.
+        With rejection sampling, this first draft is kept: a decision that depends on its token would bias the result.
         """
         request = self._batch.requests[task.request_id]
         drafts = drafts[: task.max_drafts]

@@ -24,7 +24,8 @@ _ALIGNMENT = 4  # numbers; Triton recompiles for other alignments
 class ExpertTally:
     """Counts tokens by layer and expert.
 
-    tokens: totals. layers: at least one. Replayed passes write `Experts.starts`, so they count, with padding rows.
+    tokens: totals. layers: at least one. Replayed passes also write `Experts.starts`, so their tokens are included in
+    the totals, and so are their padding rows.
     """
 
     def __init__(self, layers: Sequence[Experts], device: torch.device) -> None:
@@ -34,7 +35,7 @@ class ExpertTally:
         self._starts = torch.zeros(shape[0], width, dtype=torch.int32, device=device)
         for layer, number, row in zip(layers, numbers, self._starts, strict=True):
             layer.starts = row[width - number - 1 :]  # earlier columns stay zero
-        self._first = width - shape[1]  # column of the first end
+        self._first = width - shape[1]  # column of the first expert's end
         self._num_experts = numbers
         self._expert_bytes = [each.bytes_per_expert for each in layers]
         self._num_chosen = [each.config.router.num_chosen for each in layers]
@@ -43,7 +44,7 @@ class ExpertTally:
         self._totals = np.frombuffer(self.tokens.counts, dtype=np.int64).reshape(shape)
 
     def begin(self, num_outputs: int) -> None:
-        """Begin a step. Without outputs, clear the counts, because the last layers are skipped."""
+        """Begin a step. Without outputs, clear the counts, because skipped last layers would keep old ones."""
         if not num_outputs:
             self._starts.zero_()
 
@@ -52,7 +53,7 @@ class ExpertTally:
         return copies.to_host(self._starts)
 
     def read(self, starts: Tensor) -> ExpertLoad | None:
-        """Add a step to the totals. Return its load, or None without tokens."""
+        """Add a step to the totals. Return the step's load, or None without tokens."""
         ends = starts.numpy()
         num_tokens: list[int] = ends[:, -1].tolist()
         if not any(num_tokens):

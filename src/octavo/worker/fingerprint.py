@@ -26,7 +26,7 @@ _FIRST_ROWS = 256  # of rotary tables; equal for all model lengths
 
 
 def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: int) -> EngineFingerprint:
-    """Return the fingerprint. Requires compiled CPU kernels, which repeat results in every start."""
+    """Return the fingerprint. Requires compiled CPU kernels, because their results are equal in every start."""
     kernels, model = runner.kernels, runner.model
     draft = None if runner.draft_runner is None else runner.draft_runner.forward_pass.model
     return EngineFingerprint(

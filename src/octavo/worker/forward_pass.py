@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class ForwardPass:
     """Computes steps of one model.
 
-    max_tokens: maximum rows of replayed steps. recorded: None before the first step, or if kernels cannot record.
+    max_tokens: maximum rows of replayed steps. recorded: replays steps; None before the first step, or if kernels
+    cannot record.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class ForwardPass:
 
     @property
     def has_run(self) -> bool:
-        """True after one step."""
+        """True after the first step."""
         return self._is_recorded
 
     def __call__(self, token_ids: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
@@ -58,7 +59,10 @@ class ForwardPass:
         return self.model.forward(token_ids, batch, self.kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor, most_rows: int) -> torch.Tensor:
-        """Return float32 [rows, vocab_size], valid until the next call. most_rows: any call's maximum."""
+        """Return float32 [rows, vocab_size], valid until the next call.
+
+        most_rows: the most rows of any call; limits the buffer's growth.
+        """
         rows, vocab_size = hidden.shape[0], self.model.lm_head.out_features
         if rows * vocab_size > self._logits.numel():
             self._logits = torch.empty(0)

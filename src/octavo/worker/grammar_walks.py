@@ -1,6 +1,7 @@
 """Advances grammars over new tokens ("walks") on a separate thread.
 
-A mask may take 20 ms, so a step waits only for a share of its time. If a walk is late, a later step chooses the token.
+A mask may take 20 ms to compute, so a step waits only for a share of the time that it has taken so far.
+If a walk is late, a later step chooses the token.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 _SHARE = 0.25  # of the step's time so far
 _LEAST_S = 0.001
 _ALONE_S = 0.005  # longer wait if no request could get a token
-_PATIENCE = 10.0  # shorter walks may overtake for this multiple of the request's last walk
+_PATIENCE = 10.0  # shorter walks may overtake for this multiple of the last walk's duration
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """Masks, bool [vocab], after the newest token and each draft, up to a forbidden draft or an error."""
+    """Masks, bool [vocab]: after the newest token, and after each draft before a forbidden draft or an error."""
 
     masks: Masks
     error: BaseException | None
@@ -46,7 +47,7 @@ class Walk:
 
     @property
     def is_ready(self) -> bool:
-        """True once ended."""
+        """True once the walk has ended."""
         return self.result.done()
 
     def wait(self) -> None:
@@ -93,7 +94,7 @@ class GrammarWalks:
 
 
 def wait_for(walks: Sequence[Walk], step_s: float, *, is_all: bool) -> None:
-    """Wait for a share of `step_s`. If all requests (`is_all`) need walks, wait longer until one is ready."""
+    """Wait for a share of `step_s`. If all requests need walks (`is_all`) and none is ready, wait longer for one."""
     pending = [walk.result for walk in walks if not walk.is_ready]
     if not pending:
         return

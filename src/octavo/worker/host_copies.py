@@ -29,7 +29,7 @@ class Mark(Protocol):
     """A position in a device's queue."""
 
     def synchronize(self) -> None:
-        """Wait for earlier work. Raises its error."""
+        """Wait for the work before the mark. Raises its error."""
         ...
 
 

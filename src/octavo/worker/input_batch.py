@@ -49,9 +49,9 @@ class RequestRow:
 class ModelInputs:
     """One step, ready for the model, without padding.
 
-    output_start    each request's first row of hidden states, then the total. A request has rows for tokens to sample,
-                    or with prompt logprobs or mean pooling for all tokens
-    sampled         indices of `requests` to sample: the step computes their last tokens
+    output_start    each request's first row of hidden states, then the total. A request has rows only for the tokens to
+                    sample. With prompt logprobs or mean pooling, it has rows for all its tokens in this step
+    sampled         indices of the `requests` to sample: the step computes their last tokens
     cu_num_logits   int32 [len(sampled) + 1], each sampled request's first row of logits, then the total
     sampled_rows    int64 [num_logits], rows in the worker's arrays
     num_known       int64 [num_logits], number of tokens before the one to choose
@@ -83,7 +83,7 @@ class InputBatch:
     Awaited tokens or drafts may follow known tokens. Only `append_sampled` makes sampled tokens known.
     block_tables: [max_num_seqs, blocks] per KV group, undefined for released blocks.
     num_changes: how often requests were removed or failed.
-    num_position_dims: dimensions of a position; after the prompt, all continue from its largest position.
+    num_position_dims: dimensions of a position; after the prompt, all dimensions continue from its largest position.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class InputBatch:
     def await_sampled(self, sampled_rows: torch.Tensor, sampled: torch.Tensor, rows: NDArray[np.int64]) -> None:
         """Make the next step feed the tokens that this step sampled.
 
-        sampled_rows, sampled: distinct rows and their tokens, int64 [n] on the device. rows: those that get a token.
+        sampled_rows, sampled: distinct rows and their tokens, int64 [n] on the device. rows: the rows that get a token.
         """
         self.last_sampled.index_copy_(0, sampled_rows, sampled)
         self.token_ids[rows, self.num_tokens[rows] + self.num_awaited[rows]] = -1 - rows
         self.num_awaited[rows] += 1
 
     def end_awaiting(self, rows: NDArray[np.int64], left: Iterable[RequestRow]) -> None:
-        """Decrement `num_awaited` of `rows`. Skips removed requests in `left`: new ones may use their rows."""
+        """Decrement `num_awaited` of `rows`, except rows of removed requests in `left`: new requests may use them."""
         gone = [request.row for request in left if not self._has(request)]
         self.num_awaited[rows[~np.isin(rows, gone)] if gone else rows] -= 1
 
@@ -218,7 +218,7 @@ class InputBatch:
         return self.token_ids[request.row, : self.num_tokens[request.row]]
 
     def append_unsampled(self, request: RequestRow, token_ids: list[int]) -> NDArray[np.int32]:
-        """Write tokens after known tokens. Return a view of all."""
+        """Write tokens after the known tokens. Return a view of all these tokens."""
         start = int(self.num_tokens[request.row])
         self.token_ids[request.row, start : start + len(token_ids)] = token_ids
         return self.token_ids[request.row, : start + len(token_ids)]
@@ -290,8 +290,8 @@ class InputBatch:
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
         """Return token ids and attention input of `counts` tokens per row from `first` on, and copies of `others`.
 
-        All results are on the device. output_start: each request's first output row, then the total. Outputs are a
-        request's last tokens.
+        All results are on the device. output_start: each request's first output row, then the total. A request's output
+        rows are for its last tokens.
         """
         query_start = _starts(counts)
         row_of_token, positions = rows, first
@@ -322,7 +322,7 @@ class InputBatch:
         return fed, attention, list(tensors)
 
     def _fed(self, token_ids: NDArray[np.int32], fed: torch.Tensor) -> torch.Tensor:
-        """Replace awaited tokens by ids; failed choices by 0."""
+        """Replace awaited tokens by their ids, or failed choices by 0."""
         if np.minimum.reduce(token_ids, initial=0) >= 0:
             return fed
         sampled = self.last_sampled[(-1 - fed).clamp(min=0)].clamp(min=0)

@@ -1,4 +1,7 @@
-"""Compares a start's fingerprint with the stored one. A different one is refused once, and accepted if repeated."""
+"""Compares a start's fingerprint with the stored one.
+
+A different fingerprint is refused at first, and accepted if another process computes it again.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _ROOMS = ("kernels", "models", "worker")  # code in these packages affects resul
 
 
 class KeptFingerprints:
-    """A directory with at most `MAX_FILES` JSON files, the newest, one per engine.
+    """A directory with one JSON file per engine. Only the newest `MAX_FILES` files are kept.
 
     `<key>.json` has the expected fingerprint, `<key>.other` that of the last refused start.
     """
@@ -46,9 +49,9 @@ class KeptFingerprints:
     def check(self, engine: Mapping[str, Any], found: EngineFingerprint) -> None:
         """Compare `found` with the stored fingerprint. At the engine's first start, store `found`.
 
-        engine: plain data about everything that affects results. Raises `FingerprintError` if a checksum differs. If
-        another process was refused with the same fingerprint before, `found` is stored instead. An unusable directory
-        only causes a warning.
+        engine: plain data about everything that affects results. Raises `FingerprintError` if a checksum differs,
+        unless another process was refused with the same fingerprint before: then `found` replaces the stored
+        fingerprint. An unusable directory only causes a warning.
         """
         path = self.path(engine)
         try:

@@ -44,7 +44,7 @@ class TimeMark(Protocol):
     """A time in a device's queue."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return milliseconds until a later mark. The device must have reached both."""
+        """Return milliseconds until a later mark. The device must have reached both marks."""
         ...
 
 
@@ -60,9 +60,9 @@ class _Now:
 class PagedKVCache:
     """Keys and values of all layers; see `KVLayout`.
 
-    dtype: int8, float8_e4m3fn, or the activations' dtype. With the first two, float32 scales follow each head's rows in
-    a block. num_host_blocks: each group's blocks in host memory. num_scratch_blocks: additional blocks of each group,
-    which the scheduler does not use.
+    dtype: int8, float8_e4m3fn, or the activations' dtype. With int8 and float8_e4m3fn, float32 scales follow each
+    head's rows in a block. num_host_blocks: each group's number of blocks in host memory. num_scratch_blocks:
+    additional blocks of each group, which the scheduler does not use.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PagedKVCache:
     def copy(self, copies: BlockCopies) -> Callable[[], tuple[TierMove, ...]]:
         """Enqueue copies of whole blocks, in the order of `BlockCopies`.
 
-        Returns a function that returns the moves to and from host memory, after the copies have ended.
+        Returns a function to call after the copies have ended. It returns the moves to and from host memory.
         """
         if not copies:
             return _no_moves
@@ -158,7 +158,7 @@ class PagedKVCache:
 
 
 def time_mark(device: torch.device) -> TimeMark:
-    """Return a mark after all enqueued work; on a CPU, the time."""
+    """Return a mark after all work enqueued so far. On a CPU, the mark is the time."""
     if device.type == "cpu":
         return _Now(time.perf_counter())
     event = torch.cuda.Event(enable_timing=True)

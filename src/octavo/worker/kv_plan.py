@@ -77,7 +77,7 @@ class KVPlan:
 
     @property
     def _blocks_that_run(self) -> list[int]:
-        """Bounded groups' blocks for all sequences, a step's tokens, and as many tokens being saved."""
+        """By bounded group, blocks for all sequences, a step's tokens, and as many tokens that are being saved."""
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
@@ -94,8 +94,9 @@ class KVPlan:
     def num_usable_blocks(self, num_bytes: int, blocks_of_longest: int) -> int:
         """Return how many blocks of the first group are useful if bounded groups have `num_bytes`.
 
-        Without full-attention layers, these blocks have no bytes, but cost the scheduler time and memory. The result is
-        enough for all sequences that fit in the bounded groups, and for one longest sequence plus all cached blocks.
+        Without full-attention layers, these blocks have no bytes, but cost the scheduler time and memory. Then the
+        result is enough for all sequences that fit in the bounded groups, and for one longest sequence plus all cached
+        blocks.
         """
         most = self.max_num_seqs * blocks_of_longest
         if self.block_bytes[0]:
@@ -132,7 +133,7 @@ def check_kernels_have(kernels: Kernels, kv_cache_dtype: str) -> None:
 
 
 def check_kv_dtype(architecture: Architecture, kv_dtype: str) -> None:
-    """Raise `ConfigError` if scales would not be aligned."""
+    """Raise `ConfigError` if scales in the KV cache would not be aligned."""
     for name, dtype in ROUNDED_KV.items():
         for spec in architecture.kv_layout.specs:
             if kv_dtype == dtype and (obstacle := spec.obstacle(dtype)) is not None:

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class LaunchedStep:
     """A launched step, passed once to `ModelRunner.collect`.
 
-    host_moves   see `PagedKVCache.copy`; to call after `end`
+    host_moves   see `PagedKVCache.copy`; call it after `end` is reached
     inputs       None if nothing is computed
     chosen       None if no request is sampled
-    due_rows     rows of requests that get one token; None if no request is sampled or drafts are verified
+    due_rows     worker rows of the requests that get one token; None if no request is sampled or drafts are verified
     is_awaited   True if the sampled tokens are fed to a later step
     num_changes  `InputBatch.num_changes` at the launch
-    troubles     reasons why rows of logits give no token
+    troubles     by row of logits, why it gives no token
     experts      from `ExpertTally.take`
     """
 

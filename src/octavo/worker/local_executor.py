@@ -30,7 +30,7 @@ TRANSFER_WAIT_S = 0.01  # new requests wait meanwhile
 class LocalExecutor:
     """Runs a worker in this process, and transfers KV between worker and store.
 
-    store: closed at shutdown. num_threads: for loads. ended_transfers: None only wakes the reader.
+    store: closed at shutdown. num_threads: number of threads for loads. ended_transfers: None only wakes the reader.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One product's time. experts: number per row; 1 for a dense layer."""
+    """One product's time. experts: number of experts per row; 1 for a dense layer."""
 
     name: str
     out_features: int
@@ -61,7 +61,7 @@ class Timing:
 class Product(Timing):
     """A product, measured as the model computes it: gate_up includes SiLU.
 
-    of_limit: the used share of the machine's arithmetic rate or of its bandwidth; the larger one.
+    of_limit: the used share of the machine's arithmetic rate, or of its bandwidth, whichever share is larger.
     """
 
     ops_per_s: float
@@ -70,7 +70,7 @@ class Product(Timing):
 
     @classmethod
     def of(cls, timing: Timing, limits: Limits) -> Product:
-        """Compare with limits."""
+        """Compare a time with limits."""
         if timing.precision in _DTYPES:
             peak = limits.bfloat16_flops if timing.precision == "bfloat16" else limits.flops
         else:
@@ -85,9 +85,9 @@ class Product(Timing):
 class Check:
     """Results of checking one product.
 
-    rows_are_independent: a row has equal bits in any batch. threads_are_equal: one thread and all threads compute equal
-    bits. error: relative norm of the difference from the float64 product, including the rounding of activations and of
-    int4's scales.
+    rows_are_independent: a row has equal bits in all checked batches. threads_are_equal: one thread and all threads
+    compute equal bits. error: relative norm of the difference from the float64 product, including the rounding of
+    activations and of int4's scales.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Check:
 
     @property
     def is_exact(self) -> bool:
-        """True if bits are equal."""
+        """True if both comparisons found equal bits."""
         return self.rows_are_independent and self.threads_are_equal
 
 
@@ -106,7 +106,8 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits_each: before and after the products. limits: the higher rates. best_limits: of the best instruction set.
+    limits_each: the limits before the products, and the limits after them. limits: for each rate, the higher of both.
+    best_limits: the same for the best instruction set.
     """
 
     processor: str
@@ -124,7 +125,7 @@ class Report:
 
     @property
     def is_exact(self) -> bool:
-        """True if checks passed."""
+        """True if all checks are exact."""
         return all(check.is_exact for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """A matrix of each of a layer's experts. num_chosen: experts per token."""
+    """The shape of one weight matrix, such as `down`, of every expert in a layer. num_chosen: experts per token."""
 
     out_features: int
     in_features: int
@@ -235,7 +236,7 @@ class ExpertShape:
 
 
 def expert_shapes(architecture: Architecture) -> dict[str, ExpertShape]:
-    """Return experts' shapes by name; none for dense models."""
+    """Return shapes of an expert's matrices by name; none for dense models."""
     for layer, tensors in zip(architecture.layers, architecture.tensors().layers, strict=True):
         if isinstance(layer.mlp, ExpertsConfig):
             router, experts = layer.mlp.router, cast("ExpertsTensors", tensors.mlp)

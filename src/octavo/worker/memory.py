@@ -68,7 +68,7 @@ def forward_bytes(architecture: Architecture, num_tokens: int, dtype: str) -> in
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the device's free bytes, for the CPU within cgroups' limits."""
+    """Return the device's free bytes. On a CPU, cgroups' limits apply."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])
@@ -89,11 +89,11 @@ def largest_batch(
     store_bytes: int = 0,
     num_ranks: int = 1,
 ) -> int:
-    """Return max_num_batched_tokens, or fewer (at least max_num_seqs) if step and KV cache would not fit.
+    """Return max_num_batched_tokens, or fewer (at least max_num_seqs) if the step and the KV cache would not fit.
 
     If the cache's size is not configured, the cache must hold the step's tokens.
-    scratch_bytes(num_tokens): of kernels, drafting and graphs. store_bytes: of KV stores on the device. num_ranks:
-    processes that share the free memory.
+    scratch_bytes(num_tokens): bytes of kernels, drafting and graphs. store_bytes: bytes of KV stores on the device.
+    num_ranks: processes that share the free memory.
     """
     most, least = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     configured_blocks, configured_bytes = cache_config.num_gpu_blocks, cache_config.kv_cache_memory_bytes
@@ -147,7 +147,7 @@ def decide_kv_size(
     store_bytes: int = 0,
     num_ranks: int = 1,
 ) -> KVSize:
-    """Return each KV group's number of blocks, after loading weights. Arguments are as in `largest_batch`.
+    """Return each KV group's number of blocks. Call this after weights are loaded. See `largest_batch` for arguments.
 
     store_bytes and, on a CPU, swap_space_bytes are reserved first. num_gpu_blocks or kv_cache_memory_bytes decides, if
     set. Otherwise the cache gets half of the free memory (90 % on a GPU) minus activations and scratch_bytes, but at

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Runs steps on one device.
 
-    draft: used if `proposer` finds nothing. draft_cache: of `draft`, with the block ids of `kv_cache`. leader: sends
-    steps to other ranks.
+    draft: used if `proposer` finds no drafts. draft_cache: KV cache of `draft`, with the block ids of `kv_cache`.
+    leader: sends steps to other ranks.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ModelRunner:
         return rows is not None and bool(self.batch.sampling.reads_tokens[rows].any())
 
     def launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
-        """Enqueue a step. One earlier step may be uncollected, unless `needs_sampled_tokens`."""
+        """Enqueue a step. One earlier step may be uncollected, unless `needs_sampled_tokens` is True."""
         with torch.inference_mode():
             return self._launch(scheduled)
 
@@ -197,7 +197,7 @@ class ModelRunner:
         return self.forward_pass(inputs.token_ids, inputs.attention)
 
     def compute_logits(self, scheduled: SchedulerOutput) -> torch.Tensor:
-        """Compute prompts. Return the last logits, float32 [num_requests, vocab_size], valid until the next step.
+        """Compute prompts. Return each prompt's last logits, float32 [num_requests, vocab_size], until the next step.
 
         All earlier steps must be collected.
         """

@@ -58,7 +58,7 @@ class Pooler:
     def take(
         inputs: ModelInputs, hidden: torch.Tensor, batch: InputBatch, copies: HostCopies, errors: dict[str, str]
     ) -> list[PooledRows]:
-        """Copy needed hidden states [num_outputs, hidden]. Adds failed requests to `errors`."""
+        """Copy needed hidden states [num_outputs, hidden] to the host. Adds failed requests to `errors`."""
         taken: list[PooledRows] = []
         for index, request in enumerate(inputs.requests):
             pooling = request.sampling_params.pooling
@@ -78,7 +78,10 @@ class Pooler:
         return taken
 
     def pool(self, taken: Iterable[PooledRows], errors: dict[str, str]) -> dict[str, bytes]:
-        """Return complete prompts' embeddings as float32 bytes, once copied. Adds failed requests to `errors`."""
+        """Return complete prompts' embeddings as float32 bytes, once the copies have ended.
+
+        Adds failed requests to `errors`.
+        """
         result: dict[str, bytes] = {}
         for rows in taken:
             request_id = rows.request.request_id

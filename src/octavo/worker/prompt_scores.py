@@ -77,7 +77,7 @@ class PromptScorer:
             try:
                 parts = self._score(request, hidden[first_row:end_row], count)
             except BaseException as error:
-                if self._has_ranks:  # without the error, other ranks compute the remaining slices
+                if self._has_ranks:  # otherwise only the other ranks would compute the remaining slices
                     raise
                 log_fault(request.request_id, "its prompt was scored", error)
                 errors[request.request_id] = ErrorCode.REQUEST_FAILED
@@ -97,7 +97,7 @@ class PromptScorer:
 
     @staticmethod
     def read(scores: Iterable[PromptScores], errors: dict[str, str]) -> dict[str, list[TokenLogprobs]]:
-        """Return log probabilities, once copied. Adds failed requests to `errors`."""
+        """Return log probabilities, once the copies have ended. Adds failed requests to `errors`."""
         result: dict[str, list[TokenLogprobs]] = {}
         for each in scores:
             name = each.request.request_id

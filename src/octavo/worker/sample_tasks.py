@@ -50,7 +50,7 @@ class SampleTasks:
         self._grammars = grammars
         self._walks = GrammarWalks()
         self._start_s = 0.0
-        self._asking: list[tuple[RequestRow, range]] = []  # with rows of logits
+        self._asking: list[tuple[RequestRow, range]] = []  # requests with their rows of logits
 
     def begin(self, inputs: ModelInputs) -> None:
         """Start the step's grammar walks."""
@@ -64,7 +64,7 @@ class SampleTasks:
             self._walks.begin()
 
     def make(self, inputs: ModelInputs, troubles: dict[int, Trouble], postponed: set[str]) -> dict[int, SampleTask]:
-        """Return the step's tasks by row of logits. Known tokens include drafts before the row.
+        """Return the step's tasks by row of logits. A task's known tokens include the drafts before its row.
 
         Requests with a late walk are added to `postponed`. Their rows, and rows after a forbidden draft, get no task.
         If a grammar fails, its first row without a mask is added to `troubles`.
@@ -103,7 +103,10 @@ class SampleTasks:
         }
 
     def num_allowed(self, request: RequestRow, known: NDArray[np.int32], drafts: list[int]) -> int:
-        """Return how many drafts precede the first forbidden one. With a large grammar, only the next step checks."""
+        """Return how many drafts precede the first forbidden one.
+
+        With a large grammar, return the number of all drafts: the next step checks.
+        """
         if request.sampling_params.structured_outputs is None:
             return len(drafts)
         matcher = self._matcher(request)

@@ -63,7 +63,7 @@ class SamplingColumns:
         self._gathered = None
 
     def gather(self, rows: NDArray[np.int64], position: Tensor) -> SamplingRows:
-        """Return rows' parameters on the device. Copies only after changes.
+        """Return rows' parameters on the device. Copies them only after changes.
 
         position: int32 [len(rows)] on the device, numbers of known tokens.
         """
@@ -79,8 +79,8 @@ class SamplingColumns:
 class SampleTask:
     """Work on a row of logits outside the kernel.
 
-    known_tokens: only their number counts unless `SamplingColumns.reads_tokens`. allowed: the grammar's mask, bool
-    [vocab].
+    known_tokens: if `SamplingColumns.reads_tokens` is False, only their number is used. allowed: the grammar's mask,
+    bool [vocab].
     """
 
     sampling_params: SamplingParams
@@ -96,13 +96,13 @@ class SampleTask:
 
     @property
     def adjusts_logits(self) -> bool:
-        """True if logits change before temperature."""
+        """True if logits change before the temperature is applied."""
         params = self.sampling_params
         return self.allowed is not None or self.num_output_tokens < params.min_tokens or _changes_every_row(params)
 
     @property
     def excludes_tokens(self) -> bool:
-        """True if tokens are excluded before temperature."""
+        """True if tokens are excluded before the temperature is applied."""
         is_early = self.num_output_tokens < self.sampling_params.min_tokens
         return self.allowed is not None or self.sampling_params.allowed_token_ids is not None or is_early
 
@@ -131,7 +131,10 @@ def _is_plain(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """All rows' results. token_ids: -1 for NaN logits, or if no token is allowed (`none_allowed`)."""
+    """All rows' results.
+
+    token_ids: -1 if logits are NaN or no token is allowed. none_allowed: rows without an allowed token.
+    """
 
     token_ids: list[int]
     none_allowed: set[int]
@@ -153,7 +156,7 @@ class LogprobRows:
     num_best: Sequence[int]
 
     def read(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
-        """Return rows' entries, once copied."""
+        """Return rows' entries, once the copies have ended."""
         best_values: list[list[float]] = [[]] * len(token_ids) if self.values is None else self.values.tolist()
         best_ids: list[list[int]] = [[]] * len(token_ids) if self.ids is None else self.ids.tolist()
         return [
@@ -168,7 +171,7 @@ class LogprobRows:
 class Choices:
     """Tokens chosen for rows of logits, being copied to the host.
 
-    restricted: rows with excluded tokens. are_numbers: per restricted row, False for NaN.
+    restricted: rows with excluded tokens. are_numbers: for each restricted row, False if a logit is NaN.
     """
 
     token_ids: Tensor
@@ -179,7 +182,7 @@ class Choices:
     faults: dict[int, BaseException]
 
     def read(self) -> Sampled:
-        """Return the results, once copied."""
+        """Return the results, once the copies have ended."""
         token_ids: list[int] = self.to_read.tolist()
         entries: dict[int, TokenLogprobs] = {}
         for rows, logprobs in self.logprobs:
@@ -228,7 +231,7 @@ class Sampler:
         return Choices(token_ids, copies.to_host(token_ids), restricted, are_numbers, logprobs, faults)
 
     def adjust(self, logits: Tensor, tasks: Mapping[int, SampleTask]) -> dict[int, BaseException]:
-        """Apply tasks in place. Return failed rows' exceptions."""
+        """Apply tasks to the logits in place. Return exceptions by failed row."""
         faults: dict[int, BaseException] = {}
         for row, task in tasks.items():
             try:

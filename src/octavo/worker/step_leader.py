@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StepLeader(Protocol):
-    """Leads the other ranks; see `octavo.ranks.leader`. num_threads: of each rank."""
+    """Leads the other ranks; see `octavo.ranks.leader`. num_threads: number of threads of each rank."""
 
     group: RankGroup
     num_threads: int

@@ -39,7 +39,7 @@ class CopyStream(Protocol):
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Delay later work until a mark of any stream is reached."""
+        """Delay later work until a mark, perhaps of another stream, is reached."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -100,7 +100,7 @@ class PieceBuffer(Protocol):
     """Host memory for a piece of a transfer, used by one thread at a time.
 
     All copies have ended when `write` or `read` returns or raises. block_ids: by KV group; `NO_BLOCK` is skipped.
-    after: a mark for which the copies wait.
+    after: the copies wait for this mark.
     """
 
     def views(self, count: int) -> list[memoryview]:
@@ -143,7 +143,7 @@ class StoredBlocks:
         if stream is None:
             return HostBuffer(self._parts, self.block_bytes, num_blocks)
         buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device)
-        stream.wait(self.mark())  # torch may reuse memory of running steps
+        stream.wait(self.mark())  # the buffer may reuse memory of running steps
         return buffer
 
     def mark(self) -> Mark:
@@ -151,7 +151,7 @@ class StoredBlocks:
         return mark_steps(self._device)
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return per block whether it needs the content of all groups, not only the first."""
+        """Return, for each block, whether the content of all KV groups is needed, not only the first group's."""
         return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
 
@@ -186,7 +186,7 @@ class HostBuffer:
 class StagedBuffer:
     """The `PieceBuffer` of a device. Host and device memory have the same layout: ids, then a row per block.
 
-    Only its own stream uses the device memory.
+    Only the buffer's own stream uses the device memory.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class KVMover(Protocol):
     """Moves KV between store and cache."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Cancel and start a step's transfers, after its block copies and before it is computed."""
+        """Start and cancel a step's transfers. Call this after the step's block copies and before its computation."""
         ...
 
     def shutdown(self) -> None:
@@ -60,7 +60,7 @@ class NoKVMover:
 
 @dataclass(slots=True)
 class _Moving:
-    """An unreported transfer. begun: mark after earlier steps."""
+    """An unreported transfer. begun: a mark after all earlier steps."""
 
     order: KVTransfer
     begun: Mark
@@ -73,8 +73,8 @@ class _Moving:
 class KVTransferThreads:
     """Runs the transfers of steps, and closes the store at shutdown.
 
-    report: called from any thread, once per transfer that was not cancelled. num_threads: for loads; saves have another
-    thread.
+    report: called from any thread, once per transfer that was not cancelled. num_threads: number of threads for loads.
+    One more thread saves.
     """
 
     def __init__(
@@ -196,5 +196,5 @@ def piece_blocks(block_bytes: int) -> int:
 
 
 def staging_bytes(block_bytes: int, num_threads: int) -> int:
-    """Return all buffers' bytes in host memory, if no store hangs. A GPU has buffers of the same size."""
+    """Return the bytes of all buffers in host memory, if no store hangs. A GPU has buffers of the same size."""
     return (num_threads + 1) * piece_blocks(block_bytes) * block_bytes

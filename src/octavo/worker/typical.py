@@ -20,8 +20,8 @@ def keep_typical(row: Tensor, params: SamplingParams, kernels: Kernels) -> None:
     """Set logits to -inf if min_p, top_k, top_p or typical sampling excludes them. Mutates `row`, float32 [vocab].
 
     A token's surprise is -ln p. The tokens with the surprise nearest to the expected surprise are kept until their
-    total probability reaches typical_p, with all ties of the last one. Greedy rows, rows with NaN and rows of -inf do
-    not change.
+    total probability reaches typical_p. Tokens that tie with the last one are kept, too. Greedy rows, rows with NaN and
+    rows of -inf do not change.
     """
     if params.is_greedy:
         return

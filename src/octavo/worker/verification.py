@@ -1,7 +1,7 @@
 """Decides which drafts are accepted, and how a draft model draws drafts.
 
-Each row of logits gets a choice. A request's choices are accepted up to and including the first that differs from
-its draft.
+Each row of logits gets a choice. A request's choices are accepted up to and including the first choice that differs
+from the draft at its position.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Verification(Protocol):
     """Chooses tokens and draws drafts."""
 
     def num_bytes(self, num_drafts: int, vocab_size: int) -> int:
-        """Return verification's maximum bytes in addition to logits."""
+        """Return the most bytes that verification allocates, without the logits."""
         ...
 
     def choose(self, logits: Tensor, rows: SamplingRows, drafted: DraftedRows) -> Tensor:
@@ -61,8 +61,8 @@ class Verification(Protocol):
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | None]:
         """Return a draft per row of logits, or -1 if none can be drawn.
 
-        Also return the distributions, float32 [n, vocab], or None if verification does not need them. With these, a
-        decision to verify a draft must not depend on its token.
+        Also return the distributions, float32 [n, vocab], or None if verification does not need them. If they are
+        returned, the decision to verify a draft must not depend on the draft's token.
         """
         ...
 
@@ -124,7 +124,7 @@ class RejectionVerification:
         return chosen
 
     def draw_drafts(self, logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-        """Draw with separate noise."""
+        """Draw drafts with noise that verification does not use."""
         probs, ids = torch.empty_like(logits), torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         uniform = uniform_noise(rows.seed, rows.position, rows.sample_index, RandomStream.DRAFT).to(logits.device)
         max_rows = max(_SLICE_LOGITS // logits.shape[1], 1)

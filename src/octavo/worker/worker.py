@@ -67,8 +67,8 @@ ResultT = TypeVar("ResultT")
 class Worker:
     """Loads a model and computes steps. Call `start`, or `load`, `plan` and `allocate`, once.
 
-    store_bytes(block_bytes), staging_bytes(block_bytes): host and GPU memory of KV stores. leader: of the other ranks,
-    if `architecture` is a share. Raises `ConfigError` if the device or kernels are missing.
+    store_bytes(block_bytes), staging_bytes(block_bytes): bytes of KV stores in host and GPU memory. leader: leads the
+    other ranks, if `architecture` is one rank's share. Raises `ConfigError` if the device or kernels are missing.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Worker:
     def plan(self) -> WorkerInfo:
         """Divide free memory between steps and KV groups. Allocates nothing.
 
-        Lowers max_num_batched_tokens if a step would take too much. Raises `ConfigError` if memory is too small.
+        Lowers max_num_batched_tokens if a step would take too much memory. Raises `ConfigError` if memory is too small.
         """
         architecture = self.model.architecture
         of_block = block_bytes(architecture, self.cache_config.block_size, self.kv_dtype)
@@ -379,7 +379,7 @@ class Worker:
         )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
-        """See `ModelRunner.execute`. With several ranks, an error ends them all and raises `EngineDeadError`."""
+        """See `ModelRunner.execute`. With several ranks, an error ends all ranks and raises `EngineDeadError`."""
         if self._leader is None:
             return self._with_compilations(self._on_device(lambda: self.runner.execute(scheduled)))
         try:

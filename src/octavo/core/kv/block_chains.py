@@ -42,7 +42,7 @@ class BlockChain:
 
 
 class BlockChains:
-    """The chains by request id.
+    """Stores the chains by request id.
 
     extra_keys: Keys in all hashes (see `hash_block_tokens`).
     """

@@ -28,8 +28,8 @@ BlockLink = tuple[int, int]  # (block id, generation)
 class Block:
     """A KV block in device memory.
 
-    name: Identifies the content while it is in device or host memory. It is the `link` of the first block with this
-    content.
+    name: Identifies the content while the content is in device or host memory. The name is the `link` of the first
+    block with this content.
     """
 
     block_id: int
@@ -125,8 +125,8 @@ class BlockPool(ContentPool[Block, Block]):
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop a reference to each block. Blocks are evicted in the order of their release.
 
-        If another block with the same content is indexed, that block becomes the last to be evicted. Raises
-        AssertionError if a block is not held.
+        If lookups find another block for a freed block's content, that other block becomes the last to be evicted.
+        Raises AssertionError if a block is not held.
         """
         for block in blocks:
             if block.ref_count <= 0:

@@ -15,7 +15,7 @@ Found = TypeVar("Found", "Block", "HostBlock")
 
 
 class ContentPool(Generic[Taken, Found]):
-    """Free blocks, and blocks that lookups can find."""
+    """Stores free blocks, and an index of blocks that lookups can find."""
 
     def __init__(self, free: list[Taken]) -> None:
         self._free = free
@@ -47,7 +47,7 @@ class ContentPool(Generic[Taken, Found]):
         return found
 
     def has_name(self, name: BlockLink | None) -> bool:
-        """Return True if a block has this name."""
+        """Return True if a block has this name (see `Block`)."""
         return name in self._names
 
     def indexed(self, block_hash: BlockHash | None) -> Found | None:
@@ -59,7 +59,7 @@ class ContentPool(Generic[Taken, Found]):
         return list(self._cached.values())
 
     def take(self, count: int) -> list[Taken] | None:
-        """Allocate free blocks, then the least recently used cached blocks. Return None if too few exist."""
+        """Allocate free blocks, then the least recently used cached blocks. Return None if fewer than `count` exist."""
         if count > self.num_free_blocks:
             return None
         return [self._take_one() for _ in range(count)]

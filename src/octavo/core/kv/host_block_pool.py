@@ -28,7 +28,7 @@ _ONLY_FIRST_GROUP = frozenset({0})
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A cached host block's content (see `Block`). groups: KV groups with copied content."""
+    """A cached host block's content (see `Block`). groups: KV groups whose content was copied from the device."""
 
     block_id: int
     hash: BlockHash
@@ -70,7 +70,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
 
         Content that is already in host memory becomes the most recently used.
 
-        groups: KV groups with content that is still on the device.
+        groups: The KV groups whose content of this block is still on the device, and is copied.
         """
         assert block.hash is not None
         assert block.name is not None

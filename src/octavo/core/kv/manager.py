@@ -94,7 +94,7 @@ class KVCacheManager:
 
     @property
     def num_tracked_requests(self) -> int:
-        """Number of requests with records, plus number of partly filled blocks."""
+        """Number of requests with records, plus the number of partly filled blocks in the prefix cache."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -216,7 +216,7 @@ class KVCacheManager:
                 self._copies.block_copies.append((group.index, source_id, table[first]))
             for index in self._read_in_host(sequence, computed, group):
                 self._copies.swap_in.append((group.index, computed.host_blocks[index - first], table[index]))
-        if not request.num_preemptions:  # after a preemption, hits do not count
+        if not request.num_preemptions:  # hits after a preemption are not reported
             sequence.num_cached_tokens = computed.num_tokens
 
     def _read_in_host(self, sequence: TokenSequence, computed: ComputedBlocks, group: KVGroup) -> range:
@@ -249,7 +249,7 @@ class KVCacheManager:
             self.prefix_cache.commit(request)
 
     def release_unread(self, request: Request) -> None:
-        """Release blocks that no later token reads. Their saves must have been ordered before."""
+        """Release blocks that no later token reads. Call this only after the saves of these blocks are scheduled."""
         if self.bounded:
             for group in self.bounded:
                 group.release_unread(request.sequence, request.num_computed_tokens)
@@ -267,7 +267,7 @@ class KVCacheManager:
     def swap_out(self, request: Request) -> bool:
         """Save a request's KV in host memory. If the KV does not fit, change nothing and return False.
 
-        The device blocks may be released immediately.
+        The device blocks may be released immediately, because the next step copies them before it writes KV.
         """
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None

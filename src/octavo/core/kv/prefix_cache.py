@@ -185,7 +185,10 @@ class PrefixCache:
         return self.chains.hash_function(parent, tail, chain.keys(num_full))
 
     def why_missed(self, request: Request, computed: ComputedBlocks) -> Miss | None:
-        """Return why the next full block was not found, or None if a hit would save no computation."""
+        """Return why the next full block was not found.
+
+        Return None if the request does not use the cache, or if the block would save no computation.
+        """
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None
@@ -220,7 +223,7 @@ class PrefixCache:
         chain.num_committed, chain.name = len(blocks), blocks[-1].name
 
     def announce(self, request: Request, num_found: int) -> None:
-        """Record that a request will commit its blocks after the first `num_found`."""
+        """Record that a request will compute and commit the blocks after its first `num_found` blocks."""
         if not self.reads_cache(request):
             return
         num_shared = len(request.sequence.token_ids) if self.cache_decoded_blocks else request.num_prompt_tokens

@@ -17,7 +17,7 @@ _NUMBERS_PER_ENTRY = 16
 
 
 def num_entries(output: RequestOutput, completions: Iterable[CompletionOutput], *, with_prompt: bool) -> int:
-    """Return an answer's size: tokens + log probabilities + embedding values / 16.
+    """Return an answer's size: tokens + log probabilities + (embedding values / 16).
 
     with_prompt: True to add the prompt's tokens and log probabilities for each completion.
     """

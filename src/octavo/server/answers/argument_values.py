@@ -132,7 +132,8 @@ def value_text(text: str, schema: dict[str, Any], root: dict[str, Any]) -> str |
     - If the schema allows only strings, the text becomes a string.
     - A JSON value or Python literal of an allowed type keeps its value.
     - If the schema allows strings, the text becomes a string.
-    - A value of a wrong type is kept, and plain words become a string.
+    - A JSON value of a type that the schema does not allow is kept.
+    - Plain words become a string, although the schema allows no string.
     - Any other text raises `UnreadableError`.
     """
     kinds = types_of(schema, root)

@@ -66,7 +66,10 @@ class PythonParser(ValueParser):
         return key
 
     def _python_value(self, call: Call) -> Wait[str]:
-        """Return the next value's JSON. If the answer was cut off, first emit the beginning of the value."""
+        """Return the next value's JSON. Raises `MalformedError` if the value is incomplete or not a literal.
+
+        If the answer was cut off within the value, the JSON of the value's beginning is emitted before the raise.
+        """
         start = self._position
         scanner = ValueScanner(start)
         try:

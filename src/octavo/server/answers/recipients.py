@@ -47,7 +47,10 @@ class RecipientsParser(ToolParser):
 
 
 class RecipientsFormat(ToolFormat):
-    """A call is a line with the function's name, followed by JSON. The prompt ends with the first marker."""
+    """A call is `>>>`, a line with the function's name, and JSON.
+
+    The prompt usually ends with the answer's first `>>>`, so the answer itself may begin with the function's name.
+    """
 
     name = "functionary_v3_2"
     markers = ()

@@ -61,9 +61,9 @@ class ToolFormat:
         return self.parser_class(self, functions, only_one=only_one)
 
     def reasoning_ends(self, functions: Sequence[Function]) -> dict[str, CallStarts]:  # noqa: ARG002
-        """Return the markers that can begin a call within reasoning, each with texts of which one must follow.
+        """Map each marker that can begin a call within reasoning to the texts that can follow the marker.
 
-        If no such text follows a marker, the marker is a part of the reasoning.
+        A marker begins a call only if one of these texts follows. Otherwise the marker is a part of the reasoning.
         """
         return {}
 

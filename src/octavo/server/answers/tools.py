@@ -122,10 +122,10 @@ class Toolbox:
         return self.format.parser(self.functions, only_one=self.only_one)
 
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """Return the structured-output parameters of an answer, or None if any text is allowed.
+        """Return the structured-output parameters of an answer, or None if the text is not constrained.
 
-        content: The client's parameters for an answer without calls. Raises `RequestError` if `content` is a structure
-        other than JSON, or if the grammar cannot express a schema.
+        content: The client's parameters for an answer without calls. If tools may be called, raises `RequestError` for
+        a `content` other than JSON, and for a schema that the grammar cannot express.
         """
         if self.format is None:
             return content

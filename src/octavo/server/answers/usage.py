@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class PromptTokensDetails(Struct):
-    """Kinds of prompt tokens. cached_tokens: Tokens found in the prefix cache."""
+    """Details of the prompt tokens. cached_tokens: Tokens found in the prefix cache."""
 
     cached_tokens: int = 0
 
 
 class CompletionTokensDetails(Struct):
-    """Kinds of generated tokens.
+    """Details of the generated tokens.
 
-    rejected_prediction_tokens: Rejected draft tokens. They do not count as generated tokens.
+    rejected_prediction_tokens: Rejected draft tokens. `completion_tokens` does not include these tokens.
     """
 
     reasoning_tokens: int = 0

@@ -168,9 +168,10 @@ class TagEnd:
         return self._judged_mark(text, place, is_over=is_over)
 
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
-        """Return True if a marker belongs to a call within the value.
+        """Return True if the marker at `place` belongs to a call that the value quotes.
 
-        In this case, later markers close all inner calls, and then the outer call.
+        This is true if quoted calls are open at `place`, and later markers close all quoted calls and then the call
+        with this value.
         """
         if not self._num_open:
             return False
@@ -319,10 +320,12 @@ class TagEnd:
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
         """Return the kind of the text after a closing tag.
 
-        - "head": A known argument, or an incomplete marker at the end of the answer.
-        - "argument": An unknown argument, or the same closing tag again.
-        - "end": The end of the call or of its section.
+        - "head": The beginning of a known argument, or an incomplete marker at the end of the answer. A known argument
+          is in the schema and not yet in the call.
+        - "argument": The beginning of an unknown argument, or the same closing tag again.
+        - "end": The next closing marker: of the argument, the call or the section.
         - "": Other text.
+        - None: More text is needed.
         """
         place = _after_blanks(text, place)
         rest = text[place : place + _MAX_MARK_CHARS]

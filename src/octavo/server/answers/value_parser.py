@@ -66,7 +66,10 @@ class ValueParser(SectionParser):
         self._drop()
 
     def _end_or_cut(self, ends: ValueEnd, call: Call, *, is_padded: bool) -> tuple[int, int] | None:
-        """Return the result of `ends.find`. If the answer was cut off, first emit the beginning of the string."""
+        """Return the result of `ends.find`, or raise its `MalformedError`.
+
+        If the answer was cut off within the string, the string's beginning is emitted before the raise.
+        """
         try:
             return ends.find(self._text, is_over=self._is_over)
         except MalformedError:

@@ -251,8 +251,10 @@ class ExtraFields:
     ) -> None:
         """Raise `RequestError` for an unsupported field that would change the answer.
 
-        unsupported: Maps a field to the allowed values, in addition to null.
-        harmless: Ignored fields. All other fields are also ignored, but logged once per process at `level`.
+        unsupported: Maps each unsupported field to the values that do not change the answer. These values and null
+            are accepted.
+        harmless: Fields to ignore. Fields that are neither unsupported nor harmless are ignored, too, but logged
+            once per process at `level`.
         """
         if not extra:
             return

@@ -142,7 +142,7 @@ class BoundedGroup:
         return num_unheld + self._num_new(num_unheld, num_all_blocks - max(first, len(found)))
 
     def num_reserved(self, num_all_blocks: int) -> int:
-        """Return 1 + the number of blocks that a token reads, but at most `num_all_blocks`."""
+        """Return 1 + the maximum number of blocks that a token reads, but at most `num_all_blocks`."""
         return min(num_all_blocks, self._most_read + 1)
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
@@ -206,9 +206,9 @@ class BoundedGroup:
     def release_unread(self, sequence: TokenSequence, num_tokens: int) -> None:
         """See `KVGroup`.
 
-        Released blocks are evicted before other cached blocks, except blocks of the request's prefix hit and blocks
-        that the token after the last full block reads. Each released private block is replaced by a block for a later
-        position, if the first group has a block there.
+        Released blocks are evicted before other cached blocks, with two exceptions: blocks of the request's prefix
+        hit, and blocks that the token after the last full block reads. For each released private block, the sequence
+        gets a private block for a later position, if the first group has a block for this position.
         """
         table, first = sequence.block_tables[self.index], sequence.first_held[self.index]
         last = self.first_read(num_tokens)
@@ -307,7 +307,7 @@ class BoundedGroup:
         return [*self._left, *self._cached]
 
     def block_of(self, block_id: int) -> int | None:
-        """Return the first group's block id for this part."""
+        """Return the first group's block id for this part, or None."""
         return self._block_of[block_id]
 
     def parts(self) -> dict[int, int]:

@@ -72,7 +72,10 @@ class FullAttentionGroup:
         return num_all_blocks
 
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
-        """See `KVGroup`. `num_saved` is ignored, because saves pin only blocks that a request held."""
+        """See `KVGroup`. Ignores `num_saved`, because a running request's reservation includes all its blocks to save.
+
+        Saves that outlast their request can cause preemptions (see `ReservationAdmission`).
+        """
         del num_saved, is_only
         return num_blocks <= self._pool.num_usable_blocks
 

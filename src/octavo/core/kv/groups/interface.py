@@ -33,7 +33,7 @@ class KVGroup(Protocol):
 
     @property
     def kind(self) -> KVGroupKind:
-        """Which positions tokens attend to."""
+        """The rule for the positions that tokens attend to."""
         ...
 
     @property
@@ -56,7 +56,10 @@ class KVGroup(Protocol):
         ...
 
     def id_of(self, block: Block) -> int | None:
-        """Return this group's block id for the positions of `block`, or None if evicted."""
+        """Return the id of this group's block with the positions of `block`, or None if that was evicted.
+
+        block: A block of the first group.
+        """
         ...
 
     def claim(
@@ -85,13 +88,13 @@ class KVGroup(Protocol):
     def can_reserve(self, num_blocks: int, num_saved: int, *, is_only: bool) -> bool:
         """Return True if `num_blocks` can be reserved in total.
 
-        num_saved: Number of further blocks that saves may pin.
+        num_saved: Number of unreserved blocks that saves may pin.
         is_only: True if no other request has a reservation.
         """
         ...
 
     def hold(self, claim: Claim) -> None:
-        """Hold a claim's found blocks."""
+        """Add a reference to each found block of a claim."""
         ...
 
     def renew(self, block: Block) -> None:

@@ -172,7 +172,10 @@ class TokenizedContent(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Parallel lists with an element for each token. An echoed prompt's first token has null."""
+    """Parallel lists with an element for each token.
+
+    For the first token of an echoed prompt, `token_logprobs` and `top_logprobs` have null.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
