@@ -124,9 +124,10 @@ class InputProcessor:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = False, least_output_tokens: int = 1
     ) -> list[int]:
-        """Return a text's token ids. Raises `RequestError`, and `PromptTooLongError` for far too long texts.
+        """Return a text's token ids.
 
-        is_prompt: True to allow at most `max_model_len` - `least_output_tokens` ids.
+        is_prompt: True to raise `PromptTooLongError` for more than `max_model_len` - `least_output_tokens` ids. Without
+        it, only a text that cannot have so few ids is refused, by its number of characters. Raises `RequestError`.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:

@@ -217,9 +217,9 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes. Another interpretation with equally few unescaped quotes makes the
-    text ambiguous. If the string has an odd number of inner quotes (escaped or not), an interpretation with more
-    unescaped quotes does, too.
+    At most one string may have unescaped quotes. The text is ambiguous if another interpretation has equally few of
+    them. If this string has an odd number of inner quotes (escaped or not), any other interpretation makes the text
+    ambiguous, even one with more unescaped quotes.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:

@@ -44,7 +44,7 @@ class ExpertTally:
         self._totals = np.frombuffer(self.tokens.counts, dtype=np.int64).reshape(shape)
 
     def begin(self, num_outputs: int) -> None:
-        """Begin a step. Without outputs, clear the counts, because skipped last layers would keep old ones."""
+        """Begin a step. Without outputs, the last layers are skipped, so clear the counts of the previous step."""
         if not num_outputs:
             self._starts.zero_()
 

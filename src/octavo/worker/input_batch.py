@@ -51,7 +51,7 @@ class ModelInputs:
 
     output_start    each request's first row of hidden states, then the total. A request has rows only for the tokens to
                     sample. With prompt logprobs or mean pooling, it has rows for all its tokens in this step
-    sampled         indices of the `requests` to sample: the step computes their last tokens
+    sampled         indices of the `requests` to sample, which are those whose last known token this step computes
     cu_num_logits   int32 [len(sampled) + 1], each sampled request's first row of logits, then the total
     sampled_rows    int64 [num_logits], rows in the worker's arrays
     num_known       int64 [num_logits], number of tokens before the one to choose

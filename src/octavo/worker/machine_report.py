@@ -106,8 +106,8 @@ class Check:
 class Report:
     """The results of an examination.
 
-    limits_each: the limits before the products, and the limits after them. limits: for each rate, the higher of both.
-    best_limits: the same for the best instruction set.
+    limits_each: the processor's limits, measured before the matrix products and again after them. limits: for each
+    rate, the higher of both. best_limits: like `limits`, with the best instruction set.
     """
 
     processor: str

@@ -48,7 +48,7 @@ def _slices(
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """A prompt's tokens and log probabilities by slice, being copied to the host."""
+    """For each slice of a prompt, its tokens and their log probabilities, which are being copied to the host."""
 
     request: RequestRow
     parts: list[tuple[list[int], LogprobRows]]

@@ -70,7 +70,7 @@ class HostBlockPool(ContentPool[int, HostBlock]):
 
         Content that is already in host memory becomes the most recently used.
 
-        groups: The KV groups whose content of this block is still on the device, and is copied.
+        groups: The KV groups to copy, which are those with content of this block on the device.
         """
         assert block.hash is not None
         assert block.name is not None

@@ -329,7 +329,8 @@ class ToolParser:
     def _broken_end(self, text: str, position: int) -> int:
         """Return the index at which a malformed call ends.
 
-        Another call before the closing marker belongs to the malformed call.
+        If another call begins before any closing marker, the malformed call includes it, and ends no earlier than the
+        first closing marker.
         """
         openers = [place for each in self._call_openers if (place := text.find(each)) >= 0]
         if not openers or not self._call_closers:

@@ -124,8 +124,8 @@ class Toolbox:
     def structure(self, content: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
         """Return the structured-output parameters of an answer, or None if the text is not constrained.
 
-        content: The client's parameters for an answer without calls. If tools may be called, raises `RequestError` for
-        a `content` other than JSON, and for a schema that the grammar cannot express.
+        content: The client's structure, which applies if the model answers without a call. If the request allows calls,
+        raises `RequestError` for a structure other than JSON, and for a schema that the grammar cannot express.
         """
         if self.format is None:
             return content

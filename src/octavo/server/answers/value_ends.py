@@ -170,8 +170,8 @@ class TagEnd:
     def _is_inner(self, text: str, place: int, *, is_over: bool) -> bool | None:
         """Return True if the marker at `place` belongs to a call that the value quotes.
 
-        This is true if quoted calls are open at `place`, and later markers close all quoted calls and then the call
-        with this value.
+        A value may contain whole calls as text. The marker is inner if such a quoted call is open at `place`, and
+        enough markers follow to close every quoted call and also the real call, whose argument is this value.
         """
         if not self._num_open:
             return False
@@ -318,12 +318,12 @@ class TagEnd:
         return (self._before + text[max(0, place - _MAX_MARK_CHARS) : place])[-_MAX_MARK_CHARS:]
 
     def _follow(self, text: str, place: int, *, is_over: bool) -> Literal["head", "argument", "end", ""] | None:
-        """Return the kind of the text after a closing tag.
+        """Return the kind of the text after a closing tag of the value.
 
         - "head": The beginning of a known argument, or an incomplete marker at the end of the answer. A known argument
           is in the schema and not yet in the call.
-        - "argument": The beginning of an unknown argument, or the same closing tag again.
-        - "end": The next closing marker: of the argument, the call or the section.
+        - "argument": The beginning of an unknown argument, or the value's closing tag again.
+        - "end": The closing marker of what contains the value: the argument, the call or the section.
         - "": Other text.
         - None: More text is needed.
         """
