@@ -126,8 +126,10 @@ class InputProcessor:
     ) -> list[int]:
         """Return a text's token ids.
 
-        is_prompt: True to raise `PromptTooLongError` for more than `max_model_len` - `least_output_tokens` ids. Without
-        it, only a text that cannot have so few ids is refused, by its number of characters. Raises `RequestError`.
+        is_prompt: If True, raises `PromptTooLongError` for more than `max_model_len` - `least_output_tokens` ids. If
+        False, raises it only if the text has so many characters that it must have more than `max_model_len` ids.
+
+        Also raises `RequestError`.
         """
         num_tokens = self.model_info.max_model_len
         if len(text) > _ORDINARY_CHARS * num_tokens:

@@ -217,9 +217,9 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes. The text is ambiguous if another interpretation has equally few of
-    them. If this string has an odd number of inner quotes (escaped or not), any other interpretation makes the text
-    ambiguous, even one with more unescaped quotes.
+    At most one string may have unescaped quotes. If the number of its inner quotes (escaped or not) is even, the text is
+    ambiguous if another interpretation has equally few unescaped quotes. If this number is odd, any other
+    interpretation makes the text ambiguous, even one with more unescaped quotes.
     """
 
     def __init__(self, text: str, ends: re.Pattern[str], known: frozenset[str] | None, breaks: list[int]) -> None:
