@@ -217,8 +217,8 @@ class _Reading:
 class _Search:
     """Finds the interpretation with the fewest unescaped quotes, by Dijkstra's algorithm.
 
-    At most one string may have unescaped quotes. If the number of its inner quotes (escaped or not) is even, the text is
-    ambiguous if another interpretation has equally few unescaped quotes. If this number is odd, any other
+    At most one string may have unescaped quotes. If the number of its inner quotes (escaped or not) is even, the text
+    is ambiguous if another interpretation has equally few unescaped quotes. If this number is odd, any other
     interpretation makes the text ambiguous, even one with more unescaped quotes.
     """
 
