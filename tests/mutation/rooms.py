@@ -125,7 +125,7 @@ ROOMS = (
     Room(
         "ranks",
         "octavo.ranks",
-        ("simulation/test_rank_messages.py", "ranks/test_messages.py"),
+        ("simulation/test_rank_messages.py", "ranks/test_step_messages.py"),
         ("messages.py", "following_runner.py"),
         whole_sweeps=True,
     ),
