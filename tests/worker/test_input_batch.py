@@ -130,6 +130,14 @@ def test_prepare_inputs_feeds_sampled_token_of_cached_request(batch):
     assert batch.prepare_inputs(scheduled).attention.slot_mapping.tolist() == [28]
 
 
+def test_sampled_tokens_are_appended_if_a_request_has_none(batch):
+    """Two tokens of one request and none of another one are as many as the requests."""
+    batch.update(make_output([new_data("a", [10], [0]), new_data("b", [20], [1])]))
+    batch.append_sampled({"a": [], "b": [21, 22]})
+    assert batch.known_tokens(batch.requests["a"]).tolist() == [10]
+    assert batch.known_tokens(batch.requests["b"]).tolist() == [20, 21, 22]
+
+
 def test_prepare_inputs_orders_longer_chunk_before_decode(batch):
     batch.update(make_output([new_data("a", [10, 11], [1])], counts={"a": 2}))
     scheduled = make_output(
