@@ -202,7 +202,7 @@ class InputBatch:
         counts = np.array(list(map(len, sampled_token_ids.values())), dtype=np.int64)
         token_ids = list(chain.from_iterable(sampled_token_ids.values()))
         first = self.num_tokens[rows]
-        if len(token_ids) == len(rows) and counts.all():
+        if len(token_ids) == len(rows) and all(sampled_token_ids.values()):
             self.token_ids[rows, first] = token_ids
         else:
             self.token_ids[np.repeat(rows, counts), _ranges(first, counts)] = token_ids
