@@ -122,7 +122,7 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """True when complete."""
+        """True if the output is complete."""
         return self.finish_reason is not None
 
 

@@ -265,7 +265,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def replace(self, **values: Any) -> SamplingParams:
-        """A changed copy."""
+        """Return a copy with some fields changed."""
         return replace(self, **values)
 
 

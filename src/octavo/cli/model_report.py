@@ -110,7 +110,7 @@ class _Folder:
 
 
 def report_on(path: Path, name: str) -> ModelReport:
-    """Report without details."""
+    """Report on a checkpoint without details."""
 
     def opened() -> _Described:
         return _open(path) if path.is_file() else _Folder(path)

@@ -46,7 +46,7 @@ class Workloads:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run's measurements."""
+    """Measurements of one run. Times count from its start."""
 
     wall_s: float
     first_token_s: float

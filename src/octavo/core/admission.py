@@ -160,7 +160,7 @@ class ReservationAdmission:
         return request.max_total_tokens, [group.num_reserved(num_blocks) for group in self._manager.groups]
 
     def num_reserved_tokens(self, request: Request) -> int:
-        """Return 0."""
+        """Return 0, because blocks are allocated step by step."""
         del request
         return 0
 

@@ -355,6 +355,6 @@ class FanOut:
         self._sinks = tuple(sinks)
 
     def emit(self, event: Event) -> None:
-        """Pass an event."""
+        """Pass an event to each sink."""
         for sink in self._sinks:
             sink.emit(event)

@@ -33,7 +33,7 @@ class RecentEvents:
 
     @property
     def first_kept(self) -> int:
-        """Oldest event's number."""
+        """The number of the oldest kept event."""
         return self.num_seen - len(self._events)
 
     def since(self, number: int) -> list[Event]:

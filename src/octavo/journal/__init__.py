@@ -1,1 +1,1 @@
-"""Recorded core calls."""
+"""Recordings of all calls into the core."""

@@ -29,7 +29,7 @@ PHASES = (ARRIVING, QUEUED, DEFERRED, LOADING, PROMPT, GENERATING, PREEMPTED)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A phase's interval."""
+    """A time span in one phase."""
 
     phase: str
     start: float
@@ -39,7 +39,7 @@ class Interval:
 
 @dataclass(slots=True)
 class Explanation:
-    """Phases and reasons."""
+    """A request's phases and their reasons."""
 
     request_id: str
     intervals: list[Interval] = field(default_factory=list)

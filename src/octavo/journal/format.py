@@ -77,7 +77,7 @@ REQUEST_DEFAULTS: dict[str, Any] = {
 
 
 class Pseudonyms:
-    """One sequence's pseudonyms."""
+    """Computes the pseudonyms of one sequence."""
 
     def __init__(self, key: bytes) -> None:
         self._hash = hashlib.blake2b(key=key, digest_size=4)
@@ -118,7 +118,7 @@ def decode_transfer(
 
 
 def checksum(scheduled: SchedulerOutput) -> int:
-    """Checksum a decision."""
+    """Return the checksum of a step's decision."""
     cached, counts, copies = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens, scheduled.copies
     seldom = (
         [(new.request_id, new.num_computed_tokens, new.block_ids) for new in scheduled.scheduled_new_reqs],

@@ -29,7 +29,7 @@ class RecordedConnector:
         self._answers: list[Answer] = []
 
     def take_answers(self) -> list[Answer]:
-        """Take the answers."""
+        """Return and forget the kept answers."""
         answers, self._answers = self._answers, []
         return answers
 

@@ -15,7 +15,7 @@ _FIRST_LANE = 100  # Perfetto shows thread 0 as the main thread, and also a thre
 
 
 def chrome_trace(replay: Replay) -> dict[str, Any]:
-    """Return a trace."""
+    """Return the content of a trace file."""
     stream = replay.log.events
     lives = intervals(stream, replay.end_time)
     starts = [life[0].start for life in lives.values() if life]

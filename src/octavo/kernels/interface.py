@@ -245,7 +245,10 @@ class Kernels(Protocol):
         ...
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, activation: Activation = "silu") -> Tensor:
-        """Return gate(linear(x)), with the same bits. The row stride may exceed the width."""
+        """Return activation(gate) * up. The halves of x @ weight.T + bias are gate and up.
+
+        The result has the same bits as gate(linear(x)). The result's row stride may exceed its width.
+        """
         ...
 
     def pack_groups(self, weights: Sequence[PackedLinear]) -> PackedGroups:

@@ -80,7 +80,7 @@ class PanelWeight:
         return cls(data, number, int4, cls.pad_bias(bias, out_features), out_features, in_features)
 
     def keep(self) -> KeptLinear:
-        """Return the argument of `restore`, without a copy."""
+        """Return the argument of `restore`, without a copy. The dtype is stored by name."""
         numbers: dict[str, int | str] = {
             "out_features": self.out_features,
             "in_features": self.in_features,
@@ -142,7 +142,7 @@ class Int4Format(NamedTuple):
 
     @classmethod
     def of(cls, weight: Int4Weight) -> Int4Format:
-        """Return a weight's format."""
+        """Return a weight's format. A group is at most one row."""
         group_size = min(weight.group_size, weight.shape[1])
         assert group_size % GROUP_MULTIPLE == 0 or group_size == weight.shape[1]
         return cls(group_size, weight.zeros is not None, weight.order is not None)

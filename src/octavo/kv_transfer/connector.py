@@ -161,7 +161,7 @@ class StoreConnector:
         self._direct.transfer_ordered(transfer)
 
     def transfer_ended(self, transfer: KVTransfer, num_blocks: int | None) -> None:
-        """See `KVConnector`."""
+        """Drop the lookup's result after an incomplete or direct load."""
         self._direct.transfer_ended(transfer)
         name, num_ordered = transfer.request_id, len(transfer.keys)
         if name is None:

@@ -1,4 +1,7 @@
-"""A store in a pool of Mooncake, to which engines on several machines lend memory."""
+"""A store in a pool of Mooncake, to which engines on several machines lend memory.
+
+Bytes from the pool are not trusted. Each read compares an object's key and checksum.
+"""
 
 from __future__ import annotations
 

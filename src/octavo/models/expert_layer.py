@@ -22,12 +22,13 @@ class Experts:
     """One layer's experts. starts: memory for `sort_by_expert`."""
 
     __slots__ = (
-        "choice_bias", "config", "down", "expert_scale", "gate_up", "kernels", "router", "shared_down", "shared_gate",
-        "shared_gate_up", "starts",
+        "choice_bias", "config", "down", "expert_borders", "expert_scale", "gate_up", "kernels", "own_experts",
+        "router", "shared_down", "shared_gate", "shared_gate_up", "starts",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext, config: ExpertsConfig, tensors: ExpertsTensors) -> None:
         self.config, self.kernels = config, context.kernels
+        self.expert_borders, self.own_experts = config.expert_borders, config.own_experts
         self.router = context.linear(tensors.router)
         self.choice_bias = None if tensors.choice_bias is None else context.vector(tensors.choice_bias)
         self.expert_scale = None if tensors.expert_scale is None else context.vector(tensors.expert_scale)
@@ -42,7 +43,7 @@ class Experts:
     @property
     def bytes_per_expert(self) -> int:
         """Mean bytes of an expert's packed weights."""
-        first, end = self.config.own_experts
+        first, end = self.own_experts
         return (self.gate_up.num_bytes + self.down.num_bytes) // (end - first)
 
     @property
@@ -68,7 +69,7 @@ class Experts:
         places = kernels.empty(num_tokens, num_chosen, like=integers)
         starts = kernels.empty(router.num_experts + 1, like=integers) if self.starts is None else self.starts
         sort_by_expert(kernels, ids, sources, places, starts)
-        expert_borders, (first, end) = self.config.expert_borders, self.config.own_experts
+        expert_borders, (first, end) = self.expert_borders, self.own_experts
         own = starts if expert_borders is None else starts[first : end + 1]
         gate_up = kernels.grouped_linear(hidden, self.gate_up, own, sources=sources)
         inner = kernels.gate(gate_up, self.config.activation)

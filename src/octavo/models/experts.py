@@ -51,7 +51,10 @@ class Router:
         return cls(num_experts=num_experts, num_chosen=num_chosen, least_sum=0.0 if normalizes else -1.0)
 
     def in_groups(self, config: ConfigFile) -> Router:
-        """Read DeepSeek's groups and scale. Raises `ModelError` if the chosen groups have too few experts."""
+        """Read DeepSeek's keys for the choice of groups of experts and for the scale of weights.
+
+        Raises `ModelError` if the chosen groups have too few experts.
+        """
         groups, chosen = config.count("n_group", 1), config.count("topk_group", 1)
         if self.num_experts % groups:
             raise config.error("n_group", f"must divide the number of experts, {self.num_experts}")

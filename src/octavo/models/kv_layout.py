@@ -169,7 +169,7 @@ class KVLayout:
 
     @property
     def window(self) -> int | None:
-        """The largest window, or None."""
+        """The largest window, or None if no layer has one."""
         read = (each.kind.most_positions for each in self.layers)
         return max((most for most in read if most is not None), default=None)
 

@@ -61,7 +61,7 @@ class LatentAttentionConfig:
 
     @classmethod
     def read(cls, config: ConfigFile, *, rope: RopeConfig, scale: float = 1.0) -> LatentAttentionConfig:
-        """Read sizes. scale: additional factor of scores."""
+        """Read the sizes. scale: multiplies the scores in addition to the usual factor."""
         nope_dim, rope_dim = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
         kv_rank = config.count("kv_lora_rank")
         if rope_dim % 2:

@@ -124,7 +124,10 @@ class ModelContext:
 
 
 class CausalLM:
-    """A decoder-only transformer: token ids -> hidden states -> logits."""
+    """A decoder-only transformer: token ids -> hidden states -> logits.
+
+    Rows may belong to any number of sequences, without padding.
+    """
 
     __slots__ = (
         "architecture", "dtype", "embed_tokens", "embedding_scale", "experts", "first_norm", "kernels", "last_writer",

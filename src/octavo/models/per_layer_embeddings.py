@@ -48,7 +48,7 @@ class PerLayerEmbeddings:
         return self.num_layers * self.width
 
     def tensors(self, hidden_size: int) -> InputsTensors:
-        """Declare common tensors."""
+        """Declare the tensors of all layers together."""
         return InputsTensors(
             table=Table("model.embed_tokens_per_layer", self.num_rows, self.total_width),
             projection=Linear((("model.per_layer_model_projection", self.total_width),), hidden_size),
@@ -64,7 +64,7 @@ class PerLayerEmbeddings:
         )
 
     def build(self, context: ModelContext, tensors: InputsTensors) -> LayerInputs:
-        """Build all layers' inputs."""
+        """Return the module that computes the inputs of all layers."""
         from octavo.models.per_layer_inputs import LayerInputs  # noqa: PLC0415
 
         return LayerInputs(context, self, tensors)

@@ -230,7 +230,8 @@ class _NormedHeads(Attention):
         assert self.q_norm is not None
         assert self.k_norm is not None
         assert self.v_norm is None
-        assert self.config.num_projections == len(("q", "k", "v"))
+        assert not self.config.is_shared
+        assert not self.config.values_are_keys
         config, share, kernels = self.config, self.config.share, cast("RanksKernels", self.kernels)
         borders = config.normed_borders
         sizes = [end - first for first, end in map(share.own, borders)]

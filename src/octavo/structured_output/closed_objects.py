@@ -30,7 +30,7 @@ MAX_MERGED = 50_000  # about 20 ms
 
 
 class MergeBudget:
-    """Limits merged parts."""
+    """Limits the number of merged parts."""
 
     def __init__(self) -> None:
         self._left = MAX_MERGED

@@ -49,7 +49,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """One lexeme."""
+    """A node that is one lexeme."""
 
     regex: str
 

@@ -1,4 +1,4 @@
-"""Refuses large schemas."""
+"""Refuses JSON schemas that are too large."""
 
 from __future__ import annotations
 

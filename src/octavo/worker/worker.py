@@ -187,7 +187,7 @@ class Worker:
     def start_kv_transfers(
         self, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
     ) -> KVMover:
-        """Start transfers after `allocate`; see `KVTransferThreads`."""
+        """Start transfers. report: called from any thread when a transfer ends."""
         self.runner.kv_mover = KVTransferThreads(self.kv_cache, store, report, num_threads=num_threads)
         return self.runner.kv_mover
 

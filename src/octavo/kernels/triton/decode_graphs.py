@@ -107,7 +107,7 @@ class DecodeGraphs:
         return hidden if batch.outputs is None else take_rows(hidden, batch.outputs.rows)
 
     def size_for(self, batch: AttentionBatch) -> Size | None:
-        """Return the size of a batch's graph, or None."""
+        """Return the size of the graph for a batch, or None. Of rows, only the total matters."""
         num_seqs, width = batch.block_tables.shape
         if width > self._inputs.table_width:
             return None

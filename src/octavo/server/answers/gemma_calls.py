@@ -121,7 +121,10 @@ class GemmaFormat(SectionFormat):
         return name + _written(arguments)
 
     def call_rules(self, functions: Sequence[Function]) -> str:
-        """See `SectionFormat`."""
+        """See `SectionFormat`.
+
+        An open schema without properties allows any object. Several types allow any value, unless all are scalar.
+        """
         quote = self._marker(QUOTE)
         is_token = not quote.startswith('"')
         text = f"TEXTS: /(.|\\n)*/ {FEW_BLANKS}" + (f" & ~/(.|\\n)*{pattern(QUOTE)}(.|\\n)*/" if is_token else "")

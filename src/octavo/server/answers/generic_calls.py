@@ -120,7 +120,10 @@ class _GenericParser(ToolParser):
 
 
 class GenericFormat(ToolFormat):
-    """An answer is `{"tool_call": {...}}`, `{"tool_calls": [...]}` or `{"response": "..."}`."""
+    """An answer is `{"tool_call": {...}}`, `{"tool_calls": [...]}` or `{"response": "..."}`.
+
+    `tool_calls` is allowed only if the client allows several calls.
+    """
 
     name = "generic"
     markers = ()

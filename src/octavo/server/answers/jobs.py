@@ -124,5 +124,5 @@ def line(data: Any) -> bytes:
 
 
 def json_response(reply: Any) -> Response:
-    """Encode a JSON response."""
+    """Return a JSON response. Encodes on the event loop."""
     return Response(encoder.encode(reply), media_type="application/json")

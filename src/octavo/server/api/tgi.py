@@ -53,7 +53,7 @@ _CLIENT_NAMES = {
 
 
 class Grammar(BaseModel):
-    """A JSON schema or a regular expression."""
+    """The structure of the answer, a JSON schema or a regular expression."""
 
     model_config = ConfigDict(strict=True)
 

@@ -65,7 +65,7 @@ _WHOLE = {"min_tokens", "num_ctx", "num_predict", "repeat_last_n", "seed", "top_
 
 
 class Options(SamplingControls):
-    """Sampling options with Ollama's names or vLLM's names."""
+    """Sampling options with Ollama's names or vLLM's names. Options for loading a model are ignored."""
 
     num_predict: Annotated[int, within("max_tokens", 0, -1, -2)] | None = None
     stop: Annotated[str | Strings, Shown(types.StopText | list[types.StopText])] | None = None

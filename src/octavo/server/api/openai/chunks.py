@@ -44,7 +44,10 @@ class OpenAIReply(Generic[Choice, Chunk]):
         self._job = job
 
     def update(self, update: ChoiceUpdate, usage: Usage | None) -> bytes:
-        """Return the chunks of an update. usage: Token counts for each chunk, or None."""
+        """Return the chunks of an update. usage: token counts for each chunk, or None.
+
+        A choice's last chunk has the finish reason, so a client may stop reading there.
+        """
         choices = [self._grown(update)]
         if update.completion.finished:
             choices.append(self._ended(update))

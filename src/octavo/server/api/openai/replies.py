@@ -166,7 +166,7 @@ class TokenPiece(Struct):
 
 
 class TokenizedContent(Struct):
-    """POST /tokenize with `content`."""
+    """The answer to POST /tokenize with `content`, as in llama.cpp's server."""
 
     tokens: list[int | TokenPiece]
 

@@ -84,7 +84,7 @@ class OtherNames(BaseModel):
 
 
 class Aliased(BaseModel):
-    """Requests with aliases."""
+    """Base of requests with field aliases."""
 
     aliases: ClassVar[dict[str, As]]
     _sent_as: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -105,7 +105,7 @@ class Aliased(BaseModel):
 
 
 class TruncationFields(BaseModel):
-    """vLLM's truncation fields."""
+    """vLLM's fields that truncate a prompt."""
 
     truncate_prompt_tokens: Annotated[int, Shown(Annotated[int, Field(ge=1)] | Literal[-1])] | None = None
     truncation_side: Literal["left", "right"] | None = None

@@ -30,7 +30,7 @@ class TokenPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Offset after the token."""
+        """The offset of the first character after the token."""
         return self.offset + self.num_chars
 
 
