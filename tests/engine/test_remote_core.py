@@ -17,6 +17,7 @@ import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -31,7 +32,14 @@ from octavo.config import CacheConfig, EngineConfig
 from octavo.engine import core_life, ipc, remote_core
 from octavo.engine.async_llm import AsyncEngine
 from octavo.engine.health import Health, Patience
-from octavo.errors import ConfigError, EngineDeadError, EngineRestartingError, QueueFullError, RequestError
+from octavo.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineRestartingError,
+    ModelError,
+    QueueFullError,
+    RequestError,
+)
 from octavo.sampling_params import RequestOutputKind, SamplingParams
 from octavo.startup.launch import launch_engine
 
@@ -771,3 +779,20 @@ def test_s2_s3_process_opens_no_port_and_gets_no_secret(shared):
     assert not process.net_connections(kind="inet")
     assert "very-secret" not in str(process.environ())
     assert "very-secret" not in str(process.cmdline())
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_told"),
+    [(EngineDeadError("rank 1 failed", rank=1), True), (ModelError("/secret/path is missing"), False)],
+)
+def test_clients_read_which_rank_failed_and_nothing_of_other_failures(failure, is_told):
+    core, lost = remote_core.RemoteCore(["true"], EngineConfig()), []
+    core.on_lost(lost.append)
+    core._poller = SimpleNamespace(unregister=lambda _socket: None)
+    core._was_ready = True
+    core._life = SimpleNamespace(news=None, end=lambda: None, process=None, failure=failure, ready_at=time.monotonic())
+    core._die("ended with status 1")
+    core.shutdown()
+    assert (str(failure) in str(lost[0])) is is_told
+    assert core.rank_failures == ({1: 1} if is_told else {})
+    assert core.num_restarts == 1
