@@ -65,7 +65,14 @@ def alone(checkpoint):
 
 
 def engine_over(
-    make_store, checkpoint, schedule=SCHEDULES[0], dtype="bfloat16", sink=None, stores=None, **scheduler_options
+    make_store,
+    checkpoint,
+    schedule=SCHEDULES[0],
+    dtype="bfloat16",
+    sink=None,
+    stores=None,
+    num_ranks=1,
+    **scheduler_options,
 ):
     return LLMEngine(
         ModelConfig(model=str(checkpoint), **precision(dtype), skip_tokenizer_init=True, max_model_len=512),
@@ -87,7 +94,7 @@ def engine_over(
                 **scheduler_options,
             },
         ),
-        device_config=DeviceConfig(device="cpu"),
+        device_config=DeviceConfig(device="cpu", tensor_parallel_size=num_ranks, rank_timeout_s=60.0),
         kv_store=make_store,
         kv_transfer_config=stores,
         sink=sink,

@@ -141,7 +141,7 @@ def build_core(
         keys = cache_keys(config, info, dtype, identity, fingerprint)
         direct = _create_direct(config, info.stored_block_bytes, keys)
         capacity = _capacity(info, scheduler_config, speculative_config, config, direct, keys, fingerprint)
-        part_bytes = info.block_bytes if info.bounded_groups else None
+        part_bytes = info.stored_part_bytes if info.bounded_groups else None
         store = create_store(config.kv_transfer, info.stored_block_bytes, kv_store, direct, part_bytes)
         executor = _make_executor(config, info, worker, store)
         connector, recorded = _connect(config, store, executor, direct, [spec.kind for spec in info.bounded_groups])
@@ -215,8 +215,6 @@ def _start_ranks(
     is_compiled = importlib.util.find_spec("octavo._kernels") is not None
     if resolve_device(device.device).type != "cpu" or device.kernels not in {"auto", "cpu"} or not is_compiled:
         raise ConfigError("tensor_parallel_size above 1 needs the compiled CPU kernels: choose device cpu, kernels cpu")
-    if has_store or config.kv_transfer.role != "both":
-        raise ConfigError("tensor_parallel_size above 1 does not work with KV stores or prefill/decode hand-over yet")
     if draft is not None and draft.shares_kv:
         raise ConfigError("tensor_parallel_size above 1 does not work with drafts from the model's own layers yet")
     served.architecture.split(Share(0, count, device.enable_expert_parallel))  # raises if it cannot be divided
@@ -224,7 +222,7 @@ def _start_ranks(
 
     if config.model.model is not None:  # a hub id may refer to other files later
         config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
-    return Leader(config, served.architecture, dtype)
+    return Leader(config, served.architecture, dtype, shares_kv=has_store or config.kv_transfer.role != "both")
 
 
 def _create_direct(

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from mooncake_master import needs_mooncake
 from pairs import add_decode, add_prefill, decode
+from rank_threads import RankThread
 from test_exactness import make_requests, needs_kernels
 from test_kv_stores import DTYPES, NUM_TRIED, SCHEDULES, alone, checkpoint, count, engine_over, settle
 
@@ -20,6 +21,7 @@ from octavo.data import events
 from octavo.data.events import EventLog
 from octavo.data.request_options import RequestOptions
 from octavo.engine.async_llm import AsyncEngine
+from octavo.ranks import leader
 from octavo.startup.launch import launch_engine
 
 __all__ = ["alone", "checkpoint"]  # fixtures
@@ -113,6 +115,17 @@ def test_prefill_decode_pair_gives_tokens_of_single_engine(pairs, alone, schedul
         most = [min(length // size * size, length - 1) for length in lengths]
         assert num_found == [length if length >= MIN_TOKENS else 0 for length in most]
         assert pair.receiver.stats().num_errors == 0
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_prefill_decode_pair_of_ranks_gives_tokens_of_one_process(pairs, alone, schedule, dtype, monkeypatch):
+    monkeypatch.setattr(leader, "start_process", RankThread)
+    pair = pairs(schedule, dtype, num_ranks=2)
+    told, _ = pair.ask(make_requests()[:NUM_TRIED])
+    assert told == alone(dtype)
+    assert count(pair.log, events.KVLoadEnded, outcome="done") >= 4
 
 
 def test_blocks_arrive_during_prefill(pairs, checkpoint):

@@ -138,7 +138,6 @@ def test_rank_that_ends_while_it_starts_is_reported(checkpoint, monkeypatch):
         ({"num_ranks": 5}, "does not suit a model with 4 query heads and 2 heads"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend ray is not supported yet: choose mp"),
         ({"kernels": "reference"}, "needs the compiled CPU kernels"),
-        ({"kv_disk_dir": "/tmp/octavo-of-ranks"}, "does not work with KV stores"),
         ({"rank_timeout_s": -1.0}, "rank_timeout_s must be a number of 0 or more"),
         ({"rank_timeout_s": 0.0}, "rank_timeout_s must be at least 0.1"),
     ],

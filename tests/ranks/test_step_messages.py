@@ -29,15 +29,15 @@ def received(message):
 
 def test_launch_keeps_configuration_with_paths():
     config = EngineConfig(model=ModelConfig(model="/some/model"), device=DeviceConfig(tensor_parallel_size=3))
-    launch = messages.Launch(config, 2, 3, 11, "bfloat16", 4, [8, 9], "1.2.3", 30, "json")
+    launch = messages.Launch(config, 2, 3, 11, 12, "bfloat16", 4, [8, 9], "1.2.3", 30, "json")
     assert sent(launch) == launch
-    assert sent(messages.Launch(EngineConfig(record=Path("/j")), 1, 2, 3, "x", 1, [], "", 0, "")).config.record == Path(
-        "/j"
-    )
+    assert sent(
+        messages.Launch(EngineConfig(record=Path("/j")), 1, 2, 3, None, "x", 1, [], "", 0, "")
+    ).config.record == Path("/j")
 
 
 def test_answers_of_ranks_arrive_as_sent():
-    for message in (messages.Loaded("kernels", "model"), messages.Failed("why"), messages.Ready()):
+    for message in (messages.Loaded("kernels", "model"), messages.Failed("why"), messages.Ready("weights")):
         assert received(message) == message
     allocate = messages.Allocate([4, 5], 6, "int8", 7, 8)
     assert sent(allocate) == allocate
@@ -84,8 +84,13 @@ def test_step_keeps_pooling(pooling):
 def test_messages_cannot_be_changed():
     scheduled = SchedulerOutput(1, [NEW], CachedRequestData([], [[]], []), {"r1": 1}, 1)
     step = messages.Step.of(1, scheduled, {})
-    others = [messages.Loaded("", ""), messages.Failed(""), messages.Ready(), messages.Allocate([], 0, "", 0, 0)]
-    launch = messages.Launch(EngineConfig(), 1, 2, 3, "", 1, [], "", 0, "")
+    others = [
+        messages.Loaded("", ""),
+        messages.Failed(""),
+        messages.Ready("weights"),
+        messages.Allocate([], 0, "", 0, 0),
+    ]
+    launch = messages.Launch(EngineConfig(), 1, 2, 3, None, "", 1, [], "", 0, "")
     for message in (step, step.new[0], launch, *others):
         name = next(iter(message.__struct_fields__), "anything")
         with pytest.raises(AttributeError):

@@ -74,7 +74,7 @@ class RankedWorker(HashWorker):
         )
         self._rank = _Rank(batch)
         parts: Any = self._rank, self._rank, self._rank, batch
-        self._runner = FollowingRunner(*parts)
+        self._runner = FollowingRunner(*parts, lambda _: None)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Do one step on both ranks. Raises `RankFailedError` if rank 1 noticed a fault."""

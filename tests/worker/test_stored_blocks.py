@@ -143,7 +143,9 @@ class Moved:
         self.steps, self.cache, self.ended = LateQueue(), make_cache((FULL, FULL)), queue.SimpleQueue()
         monkeypatch.setattr(stored_blocks, "mark_steps", lambda _: self.steps.mark())
         self.store = MemoryStore(GlobalKVPool(1000), "a", self.cache.stored_block_bytes)
-        self.threads = KVTransferThreads(self.cache, TieredStore([self.store]), self.ended.put, num_threads=1)
+        self.threads = KVTransferThreads(
+            StoredBlocks(self.cache), TieredStore([self.store]), self.ended.put, num_threads=1
+        )
         self.blocks = self.cache.groups[0].blocks.view(torch.uint8)
         self.number = 0
 
@@ -152,7 +154,9 @@ class Moved:
         self.send(kv_transfers=[KVTransfer(self.number, direction, keys, [block_ids])])
 
     def send(self, **orders):
-        self.threads.begin(SchedulerOutput(1, [], CachedRequestData.make_empty(), {}, 0, **orders))
+        scheduled = SchedulerOutput(1, [], CachedRequestData.make_empty(), {}, 0, **orders)
+        self.threads.cancel(scheduled)
+        self.threads.begin(scheduled)
 
     def move(self, *order):
         self.begin(*order)
@@ -247,7 +251,7 @@ def test_buffers_of_loads_and_saves_have_own_streams(monkeypatch):
     monkeypatch.setattr(stored_blocks, "create_copy_stream", lambda _: streams.append(LateStream()) or streams[-1])
     cache = make_cache()
     store = MemoryStore(GlobalKVPool(1000), "a", cache.stored_block_bytes)
-    KVTransferThreads(cache, TieredStore([store]), print, num_threads=3).shutdown()
+    KVTransferThreads(StoredBlocks(cache), TieredStore([store]), print, num_threads=3).shutdown()
     assert len(streams) == 4
 
 

@@ -18,6 +18,7 @@ from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker import stored_blocks, transfer_threads
 from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.stored_blocks import StoredBlocks
 from octavo.worker.transfer_threads import KVTransferThreads
 
 NUM_BLOCKS = 48
@@ -41,15 +42,17 @@ class Moved:
         self.bytes = self.cache.groups[0].blocks.view(torch.uint8).view(num_blocks + 3, -1)
         self.store = make_store(self.cache.block_bytes)
         self.ended = queue.SimpleQueue()
-        self.threads = KVTransferThreads(self.cache, TieredStore([self.store]), self.ended.put, num_threads=num_threads)
+        self.threads = KVTransferThreads(
+            StoredBlocks(self.cache), TieredStore([self.store]), self.ended.put, num_threads=num_threads
+        )
         self.num_orders = 0
 
     def begin(self, *orders, cancels=()):
-        self.threads.begin(
-            SchedulerOutput(
-                1, [], CachedRequestData.make_empty(), {}, 0, kv_transfers=list(orders), kv_cancels=list(cancels)
-            )
+        scheduled = SchedulerOutput(
+            1, [], CachedRequestData.make_empty(), {}, 0, kv_transfers=list(orders), kv_cancels=list(cancels)
         )
+        self.threads.cancel(scheduled)
+        self.threads.begin(scheduled)
 
     def order(self, direction, keys, block_ids):
         self.num_orders += 1

@@ -19,6 +19,7 @@ from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.kv_layout import KVLayout, KVShape
 from octavo.worker import stored_blocks, transfer_threads
 from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.stored_blocks import StoredBlocks
 from octavo.worker.transfer_threads import KVTransferThreads
 
 LOAD, SAVE = TransferDirection.LOAD, TransferDirection.SAVE
@@ -43,7 +44,9 @@ class Moved:
         )
         self.pool, self.ended = GlobalKVPool(1000), queue.SimpleQueue()
         self.store = MemoryStore(self.pool, "a", self.cache.stored_block_bytes)
-        self.threads = KVTransferThreads(self.cache, TieredStore([self.store]), self.ended.put, num_threads=1)
+        self.threads = KVTransferThreads(
+            StoredBlocks(self.cache), TieredStore([self.store]), self.ended.put, num_threads=1
+        )
         self.clear()
 
     def clear(self):

@@ -12,10 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupInfo:
-    """A KV group, and the size of one block in bytes."""
+    """A KV group.
+
+    block_bytes: bytes of a block on all ranks together. stored_bytes: bytes of a block in stores.
+    """
 
     spec: KVGroupSpec
     block_bytes: int
+    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +64,13 @@ class WorkerInfo:
 
     @property
     def stored_block_bytes(self) -> int:
-        """Bytes of a host or store block, which has all groups."""
-        return sum(group.block_bytes for group in self.kv_groups)
+        """Bytes of a block in stores, which has all groups."""
+        return sum(group.stored_bytes for group in self.kv_groups)
+
+    @property
+    def stored_part_bytes(self) -> int:
+        """Bytes of the first group's part of a block in stores."""
+        return self.kv_groups[0].stored_bytes
 
     @property
     def kv_cache_summary(self) -> str:

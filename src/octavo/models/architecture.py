@@ -86,6 +86,13 @@ class Architecture:
             raise ConfigError("enable_expert_parallel needs a mixture of experts, but this model has no experts")
         return replace(self, layers=tuple(split_layer(layer, share) for layer in self.layers), share=share, whole=self)
 
+    @property
+    def ranks(self) -> list[Architecture]:
+        """The shares of all ranks. An undivided model is its only share."""
+        if self.whole is None or self.share is None:
+            return [self]
+        return [self.whole.split(replace(self.share, rank=rank)) for rank in range(self.share.count)]
+
     def tensors(self) -> ModelTensors:
         """Declare all tensors."""
         wholes = [Linear(((name, self.vocab_size),), self.hidden_size) for name in (_EMBEDDING, _HEAD)]
@@ -102,7 +109,8 @@ class Architecture:
 
     def within(self, max_model_len: int) -> Architecture:
         """See `RopeConfig.within`."""
-        return replace(self, layers=tuple(layer.within(max_model_len) for layer in self.layers))
+        whole = None if self.whole is None else self.whole.within(max_model_len)
+        return replace(self, layers=tuple(layer.within(max_model_len) for layer in self.layers), whole=whole)
 
     @property
     def attentions(self) -> list[AttentionConfig | LatentAttentionConfig]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from octavo.data.kv_groups import FullAttention, SlidingWindow
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from torch import Tensor
 
     from octavo.data.kv_groups import KVGroupKind
@@ -44,6 +46,14 @@ class CacheSpec(Protocol):
         """Return the layer's views [num_blocks, ...] of `part` [num_blocks, block_bytes / bytes per number]."""
         ...
 
+    def match(self, own: Any, whole_spec: Any, whole: Any) -> tuple[Any, Any]:
+        """Return views of equal shapes: of `own`, and of the same part of `whole`.
+
+        own: this layer's bytes [..., block_bytes] on one rank, numpy or torch. whole_spec, whole: the undivided layer,
+        and its bytes. Writes to a view change its source.
+        """
+        ...
+
     def obstacle(self, dtype: str) -> str | None:
         """Return a problem with this dtype as the end of a sentence, or None."""
         ...
@@ -51,12 +61,13 @@ class CacheSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Keys and values of a layer. window: see `AttentionConfig`."""
+    """Keys and values of a layer. window: see `AttentionConfig`. first_head: this rank's first head in the model."""
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
     shared_layer: int | None = None
+    first_head: int = 0
 
     @property
     def kind(self) -> KVGroupKind:
@@ -80,6 +91,13 @@ class KVShape:
         heads = part.view(num_blocks, 2, num_heads, part.shape[1] // (2 * num_heads))
         rows = heads[..., : block_size * self.head_dim].view(num_blocks, 2, num_heads, block_size, self.head_dim)
         return rows[:, 0], rows[:, 1]
+
+    def match(self, own: Any, whole_spec: KVShape, whole: Any) -> tuple[Any, Any]:
+        """See `CacheSpec`."""
+        num_heads, first = self.num_kv_heads, self.first_head
+        own_heads = own.reshape(*own.shape[:-1], 2, num_heads, own.shape[-1] // (2 * num_heads))
+        heads = whole.reshape(*whole.shape[:-1], 2, whole_spec.num_kv_heads, own_heads.shape[-1])
+        return own_heads, heads[..., first : first + num_heads, :]
 
     def obstacle(self, dtype: str) -> str | None:
         """See `CacheSpec`."""
@@ -117,6 +135,11 @@ class LatentShape:
         """Return rows [num_blocks, 1, block_size, rank + rope_dim]."""
         rows = part[:, : block_size * self.width]
         return (rows.view(len(rows), 1, block_size, self.width),)
+
+    def match(self, own: Any, whole_spec: LatentShape, whole: Any) -> tuple[Any, Any]:
+        """See `CacheSpec`. Each rank stores all latents."""
+        assert self == whole_spec
+        return own, whole
 
     def obstacle(self, dtype: str) -> str | None:
         """See `CacheSpec`."""
@@ -183,6 +206,17 @@ class KVLayout:
         return tuple(
             sum(self.layers[index].block_bytes(block_size, dtype) for index in group.layers) for group in self.kv_groups
         )
+
+    def columns(self, block_size: int, dtype: str) -> dict[int, slice]:
+        """Return each layer's bytes within a block of its group. Layers without own KV have none."""
+        columns = {}
+        for group in self.kv_groups:
+            start = 0
+            for index in group.layers:
+                end = start + self.layers[index].block_bytes(block_size, dtype)
+                columns[index] = slice(start, end)
+                start = end
+        return columns
 
     def bytes_per_token(self, dtype: str) -> int:
         """Return a token's bytes inside all windows."""

@@ -16,6 +16,7 @@ from octavo.models.attention import Attention, AttentionConfig, AttentionTensors
 from octavo.models.declared import Linear, VectorPart
 from octavo.models.experts import ExpertsConfig, ExpertsTensors
 from octavo.models.gated_mlp import GatedMLPConfig, GatedMLPTensors
+from octavo.models.kv_layout import KVShape
 from octavo.models.latent_attention import LatentAttentionConfig, LatentAttentionTensors
 
 if TYPE_CHECKING:
@@ -206,6 +207,12 @@ class SplitAttention(AttentionConfig):
             o=share.rows(whole.o, inputs=inputs),
             sinks=sinks,
         )
+
+    @property
+    def cache_spec(self) -> KVShape:
+        """See `TokenMixerConfig`."""
+        _, kv = self.share.heads(self.whole.num_heads, self.whole.num_kv_heads)
+        return KVShape(self.num_kv_heads, self.head_dim, self.window, self.shared_layer, kv[self.share.rank][0])
 
     @property
     def normed_borders(self) -> tuple[Borders, Borders]:

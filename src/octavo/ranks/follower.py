@@ -17,8 +17,10 @@ from octavo.models.loader import load_model, open_packed_cache
 from octavo.models.split import Share
 from octavo.ranks import channel, messages
 from octavo.ranks.following_runner import FollowingRunner
+from octavo.ranks.shared_kv import SharedKV
 from octavo.runtime import logs
 from octavo.startup.launch import ServedModel
+from octavo.worker.fingerprint import weights_checksum
 from octavo.worker.forward_pass import ForwardPass
 from octavo.worker.input_batch import InputBatch
 from octavo.worker.kv_cache import PagedKVCache
@@ -49,11 +51,11 @@ def serve(end: socket.socket, launch: messages.Launch) -> None:
     timeout_s = launch.config.device.rank_timeout_s
     group = RankGroup(launch.memory, launch.rank, launch.count, timeout_s, launch.cores)
     try:
-        runner = _prepare(end, launch, group)
+        runner, weights = _prepare(end, launch, group)
     except OctavoError as error:
         channel.send(end, messages.encode(messages.Failed(str(error))))
         return
-    channel.send(end, messages.encode(messages.Ready()))
+    channel.send(end, messages.encode(messages.Ready(weights)))
     with torch.inference_mode():
         while True:
             step = messages.decode_to_rank(channel.receive(end))
@@ -69,7 +71,7 @@ def serve(end: socket.socket, launch: messages.Launch) -> None:
                 return
 
 
-def _prepare(end: socket.socket, launch: messages.Launch, group: RankGroup) -> FollowingRunner:
+def _prepare(end: socket.socket, launch: messages.Launch, group: RankGroup) -> tuple[FollowingRunner, str]:
     if launch.version != __version__:
         raise ConfigError(f"rank {launch.rank} is octavo {__version__}, but rank 0 is {launch.version}: restart")
     config, model_config = launch.config, launch.config.model
@@ -91,20 +93,30 @@ def _prepare(end: socket.socket, launch: messages.Launch, group: RankGroup) -> F
     channel.send(end, messages.encode(messages.Loaded(kernels.identity, messages.model_digest(served.architecture))))
     sizes = messages.decode_to_rank(channel.receive(end))
     assert isinstance(sizes, messages.Allocate)
-    return _allocate(model, kernels, sizes, block_size=config.cache.block_size, max_model_len=served.max_model_len)
+    memory = launch.kv_memory
+    runner = _allocate(model, kernels, sizes, memory, config.cache.block_size, served.max_model_len)
+    return runner, weights_checksum(model, launch.num_threads)
 
 
 def _allocate(
-    model: CausalLM, kernels: Kernels, sizes: messages.Allocate, *, block_size: int, max_model_len: int
+    model: CausalLM,
+    kernels: Kernels,
+    sizes: messages.Allocate,
+    kv_memory: int | None,
+    block_size: int,
+    max_model_len: int,
 ) -> FollowingRunner:
+    layout, shared = model.architecture.kv_layout, None
+    if kv_memory is not None:
+        shared = SharedKV.of(kv_memory, layout, sizes.num_blocks, block_size, sizes.kv_dtype)
     cache = PagedKVCache(
-        model.architecture.kv_layout,
+        layout,
         num_blocks=sizes.num_blocks,
         block_size=block_size,
         dtype=getattr(torch, sizes.kv_dtype),
         device=_CPU,
         num_host_blocks=sizes.num_host_blocks,
-        allocate=kernels.allocate,
+        allocate=kernels.allocate if shared is None else shared.allocate,
     )
     batch = InputBatch(
         max_num_seqs=sizes.max_num_seqs,
@@ -114,4 +126,8 @@ def _allocate(
         num_position_dims=model.architecture.num_position_dims,
     )
     forward = ForwardPass(model, kernels, cache, sizes.max_num_batched_tokens)
-    return FollowingRunner(model, cache, forward, batch)
+    return FollowingRunner(model, cache, forward, batch, _note_nothing if shared is None else shared.note_copied)
+
+
+def _note_nothing(_num_steps: int) -> None:
+    pass

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from octavo.worker.prompt_scores import slices_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from octavo.models.layers import CausalLM
     from octavo.ranks import messages
     from octavo.worker.forward_pass import ForwardPass
@@ -15,10 +17,21 @@ if TYPE_CHECKING:
 
 
 class FollowingRunner:
-    """Computes a rank's share of steps. Rank 0 samples the tokens."""
+    """Computes a rank's share of steps. Rank 0 samples the tokens.
 
-    def __init__(self, model: CausalLM, cache: PagedKVCache, forward: ForwardPass, batch: InputBatch) -> None:
+    note_copied: called with a step's number after its block copies.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: PagedKVCache,
+        forward: ForwardPass,
+        batch: InputBatch,
+        note_copied: Callable[[int], None],
+    ) -> None:
         self._model, self._cache, self._pass, self._batch = model, cache, forward, batch
+        self._note_copied = note_copied
         self._num_steps = 0
 
     def compute(self, step: messages.Step) -> None:
@@ -29,6 +42,7 @@ class FollowingRunner:
         scheduled, batch = step.to_scheduled(), self._batch
         batch.append_sampled(step.sampled)
         self._cache.copy(scheduled.copies)
+        self._note_copied(step.number)
         batch.update(scheduled)
         if not scheduled.num_scheduled_tokens:
             return

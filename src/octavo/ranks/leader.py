@@ -19,13 +19,17 @@ from octavo.kernels.machine import cores_of_rank, default_num_threads
 from octavo.kernels.ranked import RankGroup, create_shared_memory
 from octavo.models.split import Share
 from octavo.ranks import channel, messages
+from octavo.ranks.shared_kv import BlocksOfRanks, SharedKV, create_kv_memory
 from octavo.runtime import logs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from octavo.config import EngineConfig
     from octavo.data.scheduler_output import SchedulerOutput
     from octavo.data.worker_info import WorkerInfo
     from octavo.models.architecture import Architecture
+    from octavo.worker.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
 _STANDARD_ERROR = 2
@@ -37,15 +41,18 @@ class Leader:
     """Rank 0's connection to the other ranks.
 
     group, share: rank 0's. num_threads: of each rank. After a rank has ended or hangs, steps raise `EngineDeadError`.
-    Raises `ConfigError` if a process cannot be started, and `ModelError` if it ends immediately.
+    shares_kv: True if rank 0 transfers all ranks' KV. Raises `ConfigError` if a process cannot be started, and
+    `ModelError` if it ends immediately.
     """
 
-    def __init__(self, config: EngineConfig, architecture: Architecture, dtype: str) -> None:
+    def __init__(self, config: EngineConfig, architecture: Architecture, dtype: str, *, shares_kv: bool) -> None:
         count = config.device.tensor_parallel_size
         self.share = Share(0, count, config.device.enable_expert_parallel)
         self.num_threads = max(1, (config.device.num_threads or default_num_threads()) // count)
+        self._kv_memory: list[int] = []
         try:
             memory = create_shared_memory()
+            self._kv_memory += (create_kv_memory() for _ in range(1, count) if shares_kv)
         except OSError as error:
             raise ConfigError(f"the system gives ranks no shared memory: {error.strerror}") from None
         self.group = RankGroup(memory, 0, count, config.device.rank_timeout_s, cores_of_rank(0, count))
@@ -54,10 +61,11 @@ class Leader:
         self._why = ""
         self._sampled: dict[str, list[int]] = {}
         self._num_steps = 0
+        self.weights_of_ranks: list[str] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ends: list[socket.socket] = []
         self._is_over = threading.Event()
-        self._finalizer = weakref.finalize(self, _end, self._processes, self._ends, self._is_over)
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._ends, self._kv_memory, self._is_over)
         try:
             for rank in range(1, count):
                 self._start(rank, config, memory, dtype)
@@ -69,9 +77,10 @@ class Leader:
 
     def _start(self, rank: int, config: EngineConfig, memory: int, dtype: str) -> None:
         own, other = socket.socketpair()
+        kv_memory = self._kv_memory[rank - 1] if self._kv_memory else None
         with other:
             try:
-                process = start_process(other, memory)
+                process = start_process(other, [memory] if kv_memory is None else [memory, kv_memory])
             except OSError as error:
                 own.close()
                 raise ConfigError(f"rank {rank} cannot be started: {error.strerror}") from None
@@ -82,6 +91,7 @@ class Leader:
             rank,
             self.share.count,
             memory,
+            kv_memory,
             dtype,
             self.num_threads,
             cores_of_rank(rank, self.share.count),
@@ -121,8 +131,19 @@ class Leader:
         )
         self._send(messages.encode(order))
         for rank in range(1, self.share.count):
-            self._receive(rank)
+            if isinstance(ready := self._receive(rank), messages.Ready):
+                self.weights_of_ranks.append(ready.weights)
             self._ends[rank - 1].settimeout(self._timeout_s)
+
+    def blocks_of_ranks(self, architecture: Architecture, kv_cache: PagedKVCache) -> BlocksOfRanks:
+        """See `StepLeader`. Call it after `allocate`, and only if `shares_kv` is True."""
+        num_blocks = [group.num_blocks for group in kv_cache.groups]
+        size = kv_cache.block_size, kv_cache.dtype_name
+        others = [
+            SharedKV.of(memory, rank.kv_layout, num_blocks, *size)
+            for memory, rank in zip(self._kv_memory, architecture.ranks[1:], strict=True)
+        ]
+        return BlocksOfRanks(architecture, kv_cache, others, lambda: self._num_steps, self._end_of_steps)
 
     def announce(self, scheduled: SchedulerOutput) -> None:
         """Send a step to all ranks. Call it before rank 0 computes the step. Raises `EngineDeadError`."""
@@ -151,6 +172,9 @@ class Leader:
         if rank is None:
             return None
         return EngineDeadError(f"{self._why or f'rank {rank} failed'}; the engine needs a restart", rank=rank)
+
+    def _end_of_steps(self) -> EngineDeadError | None:
+        return self.failure() or (EngineDeadError("the ranks have ended") if self._is_over.is_set() else None)
 
     def _fail(self, rank: int, why: str) -> None:
         self._why = self._why or why
@@ -185,13 +209,13 @@ def _ended(rank: int) -> ModelError:
     return ModelError(f"the process of rank {rank} ended while it started; see its log lines")
 
 
-def start_process(end: socket.socket, memory: int) -> subprocess.Popen[bytes]:
-    """Start a rank that inherits its end of the socket pair and the shared memory. Raises `OSError`."""
+def start_process(end: socket.socket, memory: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a rank that inherits its end of the socket pair and the descriptors of shared memory. Raises `OSError`."""
     return subprocess.Popen(  # noqa: S603 - not from users
         [sys.executable, "-P", "-m", "octavo.ranks.main", str(end.fileno())],
         stdin=subprocess.DEVNULL,
         stdout=_STANDARD_ERROR,
-        pass_fds=(end.fileno(), memory),
+        pass_fds=(end.fileno(), *memory),
     )
 
 
@@ -202,8 +226,15 @@ def _watch(leader: weakref.ref[Leader], process: subprocess.Popen[bytes], rank: 
         found._fail(rank, f"the process of rank {rank} ended with status {status}")  # noqa: SLF001
 
 
-def _end(processes: list[subprocess.Popen[bytes]], ends: list[socket.socket], is_over: threading.Event) -> None:
+def _end(
+    processes: list[subprocess.Popen[bytes]],
+    ends: list[socket.socket],
+    kv_memory: list[int],
+    is_over: threading.Event,
+) -> None:
     is_over.set()
+    while kv_memory:
+        os.close(kv_memory.pop())
     for process in processes:
         process.kill()
     for end in ends:

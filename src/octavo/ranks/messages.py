@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """Starts a rank. memory: the inherited descriptor of `RankGroup`. cores: for the rank. version: of octavo."""
+    """Starts a rank. memory, kv_memory: inherited descriptors, for `RankGroup` and `SharedKV`. cores: for the rank.
+
+    kv_memory: None if rank 0 transfers no KV. version: of octavo.
+    """
 
     config: EngineConfig
     rank: int
     count: int
     memory: int
+    kv_memory: int | None
     dtype: str
     num_threads: int
     cores: list[int]
@@ -57,7 +61,9 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank waits for steps."""
+    """A rank waits for steps. weights: checksum."""
+
+    weights: str
 
 
 class NewSequence(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from octavo.models.rope import find_wrong_row, first_rows, make_query_scale
 from octavo.worker.warm_up import fixed_prompt_logits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -25,19 +25,35 @@ if TYPE_CHECKING:
 _FIRST_ROWS = 256  # of rotary tables; equal for all model lengths
 
 
-def take_fingerprint(runner: ModelRunner, num_prompt_tokens: int, num_threads: int) -> EngineFingerprint:
-    """Return the fingerprint. Requires compiled CPU kernels, because their results are equal in every start."""
+def take_fingerprint(
+    runner: ModelRunner, num_prompt_tokens: int, num_threads: int, weights_of_ranks: Sequence[str] = ()
+) -> EngineFingerprint:
+    """Return the fingerprint. Requires compiled CPU kernels, because their results are equal in every start.
+
+    weights_of_ranks: `weights_checksum` of all ranks except rank 0.
+    """
     kernels, model = runner.kernels, runner.model
     draft = None if runner.draft_runner is None else runner.draft_runner.forward_pass.model
     return EngineFingerprint(
         kernels=kernels.identity,
         num_threads=num_threads,
-        weights=digest(_weights(model), num_threads),
+        weights=_joined([weights_checksum(model, num_threads), *weights_of_ranks]),
         tables=digest(_tables(model), num_threads),
         first_rows=digest(_first_rows(model)),
         logits=digest([_canonical(fixed_prompt_logits(runner, num_prompt_tokens))]),
         draft="" if draft is None else digest([*_weights(draft), *_tables(draft)], num_threads),
     )
+
+
+def weights_checksum(model: CausalLM, num_threads: int) -> str:
+    """Return a checksum of all packed weights and norms."""
+    return digest(_weights(model), num_threads)
+
+
+def _joined(checksums: Sequence[str]) -> str:
+    if len(checksums) == 1:
+        return checksums[0]
+    return digest([torch.frombuffer(bytearray("".join(checksums), "ascii"), dtype=torch.uint8)])
 
 
 def _weights(model: CausalLM) -> Iterator[Tensor]:

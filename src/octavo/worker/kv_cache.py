@@ -78,21 +78,18 @@ class PagedKVCache:
         allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.block_size, self.device, self.num_host_blocks = block_size, device, num_host_blocks
-        kind = str(dtype).removeprefix("torch.")
+        self.dtype_name = kind = str(dtype).removeprefix("torch.")
         self.groups: list[GroupMemory] = []
         self._layers: dict[int, tuple[Tensor, ...]] = {}
-        each_bytes = layout.block_bytes(block_size, kind)
+        each_bytes, columns = layout.block_bytes(block_size, kind), layout.columns(block_size, kind)
         for group, count, block_bytes in zip(layout.kv_groups, num_blocks, each_bytes, strict=True):
             assert count > 0
             blocks = _reserve(count + num_scratch_blocks, block_bytes, dtype=dtype, device=device, allocate=allocate)
             host_blocks = _reserve_host(num_host_blocks, block_bytes, dtype=dtype, device=device)
             self.groups.append(GroupMemory(group.kind, count, blocks, host_blocks))
-            start = 0
             for number in group.layers:
-                spec = layout.layers[number]
-                end = start + spec.block_bytes(block_size, kind) // dtype.itemsize
-                self._layers[number] = spec.views(blocks[:, start:end], block_size)
-                start = end
+                start, end = (each // dtype.itemsize for each in (columns[number].start, columns[number].stop))
+                self._layers[number] = layout.layers[number].views(blocks[:, start:end], block_size)
         for number, spec in enumerate(layout.layers):
             if spec.shared_layer is not None:
                 self._layers[number] = self._layers[spec.shared_layer]

@@ -149,6 +149,8 @@ class ModelRunner:
 
     def _launch(self, scheduled: SchedulerOutput) -> LaunchedStep:
         self.copies.begin()
+        if scheduled.kv_cancels:
+            self.kv_mover.cancel(scheduled)  # before other ranks, which start now, write the blocks
         if self._leader is not None:
             self._leader.announce(scheduled)
         if self._newest is not None:
@@ -180,7 +182,7 @@ class ModelRunner:
             step.is_awaited = True
 
     def _follow(self, scheduled: SchedulerOutput) -> None:
-        if scheduled.kv_transfers or scheduled.kv_cancels:
+        if scheduled.kv_transfers:
             self.kv_mover.begin(scheduled)  # after the copies, which may read blocks that a load writes
         if scheduled.finished_req_ids:
             self.drafting.finish(scheduled.finished_req_ids)

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from octavo.data.worker_info import WorkerInfo
     from octavo.errors import EngineDeadError
     from octavo.kernels.ranked import RankGroup
+    from octavo.models.architecture import Architecture
+    from octavo.worker.kv_cache import PagedKVCache
+    from octavo.worker.stored_blocks import TransferredBlocks
 
 
 class StepLeader(Protocol):
@@ -23,6 +26,15 @@ class StepLeader(Protocol):
 
     def allocate(self, info: WorkerInfo) -> None:
         """Have all ranks allocate KV."""
+        ...
+
+    def blocks_of_ranks(self, architecture: Architecture, kv_cache: PagedKVCache) -> TransferredBlocks:
+        """Return the blocks of all ranks. architecture, kv_cache: rank 0's."""
+        ...
+
+    @property
+    def weights_of_ranks(self) -> list[str]:
+        """Checksums of the other ranks' weights, after `allocate`."""
         ...
 
     def announce(self, scheduled: SchedulerOutput) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from octavo.worker.pinned_memory import pinned_memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from octavo.worker.host_copies import Mark
@@ -124,8 +125,30 @@ class _Part:
     columns: slice
 
 
+class TransferredBlocks(Protocol):
+    """The KV cache's blocks, as transfers see them.
+
+    block_bytes: bytes of a stored block, with all KV groups and all heads. part_bytes: of its first group.
+    """
+
+    block_bytes: int
+    part_bytes: int
+
+    def make_buffer(self, num_blocks: int) -> PieceBuffer:
+        """Allocate a buffer."""
+        ...
+
+    def mark(self) -> Mark:
+        """Return a mark after all enqueued steps and the newest step's block copies."""
+        ...
+
+    def need_all(self, block_ids: list[list[int]]) -> list[bool]:
+        """Return, for each block, whether the content of all KV groups is needed, not only the first group's."""
+        ...
+
+
 class StoredBlocks:
-    """A KV cache's blocks as stores keep them: all KV groups together."""
+    """The `TransferredBlocks` of one process."""
 
     def __init__(self, kv_cache: PagedKVCache) -> None:
         self.block_bytes, self.part_bytes = kv_cache.stored_block_bytes, kv_cache.block_bytes
@@ -138,29 +161,44 @@ class StoredBlocks:
             start = end
 
     def make_buffer(self, num_blocks: int) -> PieceBuffer:
-        """Allocate a buffer."""
+        """See `TransferredBlocks`."""
         stream = create_copy_stream(self._device)
         if stream is None:
-            return HostBuffer(self._parts, self.block_bytes, num_blocks)
+            rows = np.empty((num_blocks, self.block_bytes), np.uint8)
+            parts = [
+                HostPart(group, part.blocks.numpy(), rows[:, part.columns]) for group, part in enumerate(self._parts)
+            ]
+            return HostBuffer(rows, parts)
         buffer = StagedBuffer(self._parts, self.block_bytes, num_blocks, stream, self._device)
         stream.wait(self.mark())  # the buffer may reuse memory of running steps
         return buffer
 
     def mark(self) -> Mark:
-        """Mark all enqueued steps."""
+        """See `TransferredBlocks`."""
         return mark_steps(self._device)
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
-        """Return, for each block, whether the content of all KV groups is needed, not only the first group's."""
+        """See `TransferredBlocks`."""
         return need_parts(block_ids) if len(self._parts) > 1 else [True] * len(block_ids[0])
 
 
-class HostBuffer:
-    """The `PieceBuffer` of a CPU."""
+class HostPart(NamedTuple):
+    """A part of a KV group's blocks [num_blocks, ...], and of a buffer's rows [num_rows, ...], of equal shapes.
 
-    def __init__(self, parts: Sequence[_Part], block_bytes: int, num_blocks: int) -> None:
-        self._rows = np.empty((num_blocks, block_bytes), np.uint8)
-        self._parts = [(part.blocks.numpy(), self._rows[:, part.columns]) for part in parts]
+    is_repeated: True if an earlier part has the same content, so that only writes need this one.
+    """
+
+    group: int
+    blocks: NDArray[np.uint8]
+    rows: NDArray[np.uint8]
+    is_repeated: bool = False
+
+
+class HostBuffer:
+    """The `PieceBuffer` of a CPU. rows: a block each."""
+
+    def __init__(self, rows: NDArray[np.uint8], parts: Sequence[HostPart]) -> None:
+        self._rows, self._parts = rows, parts
 
     def views(self, count: int) -> list[memoryview]:
         """See `PieceBuffer`."""
@@ -168,17 +206,19 @@ class HostBuffer:
 
     def write(self, block_ids: list[list[int]], after: Mark) -> None:
         """See `PieceBuffer`."""
-        del after
-        for (blocks, rows), ids in zip(self._parts, block_ids, strict=True):
-            for row, block_id in enumerate(ids):
+        after.synchronize()
+        for group, blocks, rows, _ in self._parts:
+            for row, block_id in enumerate(block_ids[group]):
                 if block_id != NO_BLOCK:
                     np.copyto(blocks[block_id], rows[row])
 
     def read(self, block_ids: list[list[int]], after: Mark) -> None:
         """See `PieceBuffer`."""
-        del after
-        for (blocks, rows), ids in zip(self._parts, block_ids, strict=True):
-            for row, block_id in enumerate(ids):
+        after.synchronize()
+        for group, blocks, rows, is_repeated in self._parts:
+            if is_repeated:
+                continue
+            for row, block_id in enumerate(block_ids[group]):
                 if block_id != NO_BLOCK:
                     np.copyto(rows[row], blocks[block_id])
 

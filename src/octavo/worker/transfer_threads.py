@@ -1,7 +1,7 @@
 """Threads that move bytes between a store and the KV cache while steps run.
 
 A load writes blocks after the store has returned their bytes. A save reads blocks before it calls the store. Writes and
-reads hold the transfer's lock, and check for a cancel first, so a cancelled transfer touches no block after `begin`
+reads hold the transfer's lock, and check for a cancel first, so a cancelled transfer touches no block after `cancel`
 returns.
 """
 
@@ -20,7 +20,6 @@ from octavo.kv_transfer import group_parts
 from octavo.kv_transfer.guard import HANGS_AFTER_S
 from octavo.kv_transfer.tiers import TierTally
 from octavo.runtime.daemon_threads import DaemonThreads
-from octavo.worker.stored_blocks import StoredBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from octavo.data.scheduler_output import KVTransfer, SchedulerOutput
     from octavo.kv_transfer.tiers import TieredStore
     from octavo.worker.host_copies import Mark
-    from octavo.worker.kv_cache import PagedKVCache
-    from octavo.worker.stored_blocks import PieceBuffer
+    from octavo.worker.stored_blocks import PieceBuffer, TransferredBlocks
 
 logger = logging.getLogger(__name__)
 _PIECE_BYTES = 8 << 20  # a cancel waits for one piece; a larger save becomes several files
@@ -39,8 +37,12 @@ _SHUTDOWN_S = 2.0
 class KVMover(Protocol):
     """Moves KV between store and cache."""
 
+    def cancel(self, scheduled: SchedulerOutput) -> None:
+        """Cancel transfers for a step. Call this before anything in the step changes a block."""
+        ...
+
     def begin(self, scheduled: SchedulerOutput) -> None:
-        """Start and cancel a step's transfers. Call this after the step's block copies and before its computation."""
+        """Start a step's transfers. Call this after the step's block copies and before its computation."""
         ...
 
     def shutdown(self) -> None:
@@ -50,6 +52,9 @@ class KVMover(Protocol):
 
 class NoKVMover:
     """Moves nothing."""
+
+    def cancel(self, scheduled: SchedulerOutput) -> None:
+        """Do nothing."""
 
     def begin(self, scheduled: SchedulerOutput) -> None:
         """Do nothing."""
@@ -78,9 +83,14 @@ class KVTransferThreads:
     """
 
     def __init__(
-        self, kv_cache: PagedKVCache, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
+        self,
+        blocks: TransferredBlocks,
+        store: TieredStore,
+        report: Callable[[EndedTransfer], None],
+        *,
+        num_threads: int,
     ) -> None:
-        self._blocks = StoredBlocks(kv_cache)
+        self._blocks = blocks
         assert store.block_bytes == self._blocks.block_bytes, "the KV store has another block size"
         self._store = store
         self._report = report
@@ -104,7 +114,7 @@ class KVTransferThreads:
         """Number of running transfers."""
         return len(self._moving)
 
-    def begin(self, scheduled: SchedulerOutput) -> None:
+    def cancel(self, scheduled: SchedulerOutput) -> None:
         """See `KVMover`."""
         for transfer_id in scheduled.kv_cancels:
             with self._lock:
@@ -112,8 +122,9 @@ class KVTransferThreads:
             if moving is not None:
                 with moving.lock:
                     moving.is_cancelled = True
-        if not scheduled.kv_transfers:
-            return
+
+    def begin(self, scheduled: SchedulerOutput) -> None:
+        """See `KVMover`."""
         begun = self._blocks.mark()
         for order in scheduled.kv_transfers:
             moving = _Moving(order, begun)

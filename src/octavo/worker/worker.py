@@ -35,6 +35,7 @@ from octavo.worker.memory import (
 )
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.prefault import Prefault
+from octavo.worker.stored_blocks import StoredBlocks
 from octavo.worker.transfer_threads import KVTransferThreads
 from octavo.worker.verification import create_verification
 from octavo.worker.warm_up import warm_up
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from octavo.worker.kv_plan import KVSize
     from octavo.worker.launched_step import LaunchedStep
     from octavo.worker.step_leader import StepLeader
+    from octavo.worker.stored_blocks import TransferredBlocks
     from octavo.worker.transfer_threads import KVMover
 
 logger = logging.getLogger(__name__)
@@ -159,8 +161,8 @@ class Worker:
         Lowers max_num_batched_tokens if a step would take too much memory. Raises `ConfigError` if memory is too small.
         """
         architecture = self.model.architecture
-        of_block = block_bytes(architecture, self.cache_config.block_size, self.kv_dtype)
-        self._store_bytes = self._store_bytes_of(of_block)
+        of_block = block_bytes(architecture.whole or architecture, self.cache_config.block_size, self.kv_dtype)
+        self._store_bytes = -(-self._store_bytes_of(of_block) // self._num_ranks)
         is_cpu = self.device.type == "cpu"
         self._store_bytes_on_device = self._store_bytes if is_cpu else self._staging_bytes_of(of_block)
         self._decodes = self._plan_decodes(
@@ -188,7 +190,10 @@ class Worker:
         self, store: TieredStore, report: Callable[[EndedTransfer], None], *, num_threads: int
     ) -> KVMover:
         """Start transfers. report: called from any thread when a transfer ends."""
-        self.runner.kv_mover = KVTransferThreads(self.kv_cache, store, report, num_threads=num_threads)
+        blocks: TransferredBlocks = StoredBlocks(self.kv_cache)
+        if self._leader is not None:
+            blocks = self._leader.blocks_of_ranks(self.model.architecture, self.kv_cache)
+        self.runner.kv_mover = KVTransferThreads(blocks, store, report, num_threads=num_threads)
         return self.runner.kv_mover
 
     def _plan_decodes(self, model: CausalLM, *, num_rows: list[int], max_model_len: int) -> DecodePlan | None:
@@ -203,11 +208,18 @@ class Worker:
         )
 
     def _describe(self, size: KVSize, num_host_blocks: int) -> WorkerInfo:
-        layout, block_size, draft = self.model.architecture.kv_layout, self.cache_config.block_size, self.draft
-        each_bytes = layout.block_bytes(block_size, self.kv_dtype)
+        architecture, block_size, draft = self.model.architecture, self.cache_config.block_size, self.draft
+        layout, whole = architecture.kv_layout, (architecture.whole or architecture).kv_layout
+        of_ranks = [rank.kv_layout.block_bytes(block_size, self.kv_dtype) for rank in architecture.ranks]
         groups = [
-            KVGroupInfo(KVGroupSpec(group.kind, num_blocks), block_bytes)
-            for group, num_blocks, block_bytes in zip(layout.kv_groups, size.blocks_of_groups, each_bytes, strict=True)
+            KVGroupInfo(KVGroupSpec(group.kind, num_blocks), sum(of_group), stored_bytes)
+            for group, num_blocks, stored_bytes, *of_group in zip(
+                layout.kv_groups,
+                size.blocks_of_groups,
+                whole.block_bytes(block_size, self.kv_dtype),
+                *of_ranks,
+                strict=True,
+            )
         ]
         num_scratch_blocks = self._num_scratch_blocks if draft is not None and draft.checkpoint.shares_kv else 0
         num_tokens = min(size.blocks_of_groups) * block_size
@@ -245,7 +257,9 @@ class Worker:
             self._on_device(partial(check_tables, model))
         if not isinstance(kernels, CpuKernels):
             return EngineFingerprint(kernels.identity, torch.get_num_threads())
-        return self._on_device(lambda: take_fingerprint(self.runner, self.info.num_warm_up_tokens, kernels.num_threads))
+        others = [] if self._leader is None else self._leader.weights_of_ranks
+        num_tokens = self.info.num_warm_up_tokens
+        return self._on_device(lambda: take_fingerprint(self.runner, num_tokens, kernels.num_threads, others))
 
     def _decide_num_blocks(self) -> tuple[KVSize, int]:
         architecture = self.model.architecture

@@ -7,17 +7,20 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from octavo.ranks import channel, follower, messages
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Sequence
 
 
 class RankThread:
     """Looks like the process of a rank."""
 
-    def __init__(self, end: socket.socket, memory: int) -> None:
-        self._end, self._memory = end.dup(), os.dup(memory)
+    def __init__(self, end: socket.socket, memory: Sequence[int]) -> None:
+        self._end, self._memory = end.dup(), [*map(os.dup, memory)]
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -25,7 +28,9 @@ class RankThread:
         with self._end, contextlib.suppress(channel.ClosedError):
             launch = messages.decode_to_rank(channel.receive(self._end))
             if isinstance(launch, messages.Launch):
-                follower.serve(self._end, messages.msgspec.structs.replace(launch, memory=self._memory))
+                memory, *kv_memory = self._memory
+                kv_memory = kv_memory[0] if kv_memory else None
+                follower.serve(self._end, msgspec.structs.replace(launch, memory=memory, kv_memory=kv_memory))
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the thread's end, which follows from the closed socket."""
