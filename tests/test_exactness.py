@@ -14,7 +14,15 @@ import torch
 from alone_and_crowd import has_swapped
 from kernels_available import COMPILED, INSTRUCTION_SETS, kv_precision, precision
 
-from octavo import CacheConfig, DeviceConfig, LLMEngine, ModelConfig, SamplingParams, SchedulerConfig
+from octavo import (
+    CacheConfig,
+    DeviceConfig,
+    LLMEngine,
+    ModelConfig,
+    SamplingParams,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from octavo.config import kernels_required
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.worker.input_batch import InputBatch
@@ -45,6 +53,7 @@ class Schedule:
     swap_space_bytes: int = 0
     options: tuple[tuple[str, object], ...] = ()
     device: tuple[tuple[str, object], ...] = ()
+    method: str = "auto"  # of speculation
 
 
 FEW_BLOCKS = {"block_size": 2, "num_blocks": 160, "budget": 64}
@@ -141,6 +150,7 @@ def make_engine(checkpoint, dtype: str, schedule: Schedule, kernels: str, isa: s
         device_config=DeviceConfig(
             device="cpu", kernels=kernels, isa=isa, num_threads=schedule.num_threads, **dict(schedule.device)
         ),
+        speculative_config=SpeculativeConfig(method=schedule.method),
     )
 
 

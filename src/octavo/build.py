@@ -177,6 +177,8 @@ def _make_worker(
     has_store: bool,
 ) -> Worker:
     model_config = config.model
+    if leader is not None and draft is not None and draft.shares_kv:
+        draft = replace(draft, architecture=draft.architecture.split(leader.share))
     return Worker(
         served.checkpoint.weights,
         served.architecture if leader is None else served.architecture.split(leader.share),
@@ -215,14 +217,14 @@ def _start_ranks(
     is_compiled = importlib.util.find_spec("octavo._kernels") is not None
     if resolve_device(device.device).type != "cpu" or device.kernels not in {"auto", "cpu"} or not is_compiled:
         raise ConfigError("tensor_parallel_size above 1 needs the compiled CPU kernels: choose device cpu, kernels cpu")
-    if draft is not None and draft.shares_kv:
-        raise ConfigError("tensor_parallel_size above 1 does not work with drafts from the model's own layers yet")
     served.architecture.split(Share(0, count, device.enable_expert_parallel))  # raises if it cannot be divided
     from octavo.ranks.leader import Leader  # noqa: PLC0415
 
     if config.model.model is not None:  # a hub id may refer to other files later
         config = replace(config, model=replace(config.model, model=str(served.checkpoint.path)))
-    return Leader(config, served.architecture, dtype, shares_kv=has_store or config.kv_transfer.role != "both")
+    own_draft = draft.quantization if draft is not None and draft.shares_kv else None
+    shares_kv = has_store or config.kv_transfer.role != "both"
+    return Leader(config, served.architecture, dtype, own_draft, shares_kv=shares_kv)
 
 
 def _create_direct(

@@ -29,17 +29,17 @@ def received(message):
 
 def test_launch_keeps_configuration_with_paths():
     config = EngineConfig(model=ModelConfig(model="/some/model"), device=DeviceConfig(tensor_parallel_size=3))
-    launch = messages.Launch(config, 2, 3, 11, 12, "bfloat16", 4, [8, 9], "1.2.3", 30, "json")
+    launch = messages.Launch(config, 2, 3, 11, 12, "bfloat16", "int4", 4, [8, 9], "1.2.3", 30, "json")
     assert sent(launch) == launch
     assert sent(
-        messages.Launch(EngineConfig(record=Path("/j")), 1, 2, 3, None, "x", 1, [], "", 0, "")
+        messages.Launch(EngineConfig(record=Path("/j")), 1, 2, 3, None, "x", None, 1, [], "", 0, "")
     ).config.record == Path("/j")
 
 
 def test_answers_of_ranks_arrive_as_sent():
-    for message in (messages.Loaded("kernels", "model"), messages.Failed("why"), messages.Ready("weights")):
+    for message in (messages.Loaded("kernels", "model"), messages.Failed("why"), messages.Ready("weights", "draft")):
         assert received(message) == message
-    allocate = messages.Allocate([4, 5], 6, "int8", 7, 8)
+    allocate = messages.Allocate([4, 5], 6, "int8", 7, 8, 2)
     assert sent(allocate) == allocate
 
 
@@ -87,10 +87,10 @@ def test_messages_cannot_be_changed():
     others = [
         messages.Loaded("", ""),
         messages.Failed(""),
-        messages.Ready("weights"),
-        messages.Allocate([], 0, "", 0, 0),
+        messages.Ready("weights", "draft"),
+        messages.Allocate([], 0, "", 0, 0, 0),
     ]
-    launch = messages.Launch(EngineConfig(), 1, 2, 3, None, "", 1, [], "", 0, "")
+    launch = messages.Launch(EngineConfig(), 1, 2, 3, None, "", None, 1, [], "", 0, "")
     for message in (step, step.new[0], launch, *others):
         name = next(iter(message.__struct_fields__), "anything")
         with pytest.raises(AttributeError):

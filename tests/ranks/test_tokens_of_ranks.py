@@ -267,3 +267,67 @@ def test_drafts_of_ranks_do_not_change_tokens(tmp_path):
             assert llm.llm_engine.core.metrics.stats.drafts.num_draft_tokens > 0
         llm.llm_engine.shutdown()
     assert found[0][0].outputs[0].token_ids == found[1][0].outputs[0].token_ids
+
+
+@pytest.mark.turn(2)
+@pytest.mark.parametrize(
+    ("family", "options", "of_ranks"),
+    [
+        ("Qwen3ForCausalLM", {}, {}),
+        ("Qwen3ForCausalLM", {"kv_cache_dtype": "int8", "quantization": "int8"}, {}),
+        ("Gemma3ForCausalLM", {}, {}),
+        ("DeepseekV3ForCausalLM", {}, {}),
+        ("Qwen3MoeForCausalLM", {}, {"enable_expert_parallel": True}),
+    ],
+)
+def test_ranks_draft_with_the_quantized_model_as_one_process_does(family, options, of_ranks, tmp_path):
+    path = write_checkpoint(tmp_path / "model", tiny_config(family, vocab_size=500), std=0.1)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    params = [SamplingParams(max_tokens=24, temperature=temperature, seed=3) for temperature in (0.0, 0.7, 0.0, 1.0)]
+    found, proposed = [], []
+    for count in (1, 2, 4):
+        llm = LLM(
+            str(path), tensor_parallel_size=count, skip_tokenizer_init=True, max_model_len=160, max_num_seqs=3,
+            block_size=4, kv_cache_memory_bytes=8 << 20, num_threads=1, dtype="bfloat16", rank_timeout_s=60.0,
+            speculative_config={"method": "quantized", "num_speculative_tokens": 5}, packed_cache_bytes=0,
+            **options | (of_ranks if count > 1 else {}),
+        )  # fmt: skip
+        proposed.append(watch_drafts(llm))
+        found.append([each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)])
+        llm.llm_engine.shutdown()
+    assert found[1:] == [found[0]] * 2
+    expected = proposed[0]
+    for drafts in proposed[1:]:
+        both = [text for text in drafts if text in expected]  # how many tokens are drafted depends on measured times
+        assert sum(min(len(drafts[text]), len(expected[text])) for text in both) > 20
+        for text in both:
+            most = min(len(drafts[text]), len(expected[text]))
+            assert drafts[text][:most] == expected[text][:most]
+
+
+def watch_drafts(llm):
+    """Return a dictionary that gets the drafts after each text."""
+    proposer, drafts = llm.llm_engine.core.executor.worker.runner.drafting.proposer, {}
+    propose = proposer.propose
+
+    def record(tasks):
+        texts = [tuple(task.token_ids.tolist()) for task in tasks]
+        result = propose(tasks)
+        drafts.update(zip(texts, result, strict=True))
+        return result
+
+    proposer.propose = record
+    return drafts
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_that_draft_give_equal_tokens_with_chunks_swaps_and_preemptions(count, tmp_path):
+    path = write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", vocab_size=1500), std=0.1)
+    alone = make_engine(path, "bfloat16", Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu")
+    expected = answers(alone, make_requests()[:18])
+    device = (("tensor_parallel_size", count), ("rank_timeout_s", 60.0))
+    schedule = replace(EVERYWHERE, device=device, method="quantized")
+    engine = make_engine(path, "bfloat16", schedule, "cpu")
+    check(engine, schedule, expected)
+    engine.shutdown()

@@ -11,6 +11,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from octavo.ranks import messages
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 FAULTS = ("lost", "doubled", "one step late", "with another number")
 _MAX_MODEL_LEN = 4000
+_NUM_SCRATCH_BLOCKS, _MOST_DRAFTS, _DRAFT_RATE = 3, 3, 0.5
 _FAULT_RATE = 0.05  # of each message, until the fault has happened once
 
 
@@ -62,7 +64,7 @@ class RankedWorker(HashWorker):
         super().__init__(num_blocks, config.block_size, config.num_host_blocks, config.kinds)
         self._fault, self._rng = config.message_fault, random.Random(seed + "messages")
         self._has_fault = False
-        self._num_steps = self._num_passes = 0
+        self._num_messages = self._num_passes = 0
         self._sampled: dict[str, list[int]] = {}
         self._scored: dict[str, int] = {}  # number of prompt tokens of requests with log probabilities of the prompt
         self._late: list[bytes] = []
@@ -71,30 +73,25 @@ class RankedWorker(HashWorker):
             max_model_len=_MAX_MODEL_LEN,
             block_size=config.block_size,
             num_groups=len(num_blocks),
+            num_scratch_blocks=_NUM_SCRATCH_BLOCKS,
         )
         self._rank = _Rank(batch)
-        parts: Any = self._rank, self._rank, self._rank, batch
-        self._runner = FollowingRunner(*parts, lambda _: None)
+        self._drafter = _Drafter(batch)
+        self._num_drafts = _MOST_DRAFTS if config.postpone_rate == 0 else 0
+        count = config.max_num_seqs * _NUM_SCRATCH_BLOCKS
+        scratch = [size + np.arange(count, dtype=np.int32).reshape(-1, _NUM_SCRATCH_BLOCKS) for size in num_blocks]
+        parts: Any = self._rank, batch, lambda _: None, self._drafter, scratch
+        self._runner = FollowingRunner(*parts)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelOutput:
         """Do one step on both ranks. Raises `RankFailedError` if rank 1 noticed a fault."""
-        self._num_steps += 1
-        step = messages.Step.of(self._num_steps, scheduled, self._sampled)
+        self._num_messages += 1
+        step = messages.Step.of(self._num_messages, scheduled, self._sampled)
         for data in scheduled.scheduled_new_reqs:
             self._scored.pop(data.request_id, None)
             if data.sampling_params.prompt_logprobs is not None:
                 self._scored[data.request_id] = data.num_prompt_tokens
-        received = self._delivered(messages.encode(step))
-        try:
-            for message in received:
-                self._runner.compute(_decoded(message))
-        except ValueError as error:
-            if self._has_fault:
-                raise RankFailedError from error
-            raise SimulationError(f"rank 1 refuses a message that is right: {error}") from error
-        is_faulty = self._has_fault and not received
-        if self._has_fault and not is_faulty:
-            raise SimulationError(f"rank 1 computed a step after a message was {self._fault}")
+        is_faulty = not self._arrives(step)
         if not is_faulty and self._rank.copies != [scheduled.copies]:
             raise SimulationError(f"rank 1 copied {self._rank.copies} instead of {scheduled.copies}")
         self._rank.copies.clear()
@@ -105,7 +102,52 @@ class RankedWorker(HashWorker):
                 raise SimulationError(f"rank 1 did {self._rank.num_passes} passes, and rank 0 {self._num_passes}")
             self._compare(scheduled, result.sampled_token_ids)
         self._sampled = {request_id: list(tokens) for request_id, tokens in result.sampled_token_ids.items()}
+        if not self._has_fault and self._rng.random() < _DRAFT_RATE:
+            self._draft([name for name in self._sampled if name in self._rank.batch.requests])
         return result
+
+    def _draft(self, names: list[str]) -> None:
+        """Send passes of a draft model, as for a random part of the requests. Each pass adds a guess."""
+        guesses: dict[str, list[int]] = {name: [] for name in names if self._rng.random() < 0.7}
+        for _ in range(self._rng.randint(0, self._num_drafts) if guesses else 0):
+            places = {name: len(self.rows[name].tokens) - 1 + len(found) for name, found in guesses.items()}
+            tokens = [(self.rows[name].tokens + found)[places[name]] for name, found in guesses.items()]
+            self._num_messages += 1
+            draft = messages.Draft(self._num_messages, [*guesses], tokens, [*places.values()], self._sampled)
+            if not self._arrives(draft):
+                return
+            self._sampled = {}
+            self._compare_drafts(places, tokens)
+            for found in guesses.values():
+                found.append(self._rng.randrange(1000))
+
+    def _compare_drafts(self, places: dict[str, int], tokens: list[int]) -> None:
+        attention = self._drafter.attention
+        for index, (name, position) in enumerate(places.items()):
+            scratch = self._rank.batch.requests[name].row * _NUM_SCRATCH_BLOCKS
+            expected = [tokens[index], position + 1]
+            found = [int(self._drafter.token_ids[index]), int(attention.seq_lens[index])]
+            for group, table in enumerate(self.rows[name].tables):
+                with_scratch = [*table, *(len(self.memory[group]) + scratch + i for i in range(_NUM_SCRATCH_BLOCKS))]
+                place, offset = divmod(position, self.block_size)
+                expected.append(with_scratch[place] * self.block_size + offset)
+                found.append(int(attention.of_group(group).slot_mapping[index]))
+            if found != expected:
+                raise SimulationError(f"rank 1 drafts for {name} with {found} instead of {expected}")
+
+    def _arrives(self, message: messages.Step | messages.Draft) -> bool:
+        """Deliver a message. Return False if it is lost. Raises `RankFailedError` if rank 1 notices a fault."""
+        received = self._delivered(messages.encode(message))
+        try:
+            for each in received:
+                self._runner.compute(_decoded(each))
+        except ValueError as error:
+            if self._has_fault:
+                raise RankFailedError from error
+            raise SimulationError(f"rank 1 refuses a message that is right: {error}") from error
+        if self._has_fault and received:
+            raise SimulationError(f"rank 1 computed a step after a message was {self._fault}")
+        return bool(received)
 
     def take_back(self, request_id: str, count: int) -> None:
         """See `HashWorker`. A real rank 0 does not send postponed tokens."""
@@ -184,9 +226,9 @@ class RankedWorker(HashWorker):
         return range(first // self.block_size, (positions.stop - 1) // self.block_size + 1)
 
 
-def _decoded(message: bytes) -> messages.Step:
+def _decoded(message: bytes) -> messages.Step | messages.Draft:
     step = messages.decode_to_rank(message)
-    if not isinstance(step, messages.Step):
+    if not isinstance(step, messages.Step | messages.Draft):
         raise SimulationError(f"rank 0 sent {step} instead of a step")
     return step
 
@@ -210,6 +252,7 @@ class _Rank:
     """Rank 1's model, KV cache and forward pass. It records calls."""
 
     def __init__(self, batch: _WatchedBatch) -> None:
+        self.model = self.kv_cache = self
         self.batch = batch
         self.num_passes = 0
         self.copies: list[BlockCopies] = []
@@ -225,3 +268,22 @@ class _Rank:
 
     def compute_logits(self, rows: torch.Tensor) -> None:
         self.num_logits.append(len(rows))
+
+
+class _Drafter:
+    """Rank 1's draft model and its forward pass. It records inputs."""
+
+    token_ids: torch.Tensor
+    attention: AttentionBatch
+
+    def __init__(self, batch: _WatchedBatch) -> None:
+        self.model = self
+        self.batch = batch
+
+    def __call__(self, token_ids: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+        self.token_ids, self.attention = token_ids, attention
+        return torch.zeros(len(token_ids), 1)
+
+    def compute_logits(self, rows: torch.Tensor) -> None:
+        if len(rows) != len(self.token_ids):
+            raise SimulationError(f"rank 1 computes {len(rows)} rows of logits for {len(self.token_ids)} drafts")

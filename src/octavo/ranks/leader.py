@@ -40,12 +40,14 @@ _POLL_S = 0.5
 class Leader:
     """Rank 0's connection to the other ranks.
 
-    group, share: rank 0's. num_threads: of each rank. After a rank has ended or hangs, steps raise `EngineDeadError`.
-    shares_kv: True if rank 0 transfers all ranks' KV. Raises `ConfigError` if a process cannot be started, and
-    `ModelError` if it ends immediately.
+    draft: see `messages.Launch`. shares_kv: True if rank 0 transfers the KV of all ranks. group, share: rank 0's.
+    num_threads: of each rank. checksums: see `StepLeader`. After a rank has ended or hangs, steps raise
+    `EngineDeadError`. Raises `ConfigError` if a process cannot be started, and `ModelError` if it ends immediately.
     """
 
-    def __init__(self, config: EngineConfig, architecture: Architecture, dtype: str, *, shares_kv: bool) -> None:
+    def __init__(
+        self, config: EngineConfig, architecture: Architecture, dtype: str, draft: str | None, *, shares_kv: bool
+    ) -> None:
         count = config.device.tensor_parallel_size
         self.share = Share(0, count, config.device.enable_expert_parallel)
         self.num_threads = max(1, (config.device.num_threads or default_num_threads()) // count)
@@ -61,21 +63,21 @@ class Leader:
         self._why = ""
         self._sampled: dict[str, list[int]] = {}
         self._num_steps = 0
-        self.weights_of_ranks: list[str] = []
+        self.checksums: list[tuple[str, str]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ends: list[socket.socket] = []
         self._is_over = threading.Event()
         self._finalizer = weakref.finalize(self, _end, self._processes, self._ends, self._kv_memory, self._is_over)
         try:
             for rank in range(1, count):
-                self._start(rank, config, memory, dtype)
+                self._start(rank, config, memory, dtype, draft)
         except BaseException:
             self.shutdown()
             raise
         finally:
             os.close(memory)
 
-    def _start(self, rank: int, config: EngineConfig, memory: int, dtype: str) -> None:
+    def _start(self, rank: int, config: EngineConfig, memory: int, dtype: str, draft: str | None) -> None:
         own, other = socket.socketpair()
         kv_memory = self._kv_memory[rank - 1] if self._kv_memory else None
         with other:
@@ -93,6 +95,7 @@ class Leader:
             memory,
             kv_memory,
             dtype,
+            draft,
             self.num_threads,
             cores_of_rank(rank, self.share.count),
             __version__,
@@ -119,7 +122,7 @@ class Leader:
             if loaded.model != self._model:
                 raise ModelError(f"rank {rank} has read another configuration than rank 0; start again")
 
-    def allocate(self, info: WorkerInfo) -> None:
+    def allocate(self, info: WorkerInfo, num_scratch_blocks: int) -> None:
         """Have all ranks allocate as many blocks as rank 0. Raises `ModelError`."""
         limits = info.scheduler_config
         order = messages.Allocate(
@@ -128,16 +131,17 @@ class Leader:
             info.kv_dtype,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
+            num_scratch_blocks,
         )
         self._send(messages.encode(order))
         for rank in range(1, self.share.count):
             if isinstance(ready := self._receive(rank), messages.Ready):
-                self.weights_of_ranks.append(ready.weights)
+                self.checksums.append((ready.weights, ready.draft))
             self._ends[rank - 1].settimeout(self._timeout_s)
 
     def blocks_of_ranks(self, architecture: Architecture, kv_cache: PagedKVCache) -> BlocksOfRanks:
         """See `StepLeader`. Call it after `allocate`, and only if `shares_kv` is True."""
-        num_blocks = [group.num_blocks for group in kv_cache.groups]
+        num_blocks = [len(group.blocks) for group in kv_cache.groups]
         size = kv_cache.block_size, kv_cache.dtype_name
         others = [
             SharedKV.of(memory, rank.kv_layout, num_blocks, *size)
@@ -147,11 +151,21 @@ class Leader:
 
     def announce(self, scheduled: SchedulerOutput) -> None:
         """Send a step to all ranks. Call it before rank 0 computes the step. Raises `EngineDeadError`."""
+        number = self._next_number()
+        self._send(messages.encode(messages.Step.of(number, scheduled, self._sampled)))
+        self._sampled = {}
+
+    def announce_drafts(self, request_ids: list[str], token_ids: list[int], positions: list[int]) -> None:
+        """See `StepLeader`. Raises `EngineDeadError`."""
+        draft = messages.Draft(self._next_number(), request_ids, token_ids, positions, self._sampled)
+        self._send(messages.encode(draft))
+        self._sampled = {}
+
+    def _next_number(self) -> int:
         if (failure := self.failure()) is not None:
             raise failure
         self._num_steps += 1
-        self._send(messages.encode(messages.Step.of(self._num_steps, scheduled, self._sampled)))
-        self._sampled = {}
+        return self._num_steps
 
     def take_sampled(self, tokens: dict[str, list[int]]) -> None:
         """Send these tokens with the next step."""

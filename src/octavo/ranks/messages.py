@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Launch(msgspec.Struct, frozen=True, tag=True):
     """Starts a rank. memory, kv_memory: inherited descriptors, for `RankGroup` and `SharedKV`. cores: for the rank.
 
-    kv_memory: None if rank 0 transfers no KV. version: of octavo.
+    kv_memory: None if rank 0 transfers no KV. draft: number format of the model's drafts of its own tokens, or None.
+    version: of octavo.
     """
 
     config: EngineConfig
@@ -30,6 +31,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     memory: int
     kv_memory: int | None
     dtype: str
+    draft: str | None
     num_threads: int
     cores: list[int]
     version: str
@@ -51,19 +53,24 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Sizes of the KV cache and of steps. num_blocks: by KV group."""
+    """Sizes of the KV cache and of steps.
+
+    num_blocks: by KV group. num_scratch_blocks: of each sequence, for drafts.
+    """
 
     num_blocks: list[int]
     num_host_blocks: int
     kv_dtype: str
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_scratch_blocks: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A rank waits for steps. weights: checksum."""
+    """A rank waits for steps. weights, draft: checksums."""
 
     weights: str
+    draft: str
 
 
 class NewSequence(msgspec.Struct, frozen=True):
@@ -151,7 +158,17 @@ class Step(msgspec.Struct, frozen=True, tag=True):
         )
 
 
-ToRank = Launch | Allocate | Step
+class Draft(msgspec.Struct, frozen=True, tag=True):
+    """A pass of the draft model over one token of each request. number, sampled: see `Step`."""
+
+    number: int
+    requests: list[str]
+    token_ids: list[int]
+    positions: list[int]
+    sampled: dict[str, list[int]]
+
+
+ToRank = Launch | Allocate | Step | Draft
 FromRank = Loaded | Failed | Ready
 
 

@@ -101,7 +101,7 @@ class BlocksOfRanks:
         self.block_bytes, self.part_bytes = sum(group_bytes), group_bytes[0]
         self._group_starts = [*accumulate(group_bytes, initial=0)]
         self._blocks = [[group.blocks.view(torch.uint8).numpy() for group in kv_cache.groups]]
-        counts = [group.num_blocks for group in kv_cache.groups]
+        counts = [len(group.blocks) for group in kv_cache.groups]
         for layout, follower in zip(self._layouts[1:], followers, strict=True):
             shapes = zip(counts, layout.block_bytes(*self._size), strict=True)
             self._blocks.append([data.reshape(shape) for data, shape in zip(follower.groups, shapes, strict=True)])

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from octavo.worker.draft_kv import DraftKV
     from octavo.worker.forward_pass import ForwardPass
     from octavo.worker.input_batch import InputBatch, RequestRow
+    from octavo.worker.kv_cache import PagedKVCache
     from octavo.worker.sample_tasks import SampleTasks
     from octavo.worker.sampler import Sampler
+    from octavo.worker.step_leader import StepLeader
     from octavo.worker.verification import Verification
 
 
@@ -88,7 +90,11 @@ class DraftModel:
 
 
 class DraftRunner:
-    """Runs the draft model. draft_probs: receives the drafts' distributions, if verification needs them."""
+    """Runs the draft model.
+
+    draft_probs: receives the drafts' distributions, if verification needs them. leader: sends passes to other ranks, if
+    they have a share of the draft model.
+    """
 
     def __init__(
         self,
@@ -99,7 +105,9 @@ class DraftRunner:
         tasks: SampleTasks,
         verification: Verification,
         draft_probs: dict[str, Tensor],
+        leader: StepLeader | None = None,
     ) -> None:
+        self._leader = leader
         cache = forward_pass.kv_cache
         self.max_model_len = draft.checkpoint.max_model_len
         self.kv: DraftKV = SharedDraftKV(cache)
@@ -112,9 +120,7 @@ class DraftRunner:
         self._tasks = tasks
         self._verification = verification
         self._draft_probs = draft_probs
-        scratch = np.arange(draft.max_num_seqs * draft.num_scratch_blocks, dtype=np.int32)
-        scratch_of_rows = scratch.reshape(draft.max_num_seqs, -1)
-        self._scratch_blocks = [group.num_blocks + scratch_of_rows for group in cache.groups]
+        self._scratch_blocks = scratch_blocks(cache, draft.max_num_seqs)
         self._requests: list[RequestRow] = []
         self._rows = self._num_known = self._num_tokens = self._num_computed = np.empty(0, dtype=np.int64)
         self._drawn_from: list[list[Tensor]] = []
@@ -157,6 +163,9 @@ class DraftRunner:
         most = self.forward_pass.max_tokens
         if counts.sum() > most:
             return self._catch_up(indices, _within(most, counts))
+        if self._leader is not None:
+            names = [self._requests[index].request_id for index in indices.tolist()]
+            self._leader.announce_drafts(names, self._batch.token_ids[rows, first].tolist(), first.tolist())
         token_ids, attention, (known_there,) = self._batch.gather(
             rows,
             first,
@@ -231,6 +240,14 @@ class DraftRunner:
             if probs:
                 self._draft_probs[request.request_id] = torch.stack(probs)
         self._drawn_from = []
+
+
+def scratch_blocks(cache: PagedKVCache, max_num_seqs: int) -> list[NDArray[np.int32]]:
+    """Return each KV group's ids of scratch blocks [max_num_seqs, n]."""
+    return [
+        np.arange(group.num_blocks, len(group.blocks), dtype=np.int32).reshape(max_num_seqs, -1)
+        for group in cache.groups
+    ]
 
 
 def _within(budget: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -26,28 +26,32 @@ _FIRST_ROWS = 256  # of rotary tables; equal for all model lengths
 
 
 def take_fingerprint(
-    runner: ModelRunner, num_prompt_tokens: int, num_threads: int, weights_of_ranks: Sequence[str] = ()
+    runner: ModelRunner, num_prompt_tokens: int, num_threads: int, checksums: Sequence[tuple[str, str]] = ()
 ) -> EngineFingerprint:
     """Return the fingerprint. Requires compiled CPU kernels, because their results are equal in every start.
 
-    weights_of_ranks: `weights_checksum` of all ranks except rank 0.
+    checksums: `weights_checksum` of the model and of the draft model, of all ranks except rank 0.
     """
     kernels, model = runner.kernels, runner.model
     draft = None if runner.draft_runner is None else runner.draft_runner.forward_pass.model
     return EngineFingerprint(
         kernels=kernels.identity,
         num_threads=num_threads,
-        weights=_joined([weights_checksum(model, num_threads), *weights_of_ranks]),
+        weights=_joined([weights_checksum(model, num_threads), *(weights for weights, _ in checksums)]),
         tables=digest(_tables(model), num_threads),
         first_rows=digest(_first_rows(model)),
         logits=digest([_canonical(fixed_prompt_logits(runner, num_prompt_tokens))]),
-        draft="" if draft is None else digest([*_weights(draft), *_tables(draft)], num_threads),
+        draft="" if draft is None else _joined([_draft_checksum(draft, num_threads), *(each for _, each in checksums)]),
     )
 
 
 def weights_checksum(model: CausalLM, num_threads: int) -> str:
     """Return a checksum of all packed weights and norms."""
     return digest(_weights(model), num_threads)
+
+
+def _draft_checksum(model: CausalLM, num_threads: int) -> str:
+    return digest([*_weights(model), *_tables(model)], num_threads)
 
 
 def _joined(checksums: Sequence[str]) -> str:

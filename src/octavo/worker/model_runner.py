@@ -106,6 +106,7 @@ class ModelRunner:
                 self._tasks,
                 self.verification,
                 self.drafting.draft_probs,
+                leader if draft.checkpoint.shares_kv else None,
             )
             self.drafting.proposer = ModelProposer(
                 self.draft_runner, draft.num_speculative_tokens, self.drafting.proposer

@@ -24,8 +24,8 @@ class StepLeader(Protocol):
         """Wait until all ranks have loaded their weights."""
         ...
 
-    def allocate(self, info: WorkerInfo) -> None:
-        """Have all ranks allocate KV."""
+    def allocate(self, info: WorkerInfo, num_scratch_blocks: int) -> None:
+        """Have all ranks allocate KV. num_scratch_blocks: of each sequence."""
         ...
 
     def blocks_of_ranks(self, architecture: Architecture, kv_cache: PagedKVCache) -> TransferredBlocks:
@@ -33,12 +33,16 @@ class StepLeader(Protocol):
         ...
 
     @property
-    def weights_of_ranks(self) -> list[str]:
-        """Checksums of the other ranks' weights, after `allocate`."""
+    def checksums(self) -> list[tuple[str, str]]:
+        """Checksums of the other ranks' weights and of their drafts' weights, after `allocate`."""
         ...
 
     def announce(self, scheduled: SchedulerOutput) -> None:
         """Send a step that rank 0 is about to compute."""
+        ...
+
+    def announce_drafts(self, request_ids: list[str], token_ids: list[int], positions: list[int]) -> None:
+        """Send a pass of the draft model over one token per request."""
         ...
 
     def take_sampled(self, tokens: dict[str, list[int]]) -> None:

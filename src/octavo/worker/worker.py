@@ -177,7 +177,8 @@ class Worker:
         self.runner = self._make_runner()
         self.kv_cache = self.runner.kv_cache
         if self._leader is not None:
-            self._leader.allocate(self.info)
+            shares_kv = self.draft is not None and self.draft.checkpoint.shares_kv
+            self._leader.allocate(self.info, self.draft.num_scratch_blocks if self.draft and shares_kv else 0)
         self._on_device(lambda: warm_up(self.runner, self.info.num_warm_up_tokens))
         if self.runner.expert_tally is not None:
             self.runner.expert_tally.reset()
@@ -257,7 +258,7 @@ class Worker:
             self._on_device(partial(check_tables, model))
         if not isinstance(kernels, CpuKernels):
             return EngineFingerprint(kernels.identity, torch.get_num_threads())
-        others = [] if self._leader is None else self._leader.weights_of_ranks
+        others = [] if self._leader is None else self._leader.checksums
         num_tokens = self.info.num_warm_up_tokens
         return self._on_device(lambda: take_fingerprint(self.runner, num_tokens, kernels.num_threads, others))
 
