@@ -210,6 +210,11 @@ class Check:
         """Whether this is a dry run, which tests only the tool itself."""
         return self.device.type == "cpu"
 
+    @property
+    def device_name(self) -> str:
+        """The name of the device, or `interpreter` in a dry run."""
+        return "interpreter" if self.is_dry else torch.cuda.get_device_name(self.device)
+
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
         """Return normal random numbers, the same on every device of one type."""
         generator = torch.Generator(self.device).manual_seed(seed)

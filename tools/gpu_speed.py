@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gpu_device import in_blocks
+from kernel_times import predictions
 
 from octavo.kernels.block_weight import BlockKind
 from octavo.kernels.quantization import quantize_int8
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gpu_device import Check, Entries
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128  # of Qwen3-0.6B
@@ -24,7 +27,11 @@ def peaks(check: Check, entries: Entries) -> None:
 
 
 def shares(check: Check, entries: Entries) -> None:
-    """Measure times of products and other kernels, relative to the best time for their bytes and operations."""
+    """Measure times of products and other kernels, relative to the best time for their bytes and operations.
+
+    Entries on a known device also have `predicted_us`, from `kernel_times`.
+    """
+    add = partial(_add, entries, predictions(check.sizes, check.device_name))
     bytes_per_s, flops_per_s = _bytes_per_s(check), _flops_per_s(check)
 
     def share(call: Any, num_bytes: float, flops: float = 0.0) -> dict[str, float]:
@@ -57,16 +64,22 @@ def shares(check: Check, entries: Entries) -> None:
     for width, columns in check.sizes.layers:
         for rows in check.sizes.rows:
             for name, stored in (("bfloat16", lambda weight: weight), ("int8", quantize_int8)):
-                entries.add(f"linear {name} {width} {columns} {rows}", partial(product, width, columns, rows, stored))
+                add(f"linear {name} {width} {columns} {rows}", partial(product, width, columns, rows, stored))
             whole, in_q4_k = width - width % BlockKind.Q4_K.block_values, partial(in_blocks, BlockKind.Q4_K)
-            entries.add(f"linear Q4_K {whole} {columns} {rows}", partial(product, whole, columns, rows, in_q4_k))
-            entries.add(f"torch {width} {columns} {rows}", partial(library, width, columns, rows))
+            add(f"linear Q4_K {whole} {columns} {rows}", partial(product, whole, columns, rows, in_q4_k))
+            add(f"torch {width} {columns} {rows}", partial(library, width, columns, rows))
     for rows in check.sizes.rows[:3]:
-        entries.add(f"sample {rows}", partial(sample, rows))
+        add(f"sample {rows}", partial(sample, rows))
     for count, context in check.sizes.decodes:
-        entries.add(f"decode {count} at {context}", partial(attention, [(context - 1, context)] * count))
+        add(f"decode {count} at {context}", partial(attention, [(context - 1, context)] * count))
     for tokens, context in check.sizes.prefills:
-        entries.add(f"prefill {tokens} to {context}", partial(attention, [(context - tokens, context)]))
+        add(f"prefill {tokens} to {context}", partial(attention, [(context - tokens, context)]))
+
+
+def _add(
+    entries: Entries, predicted: dict[str, dict[str, float]], name: str, measure: Callable[[], dict[str, float]]
+) -> None:
+    entries.add(name, lambda: measure() | predicted.get(name, {}))
 
 
 def _bytes_per_s(check: Check) -> float:

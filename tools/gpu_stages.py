@@ -48,12 +48,12 @@ STAGES: dict[str, Callable[[Check, Entries], None]] = {
 
 def identity(check: Check, entries: Entries) -> None:
     """Record the device, versions and code that results depend on. Only results with equal ones may be combined."""
-    name = "interpreter" if check.is_dry else torch.cuda.get_device_name(check.device)
     code = hashlib.sha256()
     folder = Path(kernels_in_triton.__path__[0])
     for path in (*sorted(folder.glob("*.py")), *sorted(Path(__file__).parent.glob("gpu_*.py"))):
         code.update(path.name.encode() + path.read_bytes())
-    found = {"device": name, "torch": torch.__version__, "triton": triton.__version__, "code": code.hexdigest()}
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    found = {"device": check.device_name, **versions, "code": code.hexdigest()}
     entries.add("identity", lambda: found)
 
 
