@@ -45,6 +45,7 @@
   KERNEL(rope_and_write_latents, LatentArgs) \
   KERNEL(paged_attention, AttentionArgs)    \
   KERNEL(sample, SampleArgs)                \
+  KERNEL(sample_columns, SampleColumnsArgs) \
   KERNEL(top_tokens, TopTokensArgs)
 
 namespace octavo {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "ranks.h"
 
 namespace octavo {
 
@@ -22,6 +23,20 @@ struct SampleArgs {
                        Address min_p, Address seed, Address sample_index, Address position, Address out) {
     return {at<float>(logits), rows, vocab, at<float>(temperature), at<int32_t>(top_k), at<float>(top_p), at<float>(min_p),
             at<int64_t>(seed), at<int32_t>(sample_index), at<int32_t>(position), at<int64_t>(out)};
+  }
+};
+
+// Chooses among the columns of all ranks. No row may have a filter.
+struct SampleColumnsArgs {
+  Ranks* ranks;
+  SampleArgs own;  // the columns of this rank; out: null if this rank needs no result
+  int64_t first;   // the token of its first column, a multiple of 64
+
+  static SampleColumnsArgs of(Address ranks, Address logits, int64_t rows, int64_t columns, int64_t first, Address temperature,
+                              Address top_k, Address top_p, Address min_p, Address seed, Address sample_index,
+                              Address position, Address out) {
+    return {at<Ranks>(ranks),
+            SampleArgs::of(logits, rows, columns, temperature, top_k, top_p, min_p, seed, sample_index, position, out), first};
   }
 };
 
@@ -141,13 +156,13 @@ inline Best largest_key(const float* logits, int64_t first, int64_t last, float 
 }
 
 struct RowParameters {
-  const float* logits;
+  const float* logits;  // of token 0
   float temperature;
   Filters filters;
   NoiseKey key;
 
-  RowParameters(const SampleArgs& args, int64_t row)
-      : logits(args.logits + row * args.vocab),
+  RowParameters(const SampleArgs& args, int64_t row, int64_t first_token = 0)
+      : logits(args.logits + (row * args.vocab - first_token)),
         temperature(args.temperature[row]),
         filters{args.top_k[row], args.top_p[row], args.min_p[row]},
         key(args.seed[row], args.position[row], args.sample_index[row]) {}
@@ -187,18 +202,20 @@ inline Best sample_filtered(const RowParameters& row, int64_t vocab, void* scrat
   return sample_piece(row, 0, vocab, find_cut(selection, row.filters));
 }
 
-inline void sample(ThreadPool& pool, const SampleArgs& args) {
+// The best token of each row, in memory that the next job overwrites. first: the token of the first column; above 0 no row has
+// a filter.
+inline const Best* best_of_rows(ThreadPool& pool, const SampleArgs& args, int64_t first) {
   bool any_filtered = false;
   for (int64_t row = 0; row < args.rows; ++row) any_filtered = any_filtered || RowParameters(args, row).filtered();
   if (any_filtered) pool.reserve_local(SelectionMemory::bytes(args.vocab));
   const int64_t pieces = divide_up(args.vocab, kPieceTokens);
   auto* best = static_cast<Best*>(pool.shared(static_cast<size_t>(args.rows * pieces) * sizeof(Best)));
   parallel(pool, args.rows * pieces, [&](int64_t task, int thread) {
-    const RowParameters row(args, task / pieces);
+    const RowParameters row(args, task / pieces, first);
     const int64_t piece = task % pieces;
     if (!row.filtered()) {
       const int64_t last = smaller(args.vocab, (piece + 1) * kPieceTokens);
-      best[task] = sample_piece(row, piece * kPieceTokens, last, kKeepAll);
+      best[task] = sample_piece(row, first + piece * kPieceTokens, first + last, kKeepAll);
     } else {  // filters need the whole row
       best[task] = piece == 0 ? sample_filtered(row, args.vocab, pool.local(thread)) : Best();
     }
@@ -206,7 +223,35 @@ inline void sample(ThreadPool& pool, const SampleArgs& args) {
   for (int64_t row = 0; row < args.rows; ++row) {
     Best result;
     for (int64_t piece = 0; piece < pieces; ++piece) result.take(best[row * pieces + piece]);
-    args.out[row] = result.nan ? -1 : result.id;
+    best[row] = result;
+  }
+  return best;
+}
+
+inline int64_t chosen(const Best& best) { return best.nan ? -1 : best.id; }
+
+inline void sample(ThreadPool& pool, const SampleArgs& args) {
+  const Best* best = best_of_rows(pool, args, 0);
+  for (int64_t row = 0; row < args.rows; ++row) args.out[row] = chosen(best[row]);
+}
+
+inline void sample_columns(ThreadPool& pool, const SampleColumnsArgs& args) {
+  Ranks& ranks = *args.ranks;
+  const Best* own = best_of_rows(pool, args.own, args.first);
+  const int64_t row_bytes = ranks.count() * static_cast<int64_t>(sizeof(Best)), at_once = ranks.area_bytes() / row_bytes;
+  if (at_once < 1) throw std::invalid_argument("a row is larger than the memory that ranks share");
+  for (int64_t row = 0; row < args.own.rows; row += at_once) {
+    const int64_t rows = smaller(at_once, args.own.rows - row);
+    auto* area = reinterpret_cast<Best*>(ranks.begin(rows * row_bytes));
+    std::copy(own + row, own + row + rows, area + ranks.rank() * rows);
+    ranks.announce();
+    if (args.own.out == nullptr) continue;
+    ranks.wait();
+    for (int64_t i = 0; i < rows; ++i) {
+      Best result;
+      for (int rank = 0; rank < ranks.count(); ++rank) result.take(area[rank * rows + i]);
+      args.own.out[row + i] = chosen(result);
+    }
   }
 }
 

@@ -540,6 +540,16 @@ void sampling(Run& run) {
     run.table.sample(pool, {logits.as<float>(), rows, vocab, temperature.as<float>(), top_k.as<int32_t>(), top_p.as<float>(),
                             min_p.as<float>(), seed.as<int64_t>(), index.as<int32_t>(), position.as<int32_t>(), out.as<int64_t>()});
   });
+  const int64_t rank_bytes = kRanksHeaderBytes + 2 * 64 * up(48, 64);  // few rows at a time
+  run.same("sample_columns", rows * 8, [&](ThreadPool& pool, const Memory& out) {
+    Memory shared(rank_bytes), all(rows * 4), full(rows * 4);
+    std::memset(shared.as(), 0, rank_bytes);
+    std::memset(all.as(), 0, rows * 4);
+    for (int64_t row = 0; row < rows; ++row) full.as<float>()[row] = 1.0f;
+    Ranks ranks(reinterpret_cast<Address>(shared.as()), rank_bytes, 0, 1, 1000);
+    run.table.sample_columns(pool, {&ranks, {logits.as<float>(), rows, vocab, temperature.as<float>(), all.as<int32_t>(), full.as<float>(), all.as<float>(),
+                                             seed.as<int64_t>(), index.as<int32_t>(), position.as<int32_t>(), out.as<int64_t>()}, 0});
+  });
   run.same("top_tokens", rows * k * 16, [&](ThreadPool& pool, const Memory& out) {
     run.table.top_tokens(pool, {logits.as<float>(), rows, vocab, k, out.as<float>(), reinterpret_cast<int64_t*>(out.as<char>() + rows * k * 8)});
   });

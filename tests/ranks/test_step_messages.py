@@ -12,6 +12,7 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.ranks import messages
 from octavo.sampling_params import SamplingParams
+from octavo.worker import sampler
 
 NEW = NewRequestData(
     "r1", [5, 6, 70_000], 2, SamplingParams(max_tokens=9, temperature=0.5, stop="end", prompt_logprobs=2, logprobs=4),
@@ -69,8 +70,33 @@ def test_step_keeps_scheduled_tokens_blocks_and_scores_but_no_sampling_parameter
         "rotary_positions",
     ):
         assert getattr(data, name) == getattr(NEW, name), name
-    assert data.sampling_params == SamplingParams(max_tokens=1, prompt_logprobs=2)
-    assert (data.seed, data.sample_index, data.stop_token_ids) == (0, 0, frozenset())
+    assert data.sampling_params == SamplingParams(max_tokens=1, top_k=2, prompt_logprobs=2)
+    assert (data.seed, data.sample_index, data.stop_token_ids) == (7, 3, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("params", "is_simple"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0.7, "stop": "end", "prompt_logprobs": 2}, True),
+        ({"top_k": 5}, False),
+        ({"top_p": 0.9}, False),
+        ({"min_p": 0.1}, False),
+        ({"typical_p": 0.9}, False),
+        ({"logprobs": 0}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+        ({"min_tokens": 2}, False),
+        ({"presence_penalty": 0.5}, False),
+    ],
+)
+def test_ranks_agree_which_requests_need_all_logits(params, is_simple):
+    params = SamplingParams(max_tokens=9, **params)
+    data = NewRequestData("r", [1], 1, params, 5, 2, frozenset(), [[1]], 0)
+    scheduled = SchedulerOutput(1, [data], CachedRequestData([], [[]], []), {"r": 1}, 1)
+    [found] = sent(messages.Step.of(1, scheduled, {})).to_scheduled().scheduled_new_reqs
+    assert sampler.is_simple(params) == sampler.is_simple(found.sampling_params) == is_simple
+    if is_simple:
+        assert (found.sampling_params.temperature, found.seed, found.sample_index) == (params.temperature, 5, 2)
 
 
 @pytest.mark.parametrize("pooling", [None, "mean", "last"])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import threading
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from gguf_files import write_gguf
 from kernels_available import INSTRUCTION_SETS
 from rank_threads import RankThread
@@ -23,7 +27,8 @@ from test_exactness import (
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
-from octavo.kernels import ranked
+from octavo.kernels import SamplingRows, ranked
+from octavo.kernels.cpu import CpuKernels
 from octavo.models import packed_cache
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES
@@ -250,6 +255,37 @@ def test_ranks_with_own_experts_give_equal_tokens_with_chunks_swaps_and_preempti
     engine = make_engine(path, "bfloat16", schedule, "cpu")
     check(engine, schedule, expected)
     engine.shutdown()
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_sample_from_their_own_columns_as_one_process_does(isa, num_ranks, monkeypatch):
+    """With ties, -inf and NaN in some columns, and more rows than an exchange can have."""
+    monkeypatch.setattr(ranked, "AREA_BYTES", 448)
+    borders, count = ((0, 320, 500), (0, 64, 320, 500))[num_ranks - 2], 60
+    logits = (torch.randn(count, 500, generator=torch.Generator().manual_seed(0)) * 3).round()
+    logits[10:20, 64:] = -torch.inf
+    logits[20:22], logits[30, 70], logits[31, 499] = -torch.inf, torch.nan, torch.nan
+    rows = SamplingRows(
+        torch.arange(count) % 3 * 0.7, torch.zeros(count, dtype=torch.int32), torch.ones(count), torch.zeros(count),
+        torch.arange(count) * 7, torch.arange(count, dtype=torch.int32) % 2, torch.arange(count, dtype=torch.int32),
+    )  # fmt: skip
+    expected = CpuKernels(isa, 1).sample(logits, rows).tolist()
+    assert expected[20:22] == expected[30:32] == [-1, -1]
+    memory = ranked.create_shared_memory()
+    own, found = pairwise(borders), {}
+
+    def sample(rank, first, end):
+        kernels = ranked.RankedKernels(ranked.RankGroup(memory, rank, num_ranks, 60.0, []), isa, 1)
+        found[rank] = kernels.sample_columns(logits[:, first:end].contiguous(), rows, borders).tolist()
+
+    threads = [threading.Thread(target=sample, args=[rank, *columns]) for rank, columns in enumerate(own)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    os.close(memory)
+    assert found[0] == expected
 
 
 @pytest.mark.turn(2)

@@ -17,13 +17,14 @@ import torch
 from octavo.ranks import messages
 from octavo.ranks.following_runner import FollowingRunner
 from octavo.worker.input_batch import InputBatch
+from octavo.worker.sampler import is_simple
 from simulation.hash_model import HashWorker
 from simulation.world import SimulationError, draw_async, draw_config, draw_two_windows, draw_windowed, run_world
 
 if TYPE_CHECKING:
     from octavo.data.model_output import ModelOutput
-    from octavo.data.scheduler_output import BlockCopies, SchedulerOutput
-    from octavo.kernels.interface import AttentionBatch
+    from octavo.data.scheduler_output import BlockCopies, NewRequestData, SchedulerOutput
+    from octavo.kernels.interface import AttentionBatch, SamplingRows
     from octavo.worker.input_batch import ModelInputs
     from simulation.world import WorldConfig
 
@@ -67,6 +68,7 @@ class RankedWorker(HashWorker):
         self._num_messages = self._num_passes = 0
         self._sampled: dict[str, list[int]] = {}
         self._scored: dict[str, int] = {}  # number of prompt tokens of requests with log probabilities of the prompt
+        self._data: dict[str, NewRequestData] = {}
         self._late: list[bytes] = []
         batch = _WatchedBatch(
             max_num_seqs=config.max_num_seqs,
@@ -88,6 +90,7 @@ class RankedWorker(HashWorker):
         self._num_messages += 1
         step = messages.Step.of(self._num_messages, scheduled, self._sampled)
         for data in scheduled.scheduled_new_reqs:
+            self._data[data.request_id] = data
             self._scored.pop(data.request_id, None)
             if data.sampling_params.prompt_logprobs is not None:
                 self._scored[data.request_id] = data.num_prompt_tokens
@@ -171,6 +174,7 @@ class RankedWorker(HashWorker):
     def _compare(self, scheduled: SchedulerOutput, sampled: dict[str, list[int]]) -> None:
         """Raise `SimulationError` if rank 1's newest inputs differ from rank 0's state."""
         inputs = self._rank.batch.newest_inputs()
+        sampling: list[tuple[NewRequestData, int]] = []
         start, num_logits, num_scored = 0, 0, list[int]()
         for index, request in enumerate(inputs.requests):
             name, row = request.request_id, self.rows[request.request_id]
@@ -179,6 +183,7 @@ class RankedWorker(HashWorker):
             drafts = scheduled.scheduled_spec_decode_tokens.get(name, [])
             is_sampled = positions.stop >= len(known)
             num_logits += is_sampled * (1 + len(drafts))
+            sampling += [(self._data[name], len(known))] * is_sampled
             if name in self._scored and row.computed < self._scored[name] - 1:
                 num_scored.append(min(len(positions), self._scored[name] - 1 - row.computed))
             expected = [
@@ -202,11 +207,19 @@ class RankedWorker(HashWorker):
             start = end
         if not start == scheduled.total_num_scheduled_tokens == inputs.num_tokens:
             raise SimulationError(f"rank 1 computes {inputs.num_tokens} rows instead of {start}")
-        expected_logits = num_scored + [num_logits] * (num_logits > 0)
+        sampled_here = num_logits == len(sampling) and all(is_simple(data.sampling_params) for data, _ in sampling)
+        expected_logits = num_scored + [num_logits] * (num_logits > 0 and not sampled_here)
         if self._rank.num_logits != expected_logits:
             raise SimulationError(
                 f"rank 1 computes logits of {self._rank.num_logits} rows instead of {expected_logits}"
             )
+        rows = [
+            (np.float32(data.sampling_params.temperature), data.seed, data.sample_index, num_known)
+            for data, num_known in sampling
+            if sampled_here
+        ]
+        if self._rank.sampling != rows:
+            raise SimulationError(f"rank 1 samples with {self._rank.sampling} instead of {rows}")
 
     def _places(self, table: list[int], group: int, positions: range) -> tuple[list[int], list[int]]:
         """Return the slots to write, and the blocks to read."""
@@ -251,12 +264,15 @@ class _WatchedBatch(InputBatch):
 class _Rank:
     """Rank 1's model, KV cache and forward pass. It records calls."""
 
+    sampled_borders = (0, 64, 128)
+
     def __init__(self, batch: _WatchedBatch) -> None:
         self.model = self.kv_cache = self
         self.batch = batch
         self.num_passes = 0
         self.copies: list[BlockCopies] = []
         self.num_logits: list[int] = []
+        self.sampling: list[tuple[np.float32, int, int, int]] = []  # temperature, seed, sample index, position
 
     def copy(self, copies: BlockCopies) -> None:
         self.copies.append(copies)
@@ -264,10 +280,17 @@ class _Rank:
     def __call__(self, token_ids: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
         self.num_passes += 1
         self.num_logits.clear()
+        self.sampling.clear()
         return torch.zeros(int(self.batch.newest_inputs().output_start[-1]), 1)
 
     def compute_logits(self, rows: torch.Tensor) -> None:
         self.num_logits.append(len(rows))
+
+    def sample_columns(self, hidden: torch.Tensor, rows: SamplingRows) -> None:
+        columns = rows.temperature.numpy(), rows.seed.tolist(), rows.sample_index.tolist(), rows.position.tolist()
+        self.sampling = list(zip(*columns, strict=True))
+        if len(hidden) != len(self.sampling):
+            raise SimulationError(f"rank 1 samples from {len(hidden)} rows for {len(self.sampling)} requests")
 
 
 class _Drafter:

@@ -823,6 +823,11 @@ class World:
             spans.append(ContentSpan(first, end, self.span_rng.choice("12")))
         return prompt, tuple(spans)
 
+    def _draw_sampling(self) -> dict[str, Any]:
+        """With ranks, some requests have a temperature, or a filter, for which rank 0 needs all logits."""
+        number = self.num_added if self.config.has_ranks else 0
+        return {"temperature": 0.5 * (number % 2), "top_k": 5 if number % 8 == 7 else 0}
+
     def _add(self, prompt: list[int], salt: str | None, adapter: str | None, chosen: str | None = None) -> None:
         rng, config = self.rng, self.config
         name = f"r{self.num_added}"
@@ -847,7 +852,7 @@ class World:
         request = Request(
             name,
             prompt,
-            SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=scored),
+            SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored, **self._draw_sampling()),
             stop_token_ids=frozenset(stop_ids),
             arrival_time=self.now,
             priority=rng.randint(0, 2),

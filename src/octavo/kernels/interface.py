@@ -408,6 +408,13 @@ class RanksKernels(Kernels, Protocol):
         """Concatenate all ranks' columns. borders: each rank's first column, then the total."""
         ...
 
+    def sample_columns(self, logits: Tensor, rows: SamplingRows, borders: tuple[int, ...]) -> Tensor:
+        """Do `sample` over all ranks' columns. Only rank 0's result is defined.
+
+        logits: this rank's columns. rows: without min_p, top_k and top_p. borders: as in `join`, multiples of 64.
+        """
+        ...
+
     def add_rank_experts(
         self,
         outputs: Tensor,

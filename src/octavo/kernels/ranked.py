@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from octavo.kernels.cpu import Isa
-    from octavo.kernels.interface import PackedGroups, PackedLinear
+    from octavo.kernels.interface import PackedGroups, PackedLinear, SamplingRows
     from octavo.kernels.quantization import QuantizedWeight
 
 AREA_BYTES = 16 << 20  # of each area of csrc/ranks.h; longer results are exchanged in pieces
@@ -147,6 +147,19 @@ class RankedKernels(CpuKernels):
     def join(self, x: Tensor, borders: tuple[int, ...]) -> Tensor:
         """See `Kernels`."""
         return self._gather(x, borders, self._empty(x.shape[0], borders[-1], dtype=x.dtype))
+
+    def sample_columns(self, logits: Tensor, rows: SamplingRows, borders: tuple[int, ...]) -> Tensor:
+        """See `RanksKernels`."""
+        assert logits.dtype == torch.float32
+        assert logits.is_contiguous()
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        self.kernel_set.sample_columns(
+            self.group.address, logits.data_ptr(), logits.shape[0], logits.shape[1], borders[self.group.rank],
+            rows.temperature.data_ptr(), rows.top_k.data_ptr(), rows.top_p.data_ptr(), rows.min_p.data_ptr(),
+            rows.seed.data_ptr(), rows.sample_index.data_ptr(), rows.position.data_ptr(),
+            0 if self.group.rank else out.data_ptr(),
+        )  # fmt: skip
+        return out
 
     def _gather(self, own: Tensor, borders: tuple[int, ...], out: Tensor | None) -> Tensor:
         """Write all ranks' columns to `out`. Return `own` if `out` is None."""

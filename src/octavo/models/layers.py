@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -18,12 +18,21 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from octavo.kernels.interface import AttentionBatch, Kernels, PackedGroups, PackedLinear
+    from octavo.kernels.interface import (
+        AttentionBatch,
+        Kernels,
+        PackedGroups,
+        PackedLinear,
+        RanksKernels,
+        SamplingRows,
+    )
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm, Table, Vector
     from octavo.models.expert_layer import Experts
     from octavo.models.rope_config import RopeConfig
     from octavo.models.weight_source import TableRows
+
+_NOISE_TOKENS = 64  # noise is computed for so many tokens at once; see `octavo.kernels.noise`
 
 
 class KVCache(Protocol):
@@ -181,7 +190,23 @@ class CausalLM:
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [rows, vocab_size], written to `out` if given."""
-        logits = self.kernels.linear(hidden, self.lm_head, float32_out=True, out=out)
+        return self._scaled(self.kernels.linear(hidden, self.lm_head, float32_out=True, out=out))
+
+    @property
+    def sampled_borders(self) -> tuple[int, ...] | None:
+        """Borders of the ranks' logits, if ranks can sample from their own: see `RanksKernels.sample_columns`."""
+        borders = self.lm_head.outputs if isinstance(self.lm_head, SplitLinear) else None
+        return None if borders is None or any(border % _NOISE_TOKENS for border in borders[:-1]) else borders
+
+    def sample_columns(self, hidden: Tensor, rows: SamplingRows) -> Tensor:
+        """See `RanksKernels.sample_columns`. Requires `sampled_borders`."""
+        kernels, borders = cast("RanksKernels", self.kernels), self.sampled_borders
+        assert isinstance(self.lm_head, SplitLinear)
+        assert borders is not None
+        logits = kernels.linear(hidden, replace(self.lm_head, outputs=None), float32_out=True)
+        return kernels.sample_columns(self._scaled(logits), rows, borders)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         if self.architecture.logits_scaling != 1.0:
             divide(self.kernels, logits, self.architecture.logits_scaling)
         if self.architecture.logit_softcap is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from octavo.ranks import messages
+from octavo.worker.model_runner import ranks_sample
 from octavo.worker.prompt_scores import slices_of
 
 if TYPE_CHECKING:
@@ -60,8 +61,13 @@ class FollowingRunner:
         hidden = forward(inputs.token_ids, inputs.attention)
         for _, rows in slices_of(inputs, hidden, batch):
             forward.model.compute_logits(rows)
-        if inputs.sampled:
-            forward.model.compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
+        if not inputs.sampled:
+            return
+        hidden = hidden if inputs.logits_indices is None else hidden[inputs.logits_indices]
+        if ranks_sample(forward.model, batch, inputs):
+            forward.model.sample_columns(hidden, batch.sampling.gather(inputs.sampled_rows, inputs.known_there))
+        else:
+            forward.model.compute_logits(hidden)
 
     def _draft_tokens(self, message: messages.Draft) -> None:
         batch, draft = self._batch, self._draft

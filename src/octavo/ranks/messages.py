@@ -11,6 +11,7 @@ import msgspec
 from octavo.config import EngineConfig  # noqa: TC001 - msgspec reads these types
 from octavo.data.scheduler_output import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.sampling_params import SamplingParams
+from octavo.worker.sampler import is_simple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,40 +75,57 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """A sequence with all of its tokens, sent when it starts or resumes."""
+    """A sequence with all of its tokens, sent when it starts or resumes.
+
+    temperature: None if rank 0 needs all logits to sample.
+    """
 
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
     block_ids: list[list[int]]
     num_computed_tokens: int
+    temperature: float | None
+    seed: int
+    sample_index: int
     prompt_logprobs: int | None
     pooling: str | None
     rotary_positions: list[list[int]] | None
 
     @classmethod
     def of(cls, data: NewRequestData) -> NewSequence:
-        """Omit what only the sampler needs."""
+        """Omit what only rank 0 needs."""
+        params = data.sampling_params
         return cls(
             data.request_id,
             data.token_ids,
             data.num_prompt_tokens,
             data.block_ids,
             data.num_computed_tokens,
-            data.sampling_params.prompt_logprobs,
-            data.sampling_params.pooling,
+            params.temperature if is_simple(params) else None,
+            data.seed,
+            data.sample_index,
+            params.prompt_logprobs,
+            params.pooling,
             data.rotary_positions,
         )
 
     def to_data(self) -> NewRequestData:
-        """Return the request, with plain sampling parameters."""
+        """Return the request. A filter replaces all settings for which rank 0 needs all logits."""
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=2 if self.temperature is None else 0,
+            prompt_logprobs=self.prompt_logprobs,
+            pooling=self.pooling,
+        )
         return NewRequestData(
             self.request_id,
             self.token_ids,
             self.num_prompt_tokens,
-            SamplingParams(max_tokens=1, prompt_logprobs=self.prompt_logprobs, pooling=self.pooling),
-            0,
-            0,
+            params,
+            self.seed,
+            self.sample_index,
             frozenset(),
             self.block_ids,
             self.num_computed_tokens,

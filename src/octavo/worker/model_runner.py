@@ -202,7 +202,7 @@ class ModelRunner:
     def compute_logits(self, scheduled: SchedulerOutput) -> torch.Tensor:
         """Compute prompts. Return each prompt's last logits, float32 [num_requests, vocab_size], until the next step.
 
-        All earlier steps must be collected.
+        All earlier steps must be collected. With ranks, the requests must have filters: see `ranks_sample`.
         """
         with torch.inference_mode():
             self.copies.begin()
@@ -216,9 +216,14 @@ class ModelRunner:
     def sample(self, step: LaunchedStep, inputs: ModelInputs, hidden: torch.Tensor) -> None:
         """Choose each sampled request's next token, and a token after each draft."""
         tasks = self._tasks.make(inputs, step.troubles, step.postponed)
-        logits = self._compute_logits(hidden if inputs.logits_indices is None else hidden[inputs.logits_indices])
+        hidden = hidden if inputs.logits_indices is None else hidden[inputs.logits_indices]
         rows = self.batch.sampling.gather(inputs.sampled_rows, inputs.known_there)
-        step.chosen = chosen = self.sampler.choose(logits, rows, tasks, self._chooser(inputs))
+        if self._leader is not None and ranks_sample(self.model, self.batch, inputs):
+            assert not tasks
+            chosen = self.sampler.read_choices(self.model.sample_columns(hidden, rows))
+        else:
+            chosen = self.sampler.choose(self._compute_logits(hidden), rows, tasks, self._chooser(inputs))
+        step.chosen = chosen
         for row, error in chosen.faults.items():
             if not is_fault(error):
                 raise error
@@ -347,6 +352,13 @@ class ModelRunner:
         return self.forward_pass.compute_logits(
             hidden, self.max_num_seqs * (1 + self.drafting.proposer.num_speculative_tokens)
         )
+
+
+def ranks_sample(model: CausalLM, batch: InputBatch, inputs: ModelInputs) -> bool:
+    """Return True if each rank samples from its own logits. All ranks must get the same result."""
+    if model.sampled_borders is None or len(inputs.num_known) > len(inputs.sampled):
+        return False
+    return bool(batch.sampling.is_simple[inputs.sampled_rows].all())
 
 
 def _num_good(first: int, token_ids: list[int], troubles: Container[int]) -> int:

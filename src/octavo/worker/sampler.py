@@ -37,11 +37,13 @@ class SamplingColumns:
     """The sampling kernel's parameters, a row per request.
 
     is_plain: True if the row needs no `SampleTask`. reads_tokens: True if the task reads tokens on the host.
+    is_simple: True if the row is plain and has no filters.
     """
 
     def __init__(self, num_rows: int, copies: HostCopies) -> None:
         self.is_plain = np.zeros(num_rows, dtype=bool)
         self.reads_tokens = np.zeros(num_rows, dtype=bool)
+        self.is_simple = np.zeros(num_rows, dtype=bool)
         self._tensors = copies.to_device_together
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int32)
@@ -55,6 +57,7 @@ class SamplingColumns:
     def set(self, row: int, params: SamplingParams, seed: int, sample_index: int) -> None:
         """Store a request's parameters."""
         self.is_plain[row], self.reads_tokens[row] = _is_plain(params), _reads_tokens(params)
+        self.is_simple[row] = is_simple(params)
         self._temperature[row] = params.temperature
         filters = (params.top_k, params.top_p, params.min_p) if params.typical_p == 1.0 else (0, 1.0, 0.0)
         self._top_k[row], self._top_p[row], self._min_p[row] = filters
@@ -127,6 +130,11 @@ def _is_plain(params: SamplingParams) -> bool:
         and params.min_tokens == 0
         and not _changes_every_row(params)
     )
+
+
+def is_simple(params: SamplingParams) -> bool:
+    """Return True if tokens are sampled without a `SampleTask` and without filters."""
+    return _is_plain(params) and (params.top_k, params.top_p, params.min_p) == (0, 1.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +219,7 @@ class Sampler:
         """Choose a token per row of float32 [n, vocab]. Mutates logits. sample: replaces `Kernels.sample`."""
         copies = self._copies
         if not tasks:
-            token_ids = (sample or self._kernels.sample)(logits, rows)
-            return Choices(token_ids, copies.to_host(token_ids), [], None, [], {})
+            return self.read_choices((sample or self._kernels.sample)(logits, rows))
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         indices = copies.to_device(np.array(with_logprobs)) if with_logprobs else None
         raw_logprobs = None if indices is None else logits[indices]
@@ -229,6 +236,10 @@ class Sampler:
             counts = [tasks[row].sampling_params.logprobs or 0 for row in with_logprobs]
             logprobs = self._logprobs(raw_logprobs, with_logprobs, token_ids[indices].clamp(min=0), counts, faults)
         return Choices(token_ids, copies.to_host(token_ids), restricted, are_numbers, logprobs, faults)
+
+    def read_choices(self, token_ids: Tensor) -> Choices:
+        """Start to copy tokens that were chosen without tasks."""
+        return Choices(token_ids, self._copies.to_host(token_ids), [], None, [], {})
 
     def adjust(self, logits: Tensor, tasks: Mapping[int, SampleTask]) -> dict[int, BaseException]:
         """Apply tasks to the logits in place. Return exceptions by failed row."""

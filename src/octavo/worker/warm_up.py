@@ -44,13 +44,13 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
 
 def fixed_prompt_logits(runner: ModelRunner, num_tokens: int) -> Tensor:
     """Return the logits after a fixed prompt, float32 [1, vocab_size]."""
-    logits = runner.compute_logits(_first_step(runner, num_tokens)).clone()
+    logits = runner.compute_logits(_first_step(runner, num_tokens, _FILTERED)).clone()
     _end(runner, [_ID])
     return logits
 
 
-def _first_step(runner: ModelRunner, num_tokens: int) -> SchedulerOutput:
-    prompt = _request(runner, _ID, num_tokens, _PLAIN)
+def _first_step(runner: ModelRunner, num_tokens: int, params: SamplingParams = _PLAIN) -> SchedulerOutput:
+    prompt = _request(runner, _ID, num_tokens, params)
     return SchedulerOutput(0, [prompt], CachedRequestData.make_empty(), {_ID: num_tokens}, num_tokens)
 
 
