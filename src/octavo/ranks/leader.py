@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from octavo import __version__
 from octavo.errors import ConfigError, EngineDeadError, ModelError, OctavoError
-from octavo.kernels.machine import cores_of_rank, default_num_threads
+from octavo.kernels.machine import cores_of_rank, threads_of_rank
 from octavo.kernels.ranked import RankGroup, create_shared_memory
 from octavo.models.split import Share
 from octavo.ranks import channel, messages
@@ -51,7 +51,7 @@ class Leader:
     ) -> None:
         count = config.device.tensor_parallel_size
         self.share = Share(0, count, config.device.enable_expert_parallel)
-        self.num_threads = max(1, (config.device.num_threads or default_num_threads()) // count)
+        self.num_threads = threads_of_rank(count, config.device.num_threads)
         self._kv_memory: list[int] = []
         try:
             memory = create_shared_memory()
