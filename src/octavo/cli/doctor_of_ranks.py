@@ -59,10 +59,10 @@ def describe_ranks(report: RanksReport) -> Iterator[str]:
         if node.total_bytes is not None and node.unused_bytes is not None:
             memory = f"{_size(node.total_bytes)} of memory, {_size(node.unused_bytes)} unused"
         yield f"node {node.node:<6}{memory}, rank{'s' * (len(members) > 1)} {', '.join(members)}"
-    share = report.read_bytes_per_s / report.one_process_bytes_per_s
+    share, threads = report.read_bytes_per_s / report.one_process_bytes_per_s, report.one_process_threads
     yield (
         f"read       {count} ranks together {report.read_bytes_per_s / 1e9:.1f} GB/s; one process on "
-        f"{report.one_process_threads} threads {report.one_process_bytes_per_s / 1e9:.1f} GB/s: {share:.2f} times"
+        f"{threads} thread{'s' * (threads > 1)} {report.one_process_bytes_per_s / 1e9:.1f} GB/s: {share:.2f} times"
     )
     for exchange in report.exchanges:
         rows = f"{exchange.rows} row{'s' * (exchange.rows > 1)}"

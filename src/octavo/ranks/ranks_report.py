@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
 
 DEFAULT_WIDTH = 4096
-_READ_BYTES, _READ_ROUNDS = 512 << 20, 3  # of all ranks together, as in `CpuKernels.measure_limits`
+_READ_BYTES = 512 << 20  # of all ranks together, as in `CpuKernels.measure_limits`
+_READ_ROUNDS = 7  # in one of them all ranks should be undisturbed
 _EXCHANGES = [(1, 200), (512, 4)]  # (rows, repetitions)
 _POLL_S = 1.0
 
@@ -120,7 +121,7 @@ def examine_ranks(
 ) -> RanksReport:
     """Measure `count` ranks in processes that are pinned like the ranks of an engine.
 
-    architecture: model whose hidden size is the width of exchanges. num_threads: of all ranks together. Raises
+    architecture: its hidden size is the width of exchanges. num_threads: of all ranks together. Raises
     `ConfigError` if the count or the instruction set is impossible, and `EngineDeadError` if a process ends.
     """
     check_count(count)
@@ -132,7 +133,7 @@ def examine_ranks(
     (alone,) = _measure(1, isa, num_threads, width)
     progress(f"memory read by {count} ranks, and exchanges")
     found = _measure(count, isa, num_threads, width)
-    best = min(range(_READ_ROUNDS), key=lambda number: max(each.read_s[number] for each in found))
+    best = min(range(len(alone.read_s)), key=lambda number: max(each.read_s[number] for each in found))
     ranks = [_cores_of(rank, count, num_threads, each, best) for rank, each in enumerate(found)]
     nodes = {node: node_bytes(node) or (None, None) for rank in ranks for node in rank.nodes}
     return RanksReport(
