@@ -75,7 +75,7 @@ def doctor(
     """Measure this machine's limits and the kernels' share of them, and check that every row is exact.
 
     Takes 15 to 20 seconds with the shapes of a small model on two cores. The exit status is 1 if a row of a product
-    depends on the other rows of its batch.
+    depends on the other rows of its batch. With --tensor-parallel-size, what each rank gets is measured instead.
     """
     if isa not in INSTRUCTION_SETS:
         raise ConfigError(f"isa must be one of {', '.join(INSTRUCTION_SETS)}, got {isa!r}")
