@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from octavo.ranks import channel, follower, messages
+from octavo.ranks import channel, follower, measured_rank, messages
 
 if TYPE_CHECKING:
     import socket
@@ -27,8 +27,10 @@ class RankThread:
     def _serve(self) -> None:
         with self._end, contextlib.suppress(channel.ClosedError):
             launch = messages.decode_to_rank(channel.receive(self._end))
+            memory, *kv_memory = self._memory
+            if isinstance(launch, messages.Measure):
+                measured_rank.measure(self._end, msgspec.structs.replace(launch, memory=memory))
             if isinstance(launch, messages.Launch):
-                memory, *kv_memory = self._memory
                 kv_memory = kv_memory[0] if kv_memory else None
                 follower.serve(self._end, msgspec.structs.replace(launch, memory=memory, kv_memory=kv_memory))
 

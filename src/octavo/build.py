@@ -120,7 +120,7 @@ def build_core(
     with contextlib.ExitStack() as failing:
         leader = _start_ranks(config, served, dtype, draft, has_store=has_store)
         if leader is not None:
-            failing.callback(leader.shutdown)
+            failing.push(leader.end_start)
         worker = _make_worker(
             config,
             served,

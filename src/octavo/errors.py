@@ -22,7 +22,11 @@ from __future__ import annotations
 
 
 class OctavoError(Exception):
-    """Base error."""
+    """Base error. rank: number of the rank (see `octavo.ranks`) that failed, or None for another reason."""
+
+    def __init__(self, *args: object, rank: int | None = None) -> None:
+        super().__init__(*args)
+        self.rank = rank
 
 
 class ConfigError(OctavoError):
@@ -97,14 +101,11 @@ class DeadlineError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine has stopped. A restarted engine is ready in about `retry_after_s` seconds.
-
-    rank: the rank that failed, or None for another reason.
-    """
+    """The engine has stopped. A restarted engine is ready in about `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s, self.rank = retry_after_s, rank
+        super().__init__(message, rank=rank)
+        self.retry_after_s = retry_after_s
 
 
 class EngineRestartingError(EngineDeadError):

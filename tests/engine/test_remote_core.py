@@ -782,10 +782,22 @@ def test_s2_s3_process_opens_no_port_and_gets_no_secret(shared):
 
 
 @pytest.mark.parametrize(
-    ("failure", "is_told"),
-    [(EngineDeadError("rank 1 failed", rank=1), True), (ModelError("/secret/path is missing"), False)],
+    ("failure", "text", "rank_failures"),
+    [
+        (EngineDeadError("rank 1 failed", rank=1), "rank 1 failed; the engine is being started again", {1: 1}),
+        (
+            ModelError("/secret/path is missing"),
+            "the engine process ended with status 1; the engine is being started again",
+            {},
+        ),
+        (
+            ModelError("rank 2: /secret/path is missing", rank=2),
+            "the engine process ended with status 1; the engine is being started again",
+            {2: 1},
+        ),
+    ],
 )
-def test_clients_read_which_rank_failed_and_nothing_of_other_failures(failure, is_told):
+def test_clients_read_which_rank_failed_in_a_step_and_nothing_of_other_failures(failure, text, rank_failures):
     core, lost = remote_core.RemoteCore(["true"], EngineConfig()), []
     core.on_lost(lost.append)
     core._poller = SimpleNamespace(unregister=lambda _socket: None)
@@ -793,6 +805,15 @@ def test_clients_read_which_rank_failed_and_nothing_of_other_failures(failure, i
     core._life = SimpleNamespace(news=None, end=lambda: None, process=None, failure=failure, ready_at=time.monotonic())
     core._die("ended with status 1")
     core.shutdown()
-    assert (str(failure) in str(lost[0])) is is_told
-    assert core.rank_failures == ({1: 1} if is_told else {})
+    assert str(lost[0]) == text
+    assert core.rank_failures == rank_failures
     assert core.num_restarts == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ModelError("no file", rank=1), ConfigError("no memory", rank=2), EngineDeadError("over", rank=3), ModelError("x")],
+)
+def test_parent_receives_kind_text_and_rank_of_a_failure(error):
+    received = ipc.error_of(ipc.decode_from_engine(ipc.encode(ipc.failure(error))))
+    assert (type(received), str(received), received.rank) == (type(error), str(error), error.rank)

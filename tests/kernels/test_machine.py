@@ -47,6 +47,43 @@ def test_every_cpu_counts_as_core_without_sibling_information(host, monkeypatch)
 
 
 @pytest.mark.parametrize(
+    ("count", "num_threads", "threads"), [(1, None, 2), (2, None, 1), (3, None, 1), (2, 9, 4), (4, 8, 2)]
+)
+def test_threads_are_divided_among_ranks(host, count, num_threads, threads):
+    assert machine.threads_of_rank(count, num_threads) == threads
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "Node 1 MemTotal:       16384 kB\nNode 1 MemFree:  1024 kB\nNode 1 HugePages_Total:  0\n",
+            (16 << 20, 1 << 20),
+        ),
+        ("Node 1 MemTotal:       16384 kB\n", None),
+        (None, None),
+    ],
+)
+def test_memory_of_node_is_read(tmp_path, monkeypatch, text, found):
+    monkeypatch.setattr(machine, "_NODES", tmp_path)
+    if text is not None:
+        (tmp_path / "node1").mkdir()
+        (tmp_path / "node1" / "meminfo").write_text(text)
+    assert machine.node_bytes(1) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("always within_size [advise] never deny force\n", "advise"), ("", "unknown"), (None, "unknown")],
+)
+def test_setting_of_huge_pages_for_shared_memory_is_read(tmp_path, monkeypatch, text, found):
+    monkeypatch.setattr(machine, "_HUGE_PAGES", tmp_path)
+    if text is not None:
+        (tmp_path / "shmem_enabled").write_text(text)
+    assert machine.huge_pages_of_shared_memory() == found
+
+
+@pytest.mark.parametrize(
     ("files", "quota", "threads"),
     [
         ({"pod/cpu.max": "max 100000"}, math.inf, 2),

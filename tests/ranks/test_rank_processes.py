@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,17 +12,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from rank_threads import RankThread
 
 from octavo import LLM, SamplingParams, build
-from octavo.config import ModelConfig
+from octavo.config import DeviceConfig, EngineConfig, ModelConfig
 from octavo.errors import ConfigError, EngineDeadError, ModelError
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.split import Share, split_layer
-from octavo.ranks import leader, messages
-from octavo.startup.launch import ServedModel
+from octavo.ranks import follower, leader, messages
+from octavo.startup.launch import ServedModel, launch_engine
 
 PROMPT = {"prompt_token_ids": [3, 1, 4, 1, 5, 9, 2, 6]}
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -126,8 +128,81 @@ def test_rank_that_ends_while_it_starts_is_reported(checkpoint, monkeypatch):
         return process
 
     monkeypatch.setattr(leader, "start_process", start_and_kill)
-    with pytest.raises(ModelError, match="the process of rank 1 ended while it started"):
+    with pytest.raises(ModelError, match="the process of rank 1 ended while it started") as error:
         make_llm(checkpoint)
+    assert error.value.rank == 1
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("step", ["await_loaded", "allocate", "announce"])
+def test_rank_that_ends_during_a_later_part_of_the_start_is_named(checkpoint, monkeypatch, step):
+    """Rank 0 notices it in the next part. The third rank ends before an exchange of the warm-up."""
+    do = getattr(leader.Leader, step)
+
+    def do_and_kill(self, *args):
+        do(self, *args)
+        self._processes[0].kill()
+        self._processes[0].wait()
+
+    monkeypatch.setattr(leader.Leader, step, do_and_kill)
+    reason = "the process of rank 1 ended with status -9|rank 1 receives no steps"
+    with pytest.raises(EngineDeadError, match=reason) as error:
+        make_llm(checkpoint)
+    assert error.value.rank == 1
+
+
+def rank_1_of(core):
+    """Return the process of rank 1 of an engine process, or None if it has not been started."""
+    if core.pid is None:
+        return None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(core.pid).children()
+        return next((each for each in children if "octavo.ranks.main" in each.cmdline()), None)
+    return None
+
+
+@pytest.mark.turn(8)
+def test_rank_failures_are_counted_in_service_and_while_the_engine_process_restarts(checkpoint):
+    model = ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=64)
+    core = launch_engine(EngineConfig(model=model, device=DeviceConfig(tensor_parallel_size=2, num_threads=1))).client
+    rank_1_of(core).kill()
+    while core.rank_failures != {1: 1}:
+        core.wait()
+    while (restarted := rank_1_of(core)) is None:
+        core.wait()
+    assert not core.is_ready
+    restarted.kill()
+    while core.rank_failures != {1: 2}:
+        core.wait()
+    assert core.num_failed_starts == 1
+    while not core.is_ready:
+        core.wait()
+    assert core.rank_failures == {1: 2}
+    core.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("slow", "activity"), [("load_model", "loading weights"), ("weights_checksum", "allocating KV")]
+)
+def test_wait_for_slow_rank_is_logged_with_its_number(checkpoint, monkeypatch, caplog, slow, activity):
+    """The rank is slow until the log names it and no other rank."""
+    line, do, serve = f"rank 0 waits for rank 2: {activity}, ", getattr(follower, slow), follower.serve
+
+    def serve_named(end, launch):
+        threading.current_thread().name = f"rank {launch.rank}"
+        serve(end, launch)
+
+    def do_slowly(*args, **options):
+        if threading.current_thread().name == "rank 2":
+            wait_until(lambda: line in caplog.text)
+        return do(*args, **options)
+
+    monkeypatch.setattr(follower, "serve", serve_named)
+    monkeypatch.setattr(follower, slow, do_slowly)
+    monkeypatch.setattr(leader, "start_process", RankThread)
+    monkeypatch.setattr(leader, "_PROGRESS_S", 0.01)
+    with caplog.at_level("INFO", "octavo.ranks.leader"):
+        make_llm(checkpoint, 4).llm_engine.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli.command import command
+from octavo.cli.doctor_of_ranks import show_progress, show_ranks
 from octavo.config import INSTRUCTION_SETS
 from octavo.errors import ConfigError
 
@@ -44,6 +44,16 @@ Precisions = Annotated[
         show_default=False,
     ),
 ]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        "-tp",
+        metavar="RANKS",
+        help="Above 1: measure what so many ranks get on this machine, instead of matrix products. With MODEL, ranks "
+        "exchange rows of its size.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _IMPLAUSIBLE_SHARE = 1.25
 _PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "int4_all")
@@ -52,21 +62,28 @@ _PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "int4_all")
 @command(
     "octavo doctor                                the built-in model's shapes on this machine",
     "octavo doctor ./my-checkpoint --isa avx2     the speed that is lost without AVX-512",
+    "octavo doctor --tensor-parallel-size 2       the cores and the memory of two ranks, and their exchanges",
 )
 def doctor(
     model: Model = None,
     isa: Isa = "auto",
     num_threads: Threads = None,
     precision: Precisions = None,
+    num_ranks: Ranks = 1,
     json_: Json = False,
 ) -> None:
     """Measure this machine's limits and the kernels' share of them, and check that every row is exact.
 
     Takes 15 to 20 seconds with the shapes of a small model on two cores. The exit status is 1 if a row of a product
-    depends on the other rows of its batch.
+    depends on the other rows of its batch. With --tensor-parallel-size, what each rank gets is measured instead.
     """
     if isa not in INSTRUCTION_SETS:
         raise ConfigError(f"isa must be one of {', '.join(INSTRUCTION_SETS)}, got {isa!r}")
+    if num_ranks != 1:
+        if precision:
+            raise typer.BadParameter("ranks are measured without weights", param_hint="--precision")
+        show_ranks(num_ranks, model, isa=isa, num_threads=num_threads, as_json=json_)
+        return
     from octavo.assets import BUILT_IN_MODEL
     from octavo.models.gguf_config import BLOCK_KINDS
     from octavo.startup.checkpoint import open_checkpoint
@@ -84,20 +101,15 @@ def doctor(
         isa=isa,  # type: ignore[arg-type]
         num_threads=num_threads,
         precisions=tuple(dict.fromkeys(precision or (*stored_types, "int8"))),
-        progress=_show_progress,
+        progress=show_progress,
     )
     if json_:
         typer.echo(json.dumps(report.to_json()))
     else:
-        _show_progress("")
+        show_progress("")
         show(report)
     if not report.is_exact:
         raise typer.Exit(1)
-
-
-def _show_progress(text: str) -> None:
-    if sys.stderr.isatty():
-        typer.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 
 def show(report: Report) -> None:

@@ -130,7 +130,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Reports a failed build, or an executor that cannot continue. kind: Name of the error's class."""
+    """Reports a failed build, or an executor that cannot continue.
+
+    kind: Name of the error's class. rank: See `OctavoError`.
+    """
 
     kind: str
     message: str
@@ -252,17 +255,17 @@ def refusal(request_id: str, error: OctavoError) -> Refused:
 
 def failure(error: BaseException) -> Failed:
     """Encode an error of the build or of the executor. Unknown classes become `EngineDeadError`."""
-    kind = type(error).__name__
+    kind, rank = type(error).__name__, error.rank if isinstance(error, OctavoError) else None
     if isinstance(error, EngineDeadError):
-        return Failed("EngineDeadError", str(error), error.rank)
-    return Failed(kind, str(error)) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}")
+        return Failed("EngineDeadError", str(error), rank)
+    return Failed(kind, str(error), rank) if kind in _ERRORS else Failed("EngineDeadError", f"{kind}: {error}", rank)
 
 
 def error_of(message: Refused | Failed) -> OctavoError:
     """Decode an error. Unknown classes become `EngineDeadError`."""
     kind = _ERRORS.get(message.kind, EngineDeadError)
-    if isinstance(message, Failed) and issubclass(kind, EngineDeadError):
-        return kind(message.message, rank=message.rank)
     if isinstance(message, Refused) and issubclass(kind, RequestError):
         return kind(message.message, parameter=message.parameter)
-    return kind(message.message)
+    error = kind(message.message)
+    error.rank = message.rank if isinstance(message, Failed) else None
+    return error

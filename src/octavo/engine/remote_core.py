@@ -165,11 +165,12 @@ class RemoteCore:
         self._expected_at = self._starts_at + self._load_s
         why = f"{reason}: {failure}" if failure else reason
         logger.error("the engine process %s; starting it again in %g s", why, pause)
-        if isinstance(failure, EngineDeadError) and failure.rank is not None:
+        what = f"the engine process {reason}"
+        if failure is not None and failure.rank is not None:
             self.rank_failures[failure.rank] += 1
-            reason = why  # of other failures, clients must not read paths and options
-        text = f"the engine process {reason}; it is being started again"
-        error = EngineRestartingError(text, retry_after_s=self.retry_after_s)
+            if isinstance(failure, EngineDeadError):  # of other failures, clients must not read paths and options
+                what = str(failure)
+        error = EngineRestartingError(f"{what}; the engine is being started again", retry_after_s=self.retry_after_s)
         self._refuse_pending(error)
         self._lose(error)
 

@@ -17,6 +17,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CPU_INFO = Path("/proc/cpuinfo")
 _CPUS = Path("/sys/devices/system/cpu")
+_NODES = Path("/sys/devices/system/node")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _LEAST_COLD_BYTES, _MOST_COLD_BYTES = 192 << 20, 512 << 20
 
 
@@ -37,13 +39,35 @@ def usable_cores() -> list[int]:
 
 def cores_of_rank(rank: int, count: int) -> list[int]:
     """Return a rank's part of the usable cores, by NUMA node; all cores if its part is empty."""
-    cores = sorted(usable_cores(), key=lambda cpu: (_numa_node(cpu), cpu))
+    cores = sorted(usable_cores(), key=lambda cpu: (numa_node(cpu), cpu))
     return cores[len(cores) * rank // count : len(cores) * (rank + 1) // count] or cores
 
 
-def _numa_node(cpu: int) -> int:
+def threads_of_rank(count: int, num_threads: int | None) -> int:
+    """Return each rank's number of threads. num_threads: of all ranks together, by default `default_num_threads()`."""
+    return max(1, (num_threads or default_num_threads()) // count)
+
+
+def numa_node(cpu: int) -> int:
+    """Return the NUMA node of a logical CPU; 0 if unknown."""
     nodes = (path.name.removeprefix("node") for path in (_CPUS / f"cpu{cpu}").glob("node*"))
     return next((int(node) for node in nodes if node.isdigit()), 0)
+
+
+def node_bytes(node: int) -> tuple[int, int] | None:
+    """Return a NUMA node's total and unused bytes of memory, or None if unknown. File caches count as used."""
+    sizes = {}
+    for line in read_lines(_NODES / f"node{node}" / "meminfo"):  # "Node 0 MemTotal:  16384 kB"
+        _, _, name, size, *_ = line.split()
+        sizes[name] = size
+    total, unused = sizes.get("MemTotal:", ""), sizes.get("MemFree:", "")
+    return (int(total) << 10, int(unused) << 10) if total.isdigit() and unused.isdigit() else None
+
+
+def huge_pages_of_shared_memory() -> str:
+    """Return the system's setting of huge pages for shared memory, such as "never"; "unknown" if unreadable."""
+    choices = "".join(read_lines(_HUGE_PAGES / "shmem_enabled"))  # "always within_size advise [never] deny force"
+    return choices.partition("[")[2].partition("]")[0] or "unknown"
 
 
 def processor_name() -> str:

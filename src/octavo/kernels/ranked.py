@@ -144,9 +144,9 @@ class RankedKernels(CpuKernels):
         minima = minima_pay(sampled, lambda some, tried: self.round_to_int4(some, group_size, minima=tried))
         return self.round_to_int4(rows, group_size, minima=minima)
 
-    def join(self, x: Tensor, borders: tuple[int, ...]) -> Tensor:
-        """See `Kernels`."""
-        return self._gather(x, borders, self._empty(x.shape[0], borders[-1], dtype=x.dtype))
+    def join(self, x: Tensor, borders: tuple[int, ...], *, out: Tensor | None = None) -> Tensor:
+        """See `Kernels`. out: memory for the result, by default new memory."""
+        return self._gather(x, borders, self._empty(x.shape[0], borders[-1], dtype=x.dtype) if out is None else out)
 
     def sample_columns(self, logits: Tensor, rows: SamplingRows, borders: tuple[int, ...]) -> Tensor:
         """See `RanksKernels`."""

@@ -16,7 +16,7 @@ from octavo.kernels import create_kernels
 from octavo.kernels.ranked import RankGroup
 from octavo.models.loader import load_model, open_packed_cache
 from octavo.models.split import Share
-from octavo.ranks import channel, messages
+from octavo.ranks import channel, measured_rank, messages
 from octavo.ranks.following_runner import FollowingRunner
 from octavo.ranks.shared_kv import SharedKV
 from octavo.runtime import logs
@@ -41,10 +41,13 @@ _CPU = torch.device("cpu")
 
 
 def run(end: socket.socket) -> None:
-    """Serve rank 0 until it closes the socket."""
+    """Serve rank 0 until it closes the socket, or measure the machine."""
     torch.set_num_threads(1)
     with contextlib.suppress(channel.ClosedError):
         launch = messages.decode_to_rank(channel.receive(end))
+        if isinstance(launch, messages.Measure):
+            measured_rank.measure(end, launch)
+            return
         assert isinstance(launch, messages.Launch)
         logs.configure(launch.log_level, launch.log_format, process=f"rank {launch.rank}")
         os.sched_setaffinity(0, launch.cores)

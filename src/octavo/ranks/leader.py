@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
 from octavo import __version__
-from octavo.errors import ConfigError, EngineDeadError, ModelError
-from octavo.kernels.machine import cores_of_rank, default_num_threads
+from octavo.errors import ConfigError, EngineDeadError, ModelError, OctavoError
+from octavo.kernels.machine import cores_of_rank, threads_of_rank
 from octavo.kernels.ranked import RankGroup, create_shared_memory
 from octavo.models.split import Share
 from octavo.ranks import channel, messages
@@ -23,7 +23,7 @@ from octavo.ranks.shared_kv import BlocksOfRanks, SharedKV, create_kv_memory
 from octavo.runtime import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from octavo.config import EngineConfig
     from octavo.data.scheduler_output import SchedulerOutput
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _STANDARD_ERROR = 2
 _END_S = 5.0
 _POLL_S = 0.5
+_PROGRESS_S = 5.0
 
 
 class Leader:
@@ -50,7 +51,7 @@ class Leader:
     ) -> None:
         count = config.device.tensor_parallel_size
         self.share = Share(0, count, config.device.enable_expert_parallel)
-        self.num_threads = max(1, (config.device.num_threads or default_num_threads()) // count)
+        self.num_threads = threads_of_rank(count, config.device.num_threads)
         self._kv_memory: list[int] = []
         try:
             memory = create_shared_memory()
@@ -85,7 +86,7 @@ class Leader:
                 process = start_process(other, [memory] if kv_memory is None else [memory, kv_memory])
             except OSError as error:
                 own.close()
-                raise ConfigError(f"rank {rank} cannot be started: {error.strerror}") from None
+                raise ConfigError(f"rank {rank} cannot be started: {error.strerror}", rank=rank) from None
         self._processes.append(process)
         self._ends.append(own)
         launch = messages.Launch(
@@ -113,14 +114,14 @@ class Leader:
 
         Raises `ModelError` if a rank fails or has another model, and `ConfigError` if its kernels differ.
         """
-        for rank in range(1, self.share.count):
-            loaded = self._receive(rank)
+        for rank, loaded in self._receive_each("loading weights"):
             if not isinstance(loaded, messages.Loaded):
                 continue
             if loaded.kernels != kernels:
-                raise ConfigError(f"rank {rank} has kernels {loaded.kernels}, but rank 0 has {kernels}: set isa")
+                text = f"rank {rank} has kernels {loaded.kernels}, but rank 0 has {kernels}: set isa"
+                raise ConfigError(text, rank=rank)
             if loaded.model != self._model:
-                raise ModelError(f"rank {rank} has read another configuration than rank 0; start again")
+                raise ModelError(f"rank {rank} has read another configuration than rank 0; start again", rank=rank)
 
     def allocate(self, info: WorkerInfo, num_scratch_blocks: int) -> None:
         """Have all ranks allocate as many blocks as rank 0. Raises `ModelError`."""
@@ -134,8 +135,8 @@ class Leader:
             num_scratch_blocks,
         )
         self._send(messages.encode(order))
-        for rank in range(1, self.share.count):
-            if isinstance(ready := self._receive(rank), messages.Ready):
+        for rank, ready in sorted(self._receive_each("allocating KV"), key=lambda each: each[0]):
+            if isinstance(ready, messages.Ready):
                 self.checksums.append((ready.weights, ready.draft))
             self._ends[rank - 1].settimeout(self._timeout_s)
 
@@ -185,7 +186,7 @@ class Leader:
         rank = self.group.failed_rank
         if rank is None:
             return None
-        return EngineDeadError(f"{self._why or f'rank {rank} failed'}; the engine needs a restart", rank=rank)
+        return EngineDeadError(self._why or f"rank {rank} failed", rank=rank)
 
     def _end_of_steps(self) -> EngineDeadError | None:
         return self.failure() or (EngineDeadError("the ranks have ended") if self._is_over.is_set() else None)
@@ -194,6 +195,16 @@ class Leader:
         self._why = self._why or why
         logger.error("%s", why)
         self.group.fail(rank)
+
+    def end_start(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Kill the other ranks after a failed start, as the `__exit__` of a context manager.
+
+        Raises `EngineDeadError` in place of the error of an exchange with a rank that has failed.
+        """
+        has_failed = self.group.failed_rank is not None
+        self.shutdown()
+        if has_failed and isinstance(error, Exception) and not isinstance(error, OctavoError):
+            raise self.failed(error) from error
 
     def shutdown(self) -> None:
         """Kill the other ranks."""
@@ -207,20 +218,32 @@ class Leader:
                 self._fail(rank, f"rank {rank} receives no steps")
                 raise self.failed(TimeoutError()) from None
 
-    def _receive(self, rank: int) -> messages.FromRank:
-        while self.group.failed_rank is None and not select.select([self._ends[rank - 1]], [], [], _POLL_S)[0]:
-            pass
-        try:
-            message = messages.decode_from_rank(channel.receive(self._ends[rank - 1]))
-        except channel.ClosedError:
-            raise _ended(rank) from None
-        if isinstance(message, messages.Failed):
-            raise ModelError(f"rank {rank}: {message.message}")
-        return message
+    def _receive_each(self, activity: str) -> Iterator[tuple[int, messages.FromRank]]:
+        """Yield a message of each rank, in order of arrival. activity: what the ranks do until they send it."""
+        began = logged_at = time.monotonic()
+
+        def look(awaited: Collection[int]) -> None:
+            nonlocal logged_at
+            now = time.monotonic()
+            if awaited and now - logged_at >= _PROGRESS_S:
+                logged_at, plural = now, "s" * (len(awaited) > 1)
+                names = ", ".join(map(str, awaited))
+                logger.info("rank 0 waits for rank%s %s: %s, %.0f s so far", plural, names, activity, now - began)
+            if (failed := self.group.failed_rank) is not None and failed not in awaited:
+                raise _ended(failed)
+
+        ends = dict(enumerate(self._ends, start=1))
+        for rank, data in channel.receive_each(ends, min(_POLL_S, _PROGRESS_S), look):
+            if data is None:
+                raise _ended(rank)
+            message = messages.decode_from_rank(data)
+            if isinstance(message, messages.Failed):
+                raise ModelError(f"rank {rank}: {message.message}", rank=rank)
+            yield rank, message
 
 
 def _ended(rank: int) -> ModelError:
-    return ModelError(f"the process of rank {rank} ended while it started; see its log lines")
+    return ModelError(f"the process of rank {rank} ended while it started; see its log lines", rank=rank)
 
 
 def start_process(end: socket.socket, memory: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -40,6 +40,33 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     log_format: str
 
 
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """Measures the machine as a rank would use it, in a process that serves no model.
+
+    memory, cores: see `Launch`. read_bytes: memory to read in each of read_rounds rounds. exchanges: (rows,
+    repetitions) of each kind of exchange. width: number of bfloat16 values in a row.
+    """
+
+    rank: int
+    count: int
+    memory: int
+    cores: list[int]
+    num_threads: int
+    isa: str
+    read_bytes: int
+    read_rounds: int
+    exchanges: list[tuple[int, int]]
+    width: int
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Results of `Measure`. read_bytes: of each round. exchange_s: of each kind, the time of one exchange by round."""
+
+    read_bytes: int
+    read_s: list[float]
+    exchange_s: list[list[float]]
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """A rank has loaded its weights. kernels: see `Kernels.identity`. model: see `model_digest`."""
 
@@ -186,8 +213,8 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
     sampled: dict[str, list[int]]
 
 
-ToRank = Launch | Allocate | Step | Draft
-FromRank = Loaded | Failed | Ready
+ToRank = Launch | Measure | Allocate | Step | Draft
+FromRank = Loaded | Measured | Failed | Ready
 
 
 def _decoded(kind: type, value: Any) -> Any:
