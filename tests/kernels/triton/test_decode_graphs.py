@@ -252,7 +252,7 @@ def test_temporary_memory_in_graph_is_detected(model):
 
     def remembers(q, k, v, cos_sin, batch, *caches, **options):
         kept = positions.setdefault(len(q), batch.positions + 0)
-        right(q, k, v, cos_sin, replace(batch, positions=kept), *caches, **options)
+        return right(q, k, v, cos_sin, replace(batch, positions=kept), *caches, **options)
 
     assert "[300, 7, 40]" in found(model, rope_kv, "rope_and_write_kv", remembers)
     positions.clear()
