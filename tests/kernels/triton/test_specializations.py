@@ -198,6 +198,7 @@ def drafting(folder, method="draft_model", **options):
 # (model, its speculation, further options)
 CASES = {
     "graphs, steps launched ahead": (qwen, None, {"graphs": 4, "async_scheduling": True}),
+    "graphs of more rows than the warm-up's steps": (qwen, {"method": "ngram"}, {"graphs": 70}),
     "lookups, int4": (qwen, {"method": "ngram"}, {"quantization": "int4", "max_num_batched_tokens": 80}),
     "windows, int8, swaps": (
         windows,
