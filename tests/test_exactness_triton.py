@@ -78,6 +78,20 @@ def watch_sizes(graphs):
     return sizes
 
 
+def watch_mixed(graphs):
+    """Return a list that receives the numbers of rows and sequences of further steps by graphs."""
+    size_for, steps = graphs.size_for, []
+
+    def watch(batch):
+        size = size_for(batch)
+        if size is not None:
+            steps.append((len(batch.positions), len(batch.seq_lens)))
+        return size
+
+    graphs.size_for = watch
+    return steps
+
+
 @pytest.mark.turn(16)
 def test_draft_and_verify_steps_use_graphs_with_equal_tokens(tiny_model):
     """The model drafts for itself, so all drafts are accepted: its next pass has two tokens of a request to compute."""
@@ -97,7 +111,7 @@ def test_draft_and_verify_steps_use_graphs_with_equal_tokens(tiny_model):
 
 @pytest.mark.turn(8)
 def test_triton_kernels_give_equal_tokens_alone_and_batched(tiny_model, monkeypatch):
-    """Prompts are cut, and share steps with decodes; steps without prompts use graphs.
+    """Prompts are cut, and share steps with decodes; steps of few rows use graphs.
 
     Steps are launched before the previous ones are collected.
     """
@@ -106,13 +120,13 @@ def test_triton_kernels_give_equal_tokens_alone_and_batched(tiny_model, monkeypa
     if kernels_device().type == "cpu":
         monkeypatch.setattr(model_runner, "create_host_copies", lambda device: PinnedMemory(device, LateQueue()))
     engine = make_engine(
-        tiny_model, 4, long_prefill_token_threshold=16, max_num_batched_tokens=24, async_scheduling=True
+        tiny_model, 12, long_prefill_token_threshold=9, max_num_batched_tokens=24, async_scheduling=True
     )
     worker = engine.core.executor.worker
     assert worker.kernels.name == "triton"
     graphs = worker.runner.forward_pass.recorded
-    assert graphs.sizes == {1: [1, 2, 4]}
-    by_graph = watch_sizes(graphs)
+    assert graphs.sizes == {1: [1, 2, 4, 8, 12]}
+    by_graph, mixed = watch_sizes(graphs), watch_mixed(graphs)
     engine.core.executor.shutdown()
     engine.core.executor = LocalExecutor(worker, mode=LaunchesAhead)
     launch, num_awaited = worker.launch, []
@@ -125,7 +139,9 @@ def test_triton_kernels_give_equal_tokens_alone_and_batched(tiny_model, monkeypa
     monkeypatch.setattr(worker, "launch", watch)
     assert crowd(engine, requests) == expected
     assert sum(num_awaited) > 0, "what was sampled is fed on the device"
-    assert {size for size in by_graph if size}
+    assert None in by_graph
+    assert (9, 1) in mixed, "a chunk"
+    assert any(rows > seqs > 1 for rows, seqs in mixed), "a chunk and a decode"
 
 
 @pytest.mark.turn(8)

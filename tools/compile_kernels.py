@@ -97,7 +97,9 @@ def latent_attention(dtype: str, rank: int, rope_dim: int, *, kv: str | None = N
     return call
 
 
-def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, kv: str | None = None) -> Callable[[], None]:
+def rope_kv(
+    dtype: str, head_dim: int, rotary_dim: int, *, kv: str | None = None, has_norms: bool = False
+) -> Callable[[], None]:
     """Return a call of rope_and_write_kv over views of a fused projection."""
 
     def call() -> None:
@@ -108,9 +110,10 @@ def rope_kv(dtype: str, head_dim: int, rotary_dim: int, *, kv: str | None = None
         kind = getattr(torch, dtype)
         fused = torch.empty(20, 12, head_dim, dtype=kind)
         k_cache, v_cache = _caches(getattr(torch, kv or dtype), head_dim)
+        norm = torch.empty(head_dim, dtype=kind) if has_norms else None
         rope_and_write_kv(
             fused[:, :8], fused[:, 8:10], fused[:, 10:], torch.empty(64, rotary_dim), _batch(), k_cache, v_cache,
-            interleaved=False, query_scale=None,
+            interleaved=False, query_scale=None, q_norm=norm, k_norm=norm, eps=1e-6,
         )  # fmt: skip
 
     return call
@@ -323,6 +326,9 @@ CASES: dict[str, Callable[[], None]] = {
     "rope_kv bfloat16 128": rope_kv("bfloat16", 128, 128),
     "rope_kv bfloat16 128 fp8": rope_kv("bfloat16", 128, 64, kv=FP8),
     "rope_kv bfloat16 128 int8": rope_kv("bfloat16", 128, 64, kv="int8"),
+    "rope_kv bfloat16 128 norms": rope_kv("bfloat16", 128, 128, has_norms=True),
+    "rope_kv bfloat16 128 norms fp8": rope_kv("bfloat16", 128, 64, kv=FP8, has_norms=True),
+    "rope_kv bfloat16 128 norms int8": rope_kv("bfloat16", 128, 64, kv="int8", has_norms=True),
     "rope_and_write_latents bfloat16": latents("bfloat16"),
     "rope_and_write_latents bfloat16 fp8": latents("bfloat16", kv=FP8),
     "rope_and_write_latents bfloat16 int8": latents("bfloat16", kv="int8"),

@@ -34,6 +34,7 @@ def correctness(check: Check, entries: Entries) -> None:
     for dtype in check.sizes.dtypes:
         _values(check, entries, dtype)
         _rotation(check, entries, dtype)
+        _normed_heads(check, entries, dtype)
         for case in check.sizes.attention:
             entries.add(case.name(dtype), partial(attention_error, check, check.kernels, dtype, case))
         entries.add(f"rope_and_write_latents {dtype}", partial(_latents, check, dtype))
@@ -109,6 +110,30 @@ def _rotation(check: Check, entries: Entries, dtype: torch.dtype) -> None:
         for interleaved in (False, True):
             name = f"rope_and_write_kv {dtype} to {kv_dtype}{' interleaved' * interleaved}"
             entries.add(name, partial(against_torch, kv_dtype, interleaved=interleaved))
+
+
+def _normed_heads(check: Check, entries: Entries, dtype: torch.dtype) -> None:
+    """Normalize heads in the launch that rotates them; compare with launches of rms_norm before it."""
+    cos_sin = check.random(64, 64, dtype=torch.float32, seed=8)
+    q_norm, k_norm = (check.random(80, dtype=dtype, seed=seed) for seed in (9, 10))
+
+    def left(kv_dtype: torch.dtype, *, is_fused: bool) -> list[Tensor]:
+        kernels, batch = check.kernels, check.batch([(0, 7), (30, 43)], check.tables(2, 43))
+        fused, caches = check.random(20, 12, 80, dtype=dtype), check.caches(8, 2, 80, kv_dtype)
+        q, k, v = fused[:, :8], fused[:, 8:10], fused[:, 10:]
+        if is_fused:
+            q = kernels.rope_and_write_kv(q, k, v, cos_sin, batch, *caches, q_norm=q_norm, k_norm=k_norm, eps=1e-6)
+        else:
+            q, k = kernels.rms_norm(q, q_norm, 1e-6), kernels.rms_norm(k, k_norm, 1e-6)
+            kernels.rope_and_write_kv(q, k, v, cos_sin, batch, *caches)
+        return [q, *map(as_bytes, caches), *(kv_scales(cache) for cache in caches if kv_dtype in ROUNDED_KV_DTYPES)]
+
+    def against_rms_norm(kv_dtype: torch.dtype) -> dict[str, bool]:
+        pairs = zip(left(kv_dtype, is_fused=True), left(kv_dtype, is_fused=False), strict=True)
+        return {"is_equal": all(torch.equal(ours, theirs) for ours, theirs in pairs)}
+
+    for kv_dtype in (dtype, *ROUNDED_KV_DTYPES):
+        entries.add(f"rope_and_write_kv {dtype} with norms to {kv_dtype}", partial(against_rms_norm, kv_dtype))
 
 
 def attention_error(check: Check, kernels: Kernels, dtype: torch.dtype, case: AttentionCase) -> dict[str, float]:

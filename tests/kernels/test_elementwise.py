@@ -360,6 +360,35 @@ def test_partial_rope_rotates_only_rotary_dimensions(
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+def test_rope_with_norms_of_heads_has_bits_of_norms_before_it(kernels, generator, kv_dtype):
+    """The norms of queries and keys have different weights. Values may be keys before their norm, as in Gemma 4."""
+    batch, _, _ = paged_batch([(40, 40)], 16, 2, 80, torch.bfloat16, generator)
+    rows = torch.randn(len(batch.positions), 8, 80, generator=generator).bfloat16()
+    turns = torch.randn(40, 40, generator=generator)
+    q_norm, k_norm = torch.randn(2, 80, generator=generator).bfloat16()
+    for num_kv_heads, values_are_keys in ((2, False), (2, True), (0, False)):
+        found = []
+        for is_apart in (True, False):
+            q, k, v = rows.clone().split([8 - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
+            cache = PagedKVCache(
+                KVLayout((KVShape(2, 80),)), num_blocks=[8], block_size=16, dtype=kv_dtype, device=torch.device("cpu")
+            ).layer(0)
+            v, old_k = k if values_are_keys else v, k.clone()
+            if is_apart:
+                q, k = kernels.rms_norm(q, q_norm, 1e-6), kernels.rms_norm(k, k_norm, 1e-6)
+                result = kernels.rope_and_write_kv(q, k, v, turns, batch, *cache)
+                assert result is q
+            else:
+                options = {"q_norm": q_norm, "k_norm": k_norm if num_kv_heads else None, "eps": 1e-6}
+                result = kernels.rope_and_write_kv(q, k, v, turns, batch, *cache, **options)
+                assert torch.equal(k, old_k)
+            block, offset = batch.slot_mapping // 16, batch.slot_mapping % 16
+            caches = [floats(each) if kv_dtype == torch.int8 else each for each in cache]
+            found.append([result, *(each[block, :, offset] for each in caches if num_kv_heads)])
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
 def test_rope_rows_are_independent_of_batch_rows(compiled, generator, kv_dtype):
     batch, _, _ = paged_batch([(40, 40)], 16, 2, 80, torch.bfloat16, generator)
     projection = torch.randn(40, 8, 80, generator=generator).bfloat16()

@@ -394,8 +394,13 @@ class CpuKernels:
         *,
         interleaved: bool = False,
         query_scale: Tensor | None = None,
-    ) -> None:
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
         """See `Kernels`."""
+        q = q if q_norm is None else self.rms_norm(q, q_norm, eps)
+        k = k if k_norm is None else self.rms_norm(k, k_norm, eps)
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert cos_sin.is_contiguous()
         self._calls.rope_and_write_kv(
@@ -406,6 +411,7 @@ class CpuKernels:
             DTYPE_NUMBERS[k_cache.dtype], DTYPE_NUMBERS[q.dtype], q.shape[0], q.shape[1], k.shape[1], q.shape[2],
             cos_sin.shape[1], interleaved, batch.block_size,
         )  # fmt: skip
+        return q
 
     def paged_attention(
         self,

@@ -334,13 +334,18 @@ class Kernels(Protocol):
         *,
         interleaved: bool = False,
         query_scale: Tensor | None = None,
-    ) -> None:
-        """Rotate q in place (Su et al. 2021). Write rotated k and unrotated v into their slots. k does not change.
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Rotate and return q (Su et al. 2021). Write rotated k and unrotated v into their slots. k does not change.
 
+        Without `q_norm`, q is rotated in place. With it, the result may be another tensor, and q is undefined.
         q, k, v [num_tokens, heads, head_dim]: last dimension contiguous, any token stride. k and v may have 0 heads.
         cos_sin float32 [max_positions, rotary_dim]: cosines, then sines.
         interleaved: pair dimensions 2 i and 2 i + 1 (GPT-J); otherwise i and i + rotary_dim / 2 (GPT-NeoX).
         query_scale float32 [max_positions]: multiplies rotated and rounded queries.
+        q_norm, k_norm [head_dim], eps: heads are first normalized with these weights, with the bits of `rms_norm`.
         k_cache, v_cache [num_blocks, num_kv_heads, block_size, head_dim]: last two dimensions contiguous, of q's dtype,
         int8 or float8_e4m3fn. Rows are rounded to q's dtype, then for int8 and float8_e4m3fn by `round_kv_rows`.
 

@@ -209,19 +209,25 @@ class ReferenceKernels:
         *,
         interleaved: bool = False,
         query_scale: Tensor | None = None,
-    ) -> None:
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
         """See `Kernels`."""
+        q = q if q_norm is None else self.rms_norm(q, q_norm, eps)
+        k = k if k_norm is None else self.rms_norm(k, k_norm, eps)
         turns = cos_sin[batch.positions].unsqueeze(1)  # [num_tokens, 1, rotary_dim]
         q.copy_(rotate(q, turns, interleaved=interleaved))
         if query_scale is not None:
             q.copy_(q.float() * query_scale[batch.positions, None, None])
         if not k.shape[1]:
-            return
+            return q
         is_finite = v.isfinite().all(dim=-1, keepdim=True)
         write_rows(
             k_cache, batch.slot_mapping, torch.where(is_finite, rotate(k, turns, interleaved=interleaved), torch.nan)
         )
         write_rows(v_cache, batch.slot_mapping, torch.where(is_finite, v, 0.0))
+        return q
 
     def paged_attention(
         self,

@@ -172,8 +172,8 @@ class Attention:
     """One layer's attention."""
 
     __slots__ = (
-        "config", "cos_sin", "eps", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv", "query_scale", "scale",
-        "sinks", "v_norm",
+        "config", "cos_sin", "eps", "head_norms", "interleaved", "k_norm", "kernels", "o", "q_norm", "qkv",
+        "query_scale", "scale", "sinks", "v_norm",
     )  # fmt: skip
 
     def __init__(self, context: ModelContext, config: AttentionConfig, tensors: AttentionTensors) -> None:
@@ -190,6 +190,7 @@ class Attention:
         self.o = context.linear(tensors.o)
         self.q_norm = context.optional_norm(tensors.q_norm)
         self.k_norm = context.optional_norm(tensors.k_norm)
+        self.head_norms = (self.q_norm, self.k_norm) if config.qk_norm == "head" else (None, None)
         self.v_norm = context.ones(config.head_dim) if config.v_norm else None
         self.sinks = None if tensors.sinks is None else context.vector(tensors.sinks)
 
@@ -197,28 +198,27 @@ class Attention:
         """Write this step's keys and values. Return the queries [num_tokens, num_heads, head_dim]."""
         k_cache, v_cache = cache
         q, k, v = self.project(hidden)
-        self.kernels.rope_and_write_kv(
+        q_norm, k_norm = self.head_norms
+        return self.kernels.rope_and_write_kv(
             q, k, v, self.cos_sin, batch, k_cache, v_cache,
-            interleaved=self.interleaved, query_scale=self.query_scale,
+            interleaved=self.interleaved, query_scale=self.query_scale, q_norm=q_norm, k_norm=k_norm, eps=self.eps,
         )  # fmt: skip
-        return q
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normalized queries, keys and values [num_tokens, heads, head_dim], before rotation."""
+        """Return queries, keys and values [num_tokens, heads, head_dim], before norms of single heads and rotation."""
         config, kernels = self.config, self.kernels
         qkv = kernels.linear(hidden, self.qkv)
         num_kv_heads = 0 if config.is_shared else config.num_kv_heads
         sizes = (config.num_heads, *(num_kv_heads,) * max(config.num_projections - 1, 1))
         q, k, *apart = qkv.view(qkv.shape[0], sum(sizes), config.head_dim).split_with_sizes(sizes, dim=1)
         v = apart[0] if apart else k
-        if self.q_norm is not None:
-            rows = (q, k)
-            if config.qk_norm == "width":  # slices, because a view of one token's heads has no stride to record
-                q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-                parts = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=1)
-                rows = (parts[0].unsqueeze(1), parts[1].unsqueeze(1))
-            q = kernels.rms_norm(rows[0], self.q_norm, self.eps).view(q.shape)
-            k = k if self.k_norm is None else kernels.rms_norm(rows[1], self.k_norm, self.eps).view(k.shape)
+        if config.qk_norm == "width" and self.q_norm is not None:
+            # slices, because a view of one token's heads has no stride to record
+            q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+            parts = qkv.split_with_sizes((q_size, kv_size, kv_size), dim=1)
+            q = kernels.rms_norm(parts[0].unsqueeze(1), self.q_norm, self.eps).view(q.shape)
+            if self.k_norm is not None:
+                k = kernels.rms_norm(parts[1].unsqueeze(1), self.k_norm, self.eps).view(k.shape)
         if self.v_norm is not None and num_kv_heads:
             v = kernels.rms_norm(v, self.v_norm, self.eps)
         return q, k, v

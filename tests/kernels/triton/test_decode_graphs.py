@@ -21,6 +21,7 @@ from octavo.worker.memory import forward_bytes, kernel_scratch_bytes
 
 pytest.importorskip("triton")
 from interpreted_graphs import InterpretedGraphPool
+from triton.runtime.errors import InterpreterError
 
 from octavo.kernels.triton import decode_graphs
 from octavo.kernels.triton.decode_graphs import DecodeGraphs
@@ -147,16 +148,30 @@ def test_decode_graph_serves_sequences_with_different_row_counts(model):
         torch.tensor([0, 4], dtype=torch.int32), batch.seq_lens[1:2], batch.block_tables[1:2].contiguous(),
         batch.positions[1:5], batch.slot_mapping[1:5], BLOCK_SIZE,
     )  # fmt: skip
-    assert graphs.size_for(alone) is None, "more rows than a sequence has in the mean"
-    for rows in (slice(0, 1), slice(1, 4)):  # the first one as a decode
+    for rows in (slice(0, 1), slice(1, 4), slice(0, 4)):  # a decode, drafts, and more rows than drafts have
         part = replace(
             alone, query_start=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
             seq_lens=batch.positions[1:5][rows][-1:].int() + 1, positions=batch.positions[1:5][rows],
             slot_mapping=batch.slot_mapping[1:5][rows],
         )  # fmt: skip
-        assert graphs.size_for(part) == ((1, 1) if rows.start == 0 else (3, 1))
+        assert graphs.size_for(part) == {1: (1, 1), 3: (3, 1), 4: (3, 3)}[rows.stop - rows.start]
         with torch.inference_mode():
             assert torch.equal(graphs(token_ids[1:5][rows], part), hidden[1:5][rows])
+
+
+MIXED = {"lengths": [300, 70, 7, 257], "counts": [1, 40, 7, 3]}  # a decode, a whole prompt, and chunks
+
+
+@pytest.mark.turn(8)
+@pytest.mark.parametrize("mean", [1, 3])
+def test_graph_serves_decodes_and_prompts_in_one_step(model, mean):
+    """Heads of 40 tokens take two tiles. Graphs have unused sequences, and also rows of no sequence."""
+    graphs = model.capture({1: (56,)} if mean == 1 else {1: (1,), 3: (20,)})
+    assert graphs.size_for(model.step(**MIXED)[1]) == ((1, 56) if mean == 1 else (3, 20))
+    hidden = assert_same(model, graphs, [MIXED["lengths"]], counts=MIXED["counts"])
+    assert not hidden.isnan().any()
+    last = assert_same(model, graphs, [MIXED["lengths"]], counts=MIXED["counts"], outputs=[0, 40, 47, 50])
+    assert torch.equal(last, hidden[[0, 40, 47, 50]])
 
 
 @pytest.mark.turn(8)
@@ -206,18 +221,21 @@ def test_decode_graph_serves_sequences_with_different_row_counts(model):
 def test_decode_graph_bits_are_equal_for_other_models_and_dtypes(tmp_path, kernels, device, family, options):
     model = Model(tmp_path, kernels, device, family, **options)
     assert model.has_windows == ("sliding_window" in options)
-    assert_same(model, model.capture(), [[300, 7, 40]])
+    graphs = model.capture({1: (4, 16)})
+    assert_same(model, graphs, [[300, 7, 40]])
+    assert graphs.size_for(model.step([300, 7, 40], counts=[1, 7, 5])[1]) == (1, 16)
+    assert_same(model, graphs, [[300, 7, 40]], counts=[1, 7, 5])
 
 
-def found(model, module, name, wrong):
+def found(model, module, name, wrong, size=4, **options):
     """Return whether a pass with a mistake is refused, or has other bits."""
     right = getattr(module, name)
     try:
         setattr(module, name, wrong)
-        graphs = model.capture({1: (4,)})
+        graphs = model.capture({1: (size,)})
         setattr(module, name, right)
-        assert_same(model, graphs, [[300, 7, 40]])
-    except (AssertionError, RuntimeError) as error:
+        assert_same(model, graphs, [[300, 7, 40]], **options)
+    except (AssertionError, RuntimeError, InterpreterError) as error:
         return str(error)
     finally:
         setattr(module, name, right)
@@ -252,7 +270,7 @@ def test_temporary_memory_in_graph_is_detected(model):
 
     def remembers(q, k, v, cos_sin, batch, *caches, **options):
         kept = positions.setdefault(len(q), batch.positions + 0)
-        right(q, k, v, cos_sin, replace(batch, positions=kept), *caches, **options)
+        return right(q, k, v, cos_sin, replace(batch, positions=kept), *caches, **options)
 
     assert "[300, 7, 40]" in found(model, rope_kv, "rope_and_write_kv", remembers)
     positions.clear()
@@ -378,6 +396,26 @@ def test_padding_rows_that_write_kv_are_detected(model, tmp_path, monkeypatch):
     assert found(model, rope_kv, "rope_and_write_kv", wrong.rope_and_write_kv) is not None
 
 
+@pytest.mark.turn(12)
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("elif (num_tokens <= split_tokens) |", "elif (split_tokens == 1) |"),
+        ("tile = tl.where(is_sharer, number % sequence_tiles, number)", "tile = number * 0"),
+        ("num_tiles = num_tokens * group // BLOCK_M + num_seqs", "num_tiles = num_seqs // 16"),
+        ("if (num_tokens <= split_tokens) & (token < num_tokens):", "if token < num_tokens:"),
+    ],
+    ids=["each row is split", "one tile", "tiles", "each sequence is merged"],
+)
+def test_attention_that_expects_one_row_per_sequence_is_detected(model, tmp_path, old, new):
+    """In graphs that are captured with one row per sequence, a prompt has many rows."""
+    from octavo.kernels.triton import attention
+
+    wrong = broken(tmp_path, "attention", old, new)
+    assert found(model, attention, "paged_attention", wrong.paged_attention, 48, counts=[1, 7, 40]) is not None
+
+
 class Pool:
     """Graphs that are Python functions; each takes `num_bytes` bytes."""
 
@@ -414,6 +452,22 @@ def test_size_for_selects_smallest_fitting_graph(model):
     assert ran == [2]
 
 
+def test_size_for_mixed_step_limits_padding(model):
+    """A mixed step uses the graphs with the most rows per sequence. Padding up to one tile of rows is free."""
+    graphs = made_graphs(model, {1: (1, 2, 4, 8, 16, 24, 128)}, Pool())
+
+    def sizes(*all_counts):
+        return [graphs.size_for(model.step([100] * len(some), counts=some)[1]) for some in all_counts]
+
+    assert sizes([2], [3, 1], [1, 1, 7], [20, 1], [24]) == [(1, 2), (1, 4), (1, 16), (1, 24), (1, 24)]
+    assert sizes([25], [85], [80, 5, 1], [100, 28], [100, 29]) == [None, None, (1, 128), (1, 128), None]
+    graphs = made_graphs(model, {1: (1, 8, 64), 4: (1, 2, 16, 24)}, Pool())
+    assert sizes([5], [9], [7, 1], [60], [70], [90, 1, 1]) == [(4, 2), (4, 16), (4, 2), (4, 16), (4, 24), (4, 24)]
+    assert sizes([97]) == [None]
+    graphs = made_graphs(model, {1: (1,), 4: (1, 2, 16)}, Pool())
+    assert graphs._size_for_mixed(40, 17) is None, "the graph has 64 rows, but only 16 sequences"
+
+
 def test_graphs_are_captured_in_descending_order_of_rows(model):
     seen = []
     pool = Pool()
@@ -445,7 +499,7 @@ def test_failed_capture_omits_smaller_graphs_with_warning(model, caplog):
 
     graphs = made_graphs(model, {1: (1, 2, 4, 8)}, Refusing(100))
     assert graphs.sizes == {1: [4, 8]}
-    assert "decode steps of up to 2 rows are not captured as graphs: operation not permitted" in caplog.text
+    assert "steps of up to 2 rows are not captured as graphs: operation not permitted" in caplog.text
 
 
 @pytest.mark.turn(12)

@@ -81,7 +81,10 @@ def rows_of(name, num_rows, kernels, generator):
         batch, *caches = paged_batch(lengths, 16, KV_HEADS, HEAD_DIM, torch.bfloat16, generator)
         fused = torch.empty(num_rows, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
         q, k, v = fused.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), 1)
-        kernels.rope_and_write_kv(q, k, v, torch.empty(400, HEAD_DIM), batch, *caches)
+        for norm in (None, q[0, 0]):
+            kernels.rope_and_write_kv(
+                q, k, v, torch.empty(400, HEAD_DIM), batch, *caches, q_norm=norm, k_norm=norm, eps=1e-6
+            )
         kernels.paged_attention(q, *caches, batch, 0.2, None)
     elif name == "experts":
         ids, weights, numbers = torch.zeros(num_rows, 3, dtype=torch.int32), torch.empty(num_rows, 3), torch.empty(8)
@@ -195,6 +198,7 @@ def drafting(folder, method="draft_model", **options):
 # (model, its speculation, further options)
 CASES = {
     "graphs, steps launched ahead": (qwen, None, {"graphs": 4, "async_scheduling": True}),
+    "graphs of more rows than the warm-up's steps": (qwen, {"method": "ngram"}, {"graphs": 70}),
     "lookups, int4": (qwen, {"method": "ngram"}, {"quantization": "int4", "max_num_batched_tokens": 80}),
     "windows, int8, swaps": (
         windows,

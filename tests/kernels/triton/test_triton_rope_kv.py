@@ -1,4 +1,9 @@
-"""rope_and_write_kv in Triton has the bits of plain torch, for all rotations, scales and roundings."""
+"""rope_and_write_kv in Triton has the bits of plain torch, for all rotations, scales and roundings.
+
+With norms of heads, it has the bits of rms_norm before it.
+"""
+
+import functools
 
 import pytest
 import torch
@@ -54,6 +59,37 @@ def assert_same_as_torch(write, generator, options):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
+def normed_apart(kernels, q, k, v, *others, q_norm, k_norm, eps, **options):
+    """Launch both norms by themselves, then the rest."""
+    q = kernels.rms_norm(q, q_norm, eps)
+    k = kernels.rms_norm(k, k_norm, eps)
+    kernels.rope_and_write_kv(q, k, v, *others, **options)
+    return q
+
+
+def outcomes_with_norms(kernels, write, generator, weights, options):
+    """Return all tensors after norms by themselves, and after `write`, which does all at once."""
+    head_dim = options["heads"][0]
+    q_norm, k_norm = (torch.randn(head_dim, generator=generator).to(dtype) + plus for dtype, plus in weights)
+    found = []
+    for each in (functools.partial(normed_apart, kernels), write):
+        queries = []
+
+        def keeping(*args, each=each, queries=queries, **more):
+            queries.append(each(*args, q_norm=q_norm, k_norm=k_norm, eps=0.01, **more))
+
+        fused, *caches = outcome(keeping, generator.manual_seed(1), **options)
+        found.append([queries[0], fused[:, 5:], *caches])
+    return found
+
+
+def assert_norms_have_bits_of_rms_norm(kernels, write, generator, weights, options):
+    expected, actual = outcomes_with_norms(kernels, write, generator, weights, options)
+    for one, other in zip(expected, actual, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
 def test_rope_without_kv_heads_rotates_only_queries(kernels, generator):
     """As in layers that share the KV of an earlier layer."""
     batch, k_cache, v_cache = paged_batch([(9, 9), (30, 3), (1, 1)], 5, 2, 24, torch.bfloat16, generator)
@@ -80,6 +116,19 @@ def test_rope_without_kv_heads_rotates_only_queries(kernels, generator):
 def test_rope_and_write_kv_has_bits_of_torch(kernels, generator, dtype, heads, interleaved, scaled, kv):
     options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "scaled": scaled, "kv": kv}
     assert_same_as_torch(kernels.rope_and_write_kv, generator, options)
+
+
+@pytest.mark.sweep(144)
+@pytest.mark.parametrize("kv", ROUNDED, ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norms_have_bits_of_rms_norm(kernels, generator, dtype, heads, interleaved, scaled, kv):
+    """With weights of the model's type, as in Qwen3, and weights around 1 in float32, as in Gemma 3."""
+    options = {"dtype": dtype, "heads": heads, "interleaved": interleaved, "scaled": scaled, "kv": kv}
+    for weights in ([(dtype, 0), (dtype, 0)], [(torch.float32, 1), (dtype, 1)]):
+        assert_norms_have_bits_of_rms_norm(kernels, kernels.rope_and_write_kv, generator, weights, options)
 
 
 @pytest.mark.sweep(12)
@@ -120,3 +169,31 @@ def test_broken_rope_and_write_kv_is_detected(kernels, generator, tmp_path, kv, 
     options = {"dtype": torch.bfloat16, "heads": (80, 40), "kv": kv}
     with pytest.raises(AssertionError):
         assert_same_as_torch(wrong.rope_and_write_kv, generator, options)
+
+
+NORMED_REST = "z = _normed(place, rest, is_head, rest < HEAD_DIM, inverse, weight_ptr, HAS_NORM)\n        if"
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize(
+    ("dtype", "old", "new"),
+    [
+        (torch.bfloat16, "x * x, eps, HEAD_DIM", "x * x, 0.5 * eps, HEAD_DIM"),
+        (torch.bfloat16, "x * x, eps, HEAD_DIM", "x * x, eps, 1 << LEVELS"),
+        (torch.bfloat16, "mask=is_head & (dim < HEAD_DIM), other=0.0).to", "mask=is_head & (dim < 79), other=0.0).to"),
+        (torch.float32, "inverse * weight, x.dtype)", "(inverse * weight), x.dtype)"),
+        (torch.bfloat16, "x = round_to(x.to(tl.float32) * inverse * weight, x.dtype)", "x = x * inverse * weight"),
+        (torch.bfloat16, NORMED_REST, "z = tl.load(place + rest)\n        if"),
+        (torch.bfloat16, "turns, k_norm_ptr, eps", "turns, q_norm_ptr, eps"),
+        (torch.bfloat16, "tl.load(weight_ptr + dim, mask=is_dim", "tl.load(weight_ptr + dim // 2, mask=is_dim"),
+    ],
+    ids=["eps", "width", "tail", "order of products", "rounding", "rest of queries", "weight of keys", "weight"],
+)
+def test_broken_norms_of_heads_are_detected(kernels, generator, tmp_path, dtype, old, new):
+    wrong = broken(tmp_path, "rope_kv", old, new)
+    wrong._HEADS = 2
+    options = {"dtype": dtype, "heads": (80, 40), "kv": torch.int8}
+    with pytest.raises(AssertionError):
+        assert_norms_have_bits_of_rms_norm(
+            kernels, wrong.rope_and_write_kv, generator, [(dtype, 0), (dtype, 0)], options
+        )

@@ -257,11 +257,15 @@ class TritonKernels(ReferenceKernels):
         *,
         interleaved: bool = False,
         query_scale: Tensor | None = None,
-    ) -> None:
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
         """See `Kernels`."""
-        rope_kv.rope_and_write_kv(
-            q, k, v, cos_sin, batch, k_cache, v_cache, interleaved=interleaved, query_scale=query_scale
-        )
+        return rope_kv.rope_and_write_kv(
+            q, k, v, cos_sin, batch, k_cache, v_cache, interleaved=interleaved, query_scale=query_scale,
+            q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
 
     def paged_attention(
         self,

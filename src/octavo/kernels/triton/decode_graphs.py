@@ -2,6 +2,9 @@
 
 A step copies its inputs to the memory of the next larger graph. Unused sequences get one padding row each while unused
 rows remain. With exact kernels, bits do not depend on padding, so graphs do not change tokens.
+
+Steps with prompts use the same graphs, because only inputs assign rows to sequences. In a graph of 120 sequences, a
+prompt of 100 tokens may have 100 rows of one sequence, next to 20 decodes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import triton.language as tl
 from octavo.kernels.interface import AttentionBatch
 from octavo.kernels.triton.graphs import CaptureError
 from octavo.kernels.triton.launch import cdiv, kernel
+from octavo.kernels.triton.matmul import BLOCK_M
 from octavo.kernels.triton.rows import take_rows
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _BLOCK = 1024
 _PROGRESS_S = 5.0
+_MOST_PADDING = 1.5  # most rows of a graph per row of a mixed step; one tile of products is never too much
 
 
 class DecodeGraphs:
@@ -61,7 +66,7 @@ class DecodeGraphs:
         start = logged_at = time.monotonic()
         planned = [(num_rows, num_seqs) for num_rows, sizes in plan.sizes.items() for num_seqs in sizes]
         planned.sort(key=lambda size: (size[0] * size[1], size[0]), reverse=True)
-        logger.info("capturing decode steps of up to %d rows as %d graphs", planned[0][0] * planned[0][1], len(planned))
+        logger.info("capturing steps of up to %d rows as %d graphs", planned[0][0] * planned[0][1], len(planned))
         for done, size in enumerate(planned):
             if time.monotonic() - logged_at > _PROGRESS_S:
                 logged_at = time.monotonic()
@@ -69,7 +74,7 @@ class DecodeGraphs:
             try:
                 replay = self._capture_size(size)
             except (CaptureError, torch.OutOfMemoryError) as error:
-                logger.warning("decode steps of up to %d rows are not captured as graphs: %s", size[0] * size[1], error)
+                logger.warning("steps of up to %d rows are not captured as graphs: %s", size[0] * size[1], error)
                 break
             if self.num_bytes > plan.num_bytes:
                 logger.warning(
@@ -108,13 +113,24 @@ class DecodeGraphs:
 
     def size_for(self, batch: AttentionBatch) -> Size | None:
         """Return the size of the graph for a batch, or None. Of rows, only the total matters."""
-        num_seqs, width = batch.block_tables.shape
+        num_rows, (num_seqs, width) = batch.positions.shape[0], batch.block_tables.shape
         if width > self._inputs.table_width:
             return None
-        for num_rows, sizes in self.sizes.items():
+        for mean, sizes in self.sizes.items():
             index = bisect_left(sizes, num_seqs)
-            if index < len(sizes) and batch.positions.shape[0] <= num_rows * num_seqs:
-                return num_rows, sizes[index]
+            if index < len(sizes) and num_rows <= mean * num_seqs:
+                return mean, sizes[index]
+        return self._size_for_mixed(num_rows, num_seqs)
+
+    def _size_for_mixed(self, num_rows: int, num_seqs: int) -> Size | None:
+        """Return a graph with more sequences than a step, and enough rows.
+
+        Its mean is the largest, because attention then splits sequences of several rows, too.
+        """
+        mean, sizes = next(reversed(self.sizes.items()))
+        index = bisect_left(sizes, max(num_seqs, cdiv(num_rows, mean)))
+        if index < len(sizes) and mean * sizes[index] <= max(BLOCK_M, _MOST_PADDING * num_rows):
+            return mean, sizes[index]
         return None
 
 

@@ -44,7 +44,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
     def __init__(self, fn: Callable[..., None], **options: Any) -> None:
         super().__init__(fn, **options)
-        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Callable[..., None] | None, tuple[Any, ...]]] = {}
+        self._keys: dict[tuple[type, ...], Callable[..., tuple[Any, ...]]] = {}
         self._is_specialized = [not each.do_not_specialize for each in self.params]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -52,35 +53,87 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        key = (driver.active.get_current_device(), *self.specialization(args), *constants.values(), *constants)
+        active = driver.active
+        device = active.get_current_device()
+        key = (device, self.specialization(args), *constants.values(), *constants)
         known = self._compiled.get(key)
         if known is None:
             compiled = self.run(*args, grid=grid, warmup=False, **constants)
-            if compiled is not None and driver.active.get_current_target().backend == "cuda":
-                names = self.arg_names[len(args) :]
-                self._compiled[key] = compiled, tuple(constants[name] for name in names)
+            if compiled is not None and active.get_current_target().backend == "cuda":
+                values = tuple(constants[name] for name in self.arg_names[len(args) :])
+                self._compiled[key] = compiled, _run_of(compiled), values
             return
-        compiled, values = known
-        compiled[*grid, 1, 1](*args, *values)
+        compiled, run, values = known
+        hooks = triton.knobs.runtime
+        if run is None or _is_called(hooks.launch_enter_hook) or _is_called(hooks.launch_exit_hook):
+            compiled[*grid, 1, 1](*args, *values)
+            return
+        run(
+            *(*grid, 1, 1)[:3], active.get_current_stream(device), compiled.function, compiled.packed_metadata,
+            None, None, None, *args, *values,
+        )  # fmt: skip
 
-    def specialization(self, args: tuple[Any, ...]) -> list[Any]:
+    def specialization(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a key of Triton's specialization. On NVIDIA's GPUs, equal keys mean equal code.
 
         - A tensor: type, and whether the address is divisible by 16.
         - An integer: width, and if specialized, whether it is 1 or divisible by 16.
         """
-        found: list[Any] = []
-        for arg, is_specialized in zip(args, self._is_specialized, strict=False):
-            kind = type(arg)
-            if kind is int:
-                is_wide = not -_INT32_END <= arg < _INT32_END
-                if is_specialized and not is_wide:
-                    found.append(kind if arg == 1 else arg & 15 == 0)
-                else:
-                    found.append((is_wide, is_specialized and arg & 15 == 0))
-            elif isinstance(arg, torch.Tensor):
-                found.append(arg.dtype)
-                found.append(arg.data_ptr() & 15 == 0)
-            else:
-                found.append(kind)
-        return found
+        types = (*map(type, args),)
+        key = self._keys.get(types)
+        if key is None:
+            key = self._keys[types] = _key_of(types, self._is_specialized)
+        return key(*args)
+
+
+def _run_of(compiled: Any) -> Callable[..., None] | None:
+    """Return what `compiled[grid]` calls in Triton 3.6 to 3.9, or None in another version."""
+    return compiled.run if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")) else None
+
+
+def _is_called(hook: Any) -> bool:
+    """Return True if a hook of Triton does something. By default it is a list of no functions."""
+    return bool(getattr(hook, "calls", hook))
+
+
+def _key_of(types: tuple[type, ...], is_specialized: list[bool]) -> Callable[..., tuple[Any, ...]]:
+    """Compile the key of arguments of these types. A loop over the arguments would take twice as long.
+
+    For example, of two tensors and two integers, of which the second is not specialized:
+
+        lambda a0, a1, a2, a3: (
+            types, a0.dtype, a1.dtype, a2 & 15 and 1 + (a2 == 1),
+            (a0.data_ptr() | a1.data_ptr()) & 15 == 0 or each(is_aligned, a0, a1),
+            0 <= a2 | a3 < 2147483648 or each(is_narrow, a2, a3),
+        )
+    """
+    names = [f"a{index}" for index in range(len(types))]
+    tensors = [name for name, kind in zip(names, types, strict=True) if issubclass(kind, torch.Tensor)]
+    numbers = [name for name, kind in zip(names, types, strict=True) if kind is int]
+    parts = ["types", *(f"{name}.dtype" for name in tensors)]
+    parts += [
+        f"{name} & 15 and 1 + ({name} == 1)"
+        for name, is_one_specialized in zip(names, is_specialized, strict=False)
+        if is_one_specialized and name in numbers
+    ]
+    if tensors:
+        addresses = " | ".join(f"{name}.data_ptr()" for name in tensors)
+        parts.append(f"({addresses}) & 15 == 0 or each(is_aligned, {', '.join(tensors)})")
+    if numbers:
+        parts.append(f"0 <= {' | '.join(numbers)} < {_INT32_END} or each(is_narrow, {', '.join(numbers)})")
+    functions = {"types": types, "each": _each, "is_aligned": _is_aligned, "is_narrow": _is_narrow}
+    key: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(names)}: ({', '.join(parts)},)", functions)  # noqa: S307
+    return key
+
+
+def _each(check: Callable[[Any], bool], *args: Any) -> bool | tuple[bool, ...]:
+    results = tuple(map(check, args))
+    return True if all(results) else results
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() & 15 == 0
+
+
+def _is_narrow(number: int) -> bool:
+    return -_INT32_END <= number < _INT32_END
