@@ -139,6 +139,27 @@ def test_gelu_gate_is_as_exact_as_torch(kernels, generator, dtype, shape):
     assert torch.equal(kernels.gate(gate_up[-1:], "gelu_tanh"), kernels.gate(gate_up, "gelu_tanh")[-1:])
 
 
+@pytest.mark.parametrize("starts", [[0, 2, 7], [2, 2, 4, 5], [6, 7], [3, 3], [7, 7, 7]], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gate_of_groups_equals_gate_of_all_rows(kernels, generator, dtype, starts):
+    gate_up = torch.randn(7, 2 * 1120, generator=generator).to(dtype)
+    found = kernels.gate(gate_up, group_start=torch.tensor(starts, dtype=torch.int32))
+    rows = slice(starts[0], starts[-1])
+    assert found.shape == (7, 1120)
+    assert torch.equal(found[rows], kernels.gate(gate_up)[rows])
+
+
+def test_compiled_gate_does_not_write_rows_of_no_group(compiled, monkeypatch):
+    monkeypatch.setattr(compiled, "_empty", lambda *shape, dtype: torch.full(shape, 7.0, dtype=dtype))
+    found = compiled.gate(torch.zeros(9, 40), group_start=torch.tensor([2, 3, 3, 6], dtype=torch.int32))
+    assert found[:, 0].tolist() == [7.0] * 2 + [0.0] * 4 + [7.0] * 3
+
+
+def test_compiled_gate_refuses_groups_of_another_dtype(compiled):
+    with pytest.raises(ValueError, match="starts has another dtype"):
+        compiled.gate(torch.zeros(9, 40), group_start=torch.tensor([2, 6]))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_add_rounds_once(kernels, generator, dtype, shape):

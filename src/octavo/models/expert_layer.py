@@ -72,7 +72,7 @@ class Experts:
         expert_borders, (first, end) = self.expert_borders, self.own_experts
         own = starts if expert_borders is None else starts[first : end + 1]
         gate_up = kernels.grouped_linear(hidden, self.gate_up, own, sources=sources)
-        inner = kernels.gate(gate_up, self.config.activation)
+        inner = kernels.gate(gate_up, self.config.activation, group_start=own)
         outputs = kernels.grouped_linear(inner, self.down, own, float32_out=True)
         shared = shared_gate = nothing
         if self.shared_gate_up is not None and self.shared_down is not None:
