@@ -1,4 +1,4 @@
-"""Mixtures of experts on ranks: checkpoints of all formats, and the rows of each rank."""
+"""Mixtures of experts on ranks: checkpoints of all formats, and the counted bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from quantized_files import (
     store_as_mxfp4,
 )
 from rank_threads import RankThread
-from test_tokens_of_ranks import results
+from test_tokens_of_ranks import PROMPTS, results
 
+from octavo import LLM, SamplingParams
+from octavo.data.events import ExpertsComputed
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.ranked import RankedKernels
+from octavo.models import expert_layer
 from octavo.models.quantize_checkpoint import quantize_checkpoint
-from octavo.models.random_weights import tiny_config
+from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.ranks import leader
 
 ROUTERS = ["mlp.gate", "mlp.shared_expert_gate"]
@@ -161,3 +164,51 @@ def test_ranks_gate_only_rows_of_their_experts(tmp_path, monkeypatch):
     monkeypatch.setattr(RankedKernels, "gate", gate)
     results(mixture(tmp_path / "model", num_experts=7), 2, enable_expert_parallel=True)
     assert numbers == {(0, 3), (1, 4)}
+
+
+# --- counted bytes
+
+
+def loads_and_layers(path, num_ranks, monkeypatch, **options):
+    """Return the load of each step of a request, and the layers of experts of all ranks."""
+    layers = []
+
+    class Watched(expert_layer.Experts):
+        def __init__(self, *args):
+            super().__init__(*args)
+            layers.append(self)
+
+    monkeypatch.setattr(expert_layer, "Experts", Watched)
+    llm = LLM(
+        str(path), tensor_parallel_size=num_ranks, skip_tokenizer_init=True, max_model_len=160, num_threads=1,
+        kv_cache_memory_bytes=8 << 20, packed_cache_bytes=0, rank_timeout_s=60.0, **options,
+    )  # fmt: skip
+    llm.generate([{"prompt_token_ids": PROMPTS[2]}], SamplingParams(max_tokens=8, temperature=0.0), use_tqdm=False)
+    loads = [each.load for each in llm.llm_engine.core.recent.since(0) if isinstance(each, ExpertsComputed)]
+    llm.llm_engine.shutdown()
+    return loads, layers
+
+
+@BOTH_DIVISIONS
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_bytes_of_experts_are_those_of_all_ranks(quantization, by_expert, tmp_path, monkeypatch):
+    """Ranks have unequal numbers of experts, and unequal parts of 192 features."""
+    config = tiny_config("Qwen3MoeForCausalLM", num_experts=7, moe_intermediate_size=192, hidden_size=192)
+    path = write_checkpoint(tmp_path / "model", config, std=0.1)
+    options = {"dtype": "bfloat16", "quantization": quantization}
+    expected, _ = loads_and_layers(path, 1, monkeypatch, **options)
+    assert len(expected) > 4
+    loads, layers = loads_and_layers(path, 2, monkeypatch, enable_expert_parallel=by_expert, **options)
+    assert loads == expected
+    in_memory = sum(weights.num_bytes for each in layers for weights in each.groups)
+    assert {each.bytes_per_expert for each in layers} == {in_memory // (7 * config["num_hidden_layers"])}
+
+
+def test_bytes_of_experts_include_repeated_column_orders(tmp_path, monkeypatch):
+    """Each rank has the column order (int32) of every matrix of which it has rows."""
+    write_act_order(tmp_path / "model", partial(mixture, moe_intermediate_size=128))
+    expected, (alone, _) = loads_and_layers(tmp_path / "model", 1, monkeypatch, dtype="bfloat16")
+    loads, layers = loads_and_layers(tmp_path / "model", 2, monkeypatch, dtype="bfloat16")
+    orders = 4 * (64 + 128)
+    assert {each.bytes_per_expert for each in layers} == {alone.bytes_per_expert + orders}
+    assert [each.read_bytes for each in loads] == [each.read_bytes + each.num_reads * orders for each in expected]

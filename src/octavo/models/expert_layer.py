@@ -42,9 +42,14 @@ class Experts:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Mean bytes of an expert's packed weights."""
+        """Mean bytes of an expert's packed weights, in all ranks together.
+
+        Includes column orders that ranks repeat. Assumes that all ranks have as many bytes per output feature.
+        """
         first, end = self.own_experts
-        return (self.gate_up.num_bytes + self.down.num_bytes) // (end - first)
+        whole = 2 * self.config.expert_size, self.config.hidden_size  # output features
+        sizes = (own.num_bytes * rows // own.out_features for own, rows in zip(self.groups, whole, strict=True))
+        return sum(sizes) // (end - first)
 
     @property
     def groups(self) -> tuple[PackedGroups, PackedGroups]:
