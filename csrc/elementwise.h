@@ -56,11 +56,20 @@ struct GateArgs {
   int64_t rows;
   int64_t size;
   Activation activation;
+  const int32_t* starts;  // [groups + 1]: each group's first row, then the end of the last group; null: all rows are computed
+  int64_t groups;
+
+  // The rows that are computed. Other rows are not read or written.
+  std::pair<int64_t, int64_t> rows_of_groups() const {
+    return starts == nullptr ? std::pair{int64_t{0}, rows} : std::pair<int64_t, int64_t>{starts[0], starts[groups]};
+  }
 
   static constexpr auto kRows = &GateArgs::rows;
-  static GateArgs of(Address gate_up, Address out, int64_t out_stride, int dtype, int64_t rows, int64_t size,
-                     int activation) {
-    return {at<void>(gate_up), at<void>(out), out_stride, DType(dtype), rows, size, Activation(activation)};
+  static GateArgs of(Address gate_up, Address out, int64_t out_stride, int dtype, int64_t rows, int64_t size, int activation,
+                     const Tensor& starts) {
+    starts.expect_contiguous(DType::kInt32, "starts");
+    return {at<void>(gate_up), at<void>(out), out_stride, DType(dtype), rows, size, Activation(activation),
+            starts.count() == 0 ? nullptr : at<int32_t>(starts.address), starts.count() - 1};
   }
 };
 
@@ -180,8 +189,9 @@ void gate_of(ThreadPool& pool, const GateArgs& args) {
   constexpr int kTogether = 4;
   const int64_t size = args.size;
   const Activation activation = args.activation;
-  parallel_ranges(pool, args.rows, divide_up(kLeastElements, size), [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) {
+  const auto [begin, end] = args.rows_of_groups();
+  parallel_ranges(pool, end - begin, divide_up(kLeastElements, size), [&, begin = begin](int64_t first, int64_t last) {
+    for (int64_t row = begin + first; row < begin + last; ++row) {
       const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * size;
       const T* up = gate + size;
       T* out = static_cast<T*>(args.out) + row * args.out_stride;

@@ -16,19 +16,12 @@
 #include <thread>
 
 #include "arguments.h"
+#include "pause.h"
 
 namespace octavo {
 
 constexpr int kMaxRanks = 64;
 constexpr int64_t kRanksHeaderBytes = (kMaxRanks + 1) * 64;
-
-inline void pause_a_moment() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
 
 class Ranks {
  public:
@@ -99,7 +92,7 @@ class Ranks {
     for (int turns = 0; lines_[other].number.load(std::memory_order_acquire) < number_; ++turns) {
       if (failed_rank() >= 0) throw std::runtime_error("rank " + std::to_string(failed_rank()) + " failed");
       if (turns < kSpins) {
-        pause_a_moment();
+        pause_briefly();
         continue;
       }
       const Clock::time_point now = Clock::now();

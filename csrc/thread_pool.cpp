@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "pause.h"
+
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #define OCTAVO_HAS_FORK 1
@@ -23,14 +25,6 @@ namespace {
 
 constexpr auto kSpinTime = std::chrono::microseconds(50);
 constexpr int kPausesPerClockRead = 16;
-
-void pause_briefly() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Pins a thread to one CPU. If the system refuses, nothing changes.
 void pin(std::thread& thread, int cpu) {

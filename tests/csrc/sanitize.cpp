@@ -302,9 +302,15 @@ void elementwise(Run& run) {
     const Memory gate_up = random.reals(type, rows * 2 * size);
     for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
       run.same("gate", bytes, [&](ThreadPool& pool, const Memory& out) {
-        run.table.gate(pool, {gate_up.as(), out.as(), size, type, rows, size, activation});
+        run.table.gate(pool, {gate_up.as(), out.as(), size, type, rows, size, activation, nullptr, 0});
       });
     }
+    const auto begin = static_cast<int32_t>(random.below(rows)), end = begin + static_cast<int32_t>(random.below(rows - begin + 1));
+    const int32_t starts[] = {begin, begin, end};
+    const Memory of_groups = random.reals(type, end * 2 * size);
+    run.same("gate of groups", end * size * item, [&](ThreadPool& pool, const Memory& out) {
+      run.table.gate(pool, {of_groups.as(), out.as(), size, type, rows, size, Activation::kSilu, starts, 2});
+    });
     const int64_t count = 1 + random.below(rows);
     const Memory taken(count * 8);
     for (int64_t i = 0; i < count; ++i) taken.as<int64_t>()[i] = random.below(rows);

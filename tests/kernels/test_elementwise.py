@@ -139,6 +139,34 @@ def test_gelu_gate_is_as_exact_as_torch(kernels, generator, dtype, shape):
     assert torch.equal(kernels.gate(gate_up[-1:], "gelu_tanh"), kernels.gate(gate_up, "gelu_tanh")[-1:])
 
 
+GROUPS = [[0, 2, 7], [2, 2, 4, 5], [6, 7], [3, 3], [7, 7, 7]]
+
+
+@pytest.mark.parametrize("starts", GROUPS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gate_of_groups_equals_gate_of_all_rows(kernels, generator, dtype, starts):
+    gate_up = torch.randn(7, 2 * 1120, generator=generator).to(dtype)
+    found = kernels.gate(gate_up, group_start=torch.tensor(starts, dtype=torch.int32))
+    rows = slice(starts[0], starts[-1])
+    assert found.shape == (7, 1120)
+    assert torch.equal(found[rows], kernels.gate(gate_up)[rows])
+
+
+@pytest.mark.parametrize("starts", GROUPS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_compiled_gate_does_not_write_rows_of_no_group(compiled, generator, monkeypatch, dtype, starts):
+    gate_up = torch.randn(7, 2 * 1120, generator=generator).to(dtype)
+    rows, expected = slice(starts[0], starts[-1]), torch.full((7, 1120), 7.0, dtype=dtype)
+    expected[rows] = compiled.gate(gate_up)[rows]
+    monkeypatch.setattr(compiled, "_empty", lambda *shape, dtype: torch.full(shape, 7.0, dtype=dtype))
+    assert torch.equal(compiled.gate(gate_up, group_start=torch.tensor(starts, dtype=torch.int32)), expected)
+
+
+def test_compiled_gate_refuses_groups_of_another_dtype(compiled):
+    with pytest.raises(ValueError, match="starts has another dtype"):
+        compiled.gate(torch.zeros(9, 40), group_start=torch.tensor([2, 6]))
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_add_rounds_once(kernels, generator, dtype, shape):

@@ -1,18 +1,20 @@
 """Mixtures of experts in all forms of checkpoints, and configurations that cannot be served."""
 
-import json
 import re
+from functools import partial
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from quantized_files import gptq_checkpoint, gptq_tensors, plain_checkpoint, store_as_mxfp4
 from safetensors.torch import load_file, save_file
 
 from octavo import LLMEngine, ModelConfig
 from octavo.errors import ModelError
 from octavo.kernels.interface import GATE_LIMIT, GATE_SLOPE, PackedGroups
 from octavo.kernels.operations import choose_experts
+from octavo.kernels.quantization import Int4Weight
 from octavo.kernels.reference import ReferenceKernels
 from octavo.models import gpt_oss
 from octavo.models.checkpoint import CheckpointFiles
@@ -27,6 +29,7 @@ from octavo.models.registry import architecture_of, read_architecture
 from octavo.models.weight_bytes import weight_bytes
 from octavo.models.weight_source import FolderWeights
 
+GROUPED = {"moe_intermediate_size": 96}  # widths that groups of 32 divide
 FAMILIES = ("Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss")
 
 
@@ -158,7 +161,9 @@ def test_experts_of_gpt_oss_are_read_from_alternating_rows(tmp_path, is_quantize
     path = write_checkpoint(tmp_path, tiny_config("GptOssForCausalLM"))
     whole = load_file(path / "model.safetensors")
     if is_quantized:
-        whole |= rewrite_as_mxfp4(path, convert)
+        stored = store_as_mxfp4(path)
+        names = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
+        whole |= {n: convert(stored[f"{n}_blocks"], stored[f"{n}_scales"], dtype=torch.float32) for n in names}
     architecture, layer = read_architecture(path), "model.layers.1.mlp.experts"
     files = open_tensors(FolderWeights(path), architecture, torch.float32)
     gate_up, down = whole[f"{layer}.gate_up_proj"], whole[f"{layer}.down_proj"]
@@ -177,34 +182,6 @@ def test_experts_of_gpt_oss_are_read_from_alternating_rows(tmp_path, is_quantize
         assert torch.equal(files.tensor(f"{layer}.{expert}.up_proj.bias"), biases[1::2])
     files.release()
     assert torch.equal(files.tensor(f"{layer}.0.up_proj.weight"), gate_up[0, :, 1::2].T.float())
-
-
-def rewrite_as_mxfp4(path, convert):
-    """Replace the experts by random blocks; return their values."""
-    rng, values = torch.Generator().manual_seed(0), {}
-
-    def change(weights):
-        made = dict(weights)
-        for name, weight in weights.items():
-            if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
-                continue
-            num_experts, columns, rows = weight.shape
-            made[f"{name}_blocks"] = torch.randint(
-                256, (num_experts, rows, columns // 32, 16), dtype=torch.uint8, generator=rng
-            )
-            made[f"{name}_scales"] = torch.randint(
-                118, 124, (num_experts, rows, columns // 32), dtype=torch.uint8, generator=rng
-            )
-            values[name] = convert(made[f"{name}_blocks"], made[f"{name}_scales"], dtype=torch.float32)
-            del made[name]
-        return made
-
-    rewrite(path, change)
-    config = json.loads((path / "config.json").read_text())
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    (path / "config.json").write_text(json.dumps(config))
-    return values
 
 
 @pytest.mark.parametrize(
@@ -271,6 +248,25 @@ def test_gguf_experts_of_layer_are_divided(tmp_path):
             found = np.fromfile(path, np.float32, expected.size, offset=stored.offset)
             assert stored.shape == expected.shape
             assert np.array_equal(found.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_gptq_routers_are_floats_or_integers(is_rounded, tmp_path, generator):
+    """AutoGPTQ keeps routers as floats, and AutoRound rounds them. The configuration is the same."""
+    gptq_checkpoint(tmp_path, generator, write=partial(plain_checkpoint, name="Qwen3MoeForCausalLM", **GROUPED))
+
+    def change(weights):
+        for name in [name for name in weights if name.endswith(".mlp.gate.weight")] * is_rounded:
+            weight = weights.pop(name)
+            weights |= {name.replace("weight", part): each for part, each in gptq_tensors(weight, generator)[0].items()}
+        return weights
+
+    rewrite(tmp_path, change)
+    read = read_architecture(tmp_path)
+    options = {"dtype": "bfloat16", "device": torch.device("cpu"), "max_model_len": 64}
+    layer = load_model(FolderWeights(tmp_path), read, ReferenceKernels(), **options).layers[1]
+    assert isinstance(layer.mlp.router.storage, Int4Weight if is_rounded else torch.Tensor)
+    assert all(isinstance(each.storage, Int4Weight) for each in layer.mlp.gate_up.storage)
 
 
 def test_grouped_copy_of_float_experts_replaces_single_ones(tmp_path):

@@ -5,9 +5,10 @@ import logging
 
 import pytest
 import torch
+from quantized_files import block_checkpoint, fp8, plain_checkpoint, rewritten
 from safetensors.torch import load_file, save_file
 from sdks import compressed_tensors, transformers
-from test_quantized_checkpoints import MODULE, PROMPT, linear_names, load, plain_checkpoint, rewrite, weight_of
+from test_quantized_checkpoints import MODULE, PROMPT, load, weight_of
 
 from octavo.errors import ModelError
 from octavo.kernels.quantization import Fp8Weight, Int8Weight
@@ -17,43 +18,6 @@ from octavo.models.registry import read_architecture
 from octavo.models.weight_bytes import weight_bytes
 
 FP8_ACTIVATIONS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-
-
-def rewritten(path, config, store):
-    """Store each linear layer's weight of a random checkpoint again; return the represented weights by module.
-
-    store(weight, generator) -> ({name: tensor}, the weight that the tensors represent)
-    """
-    plain_checkpoint(path, dtype="bfloat16")
-    generator = torch.Generator().manual_seed(7)
-    tensors, meant = load_file(path / "model.safetensors"), {}
-    for module in linear_names(tensors):
-        stored, meant[module] = store(tensors.pop(f"{module}.weight").float(), generator)
-        tensors |= {f"{module}.{name}": tensor for name, tensor in stored.items()}
-    rewrite(path, tensors, config)
-    return meant
-
-
-def fp8(weight, blocks):
-    """Return E4M3 values and a float32 scale per block; blocks at the end may have fewer rows and columns."""
-    rows, columns = (size if block is None else block for size, block in zip(weight.shape, blocks, strict=True))
-    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
-    tiles = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    scales = tiles.abs().amax((1, 3)).clamp(min=1e-6) / 448
-    wide = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: weight.shape[0], : weight.shape[1]]
-    values = (weight / wide).to(torch.float8_e4m3fn)
-    return values, scales, values.float() * wide
-
-
-def block_checkpoint(path, blocks=(32, 32), **config):
-    """Write a checkpoint in DeepSeek's format."""
-
-    def store(weight, _):
-        values, scales, meant = fp8(weight, blocks)
-        return {"weight": values, "weight_scale_inv": scales}, meant.bfloat16()
-
-    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(blocks)}
-    return rewritten(path, settings | config, store)
 
 
 def compressed_config(weights, activations, name):

@@ -5,6 +5,15 @@ import shutil
 
 import pytest
 import torch
+from quantized_files import (
+    awq_checkpoint,
+    gptq_checkpoint,
+    linear_names,
+    pack_words,
+    plain_checkpoint,
+    reordered_checkpoint,
+    rewrite,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from sdks import compressed_tensors, transformers
@@ -17,7 +26,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.models.loader import load_model
 from octavo.models.quantize_checkpoint import quantize_checkpoint
 from octavo.models.quantized_weights import pack_nibbles, unpack_nibbles
-from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.models.random_weights import tiny_config
 from octavo.models.registry import FAMILIES, read_architecture
 from octavo.models.weight_bytes import weight_bytes
 from octavo.models.weight_source import FolderWeights
@@ -32,22 +41,6 @@ def load(path, kernels=None, **options):
     architecture = read_architecture(path)
     options = {"dtype": "float32", "device": CPU, "max_model_len": 64} | options
     return load_model(FolderWeights(path), architecture, kernels or ReferenceKernels(), **options)
-
-
-def plain_checkpoint(path, name="Qwen2ForCausalLM", **changes):
-    return write_checkpoint(path, tiny_config(name, **changes), std=0.1)
-
-
-def linear_names(tensors):
-    return [name.removesuffix(".weight") for name in tensors if "proj.weight" in name]
-
-
-def rewrite(path, tensors, quantization_config):
-    """Replace a checkpoint's tensors, and set its quantization_config."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = quantization_config
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def weight_of(model, module):
@@ -129,66 +122,6 @@ def test_compressed_tensors_checkpoints_dequantize_to_library_weights(bits, grou
             assert (found - expected).norm() < 0.01 * expected.norm()
         else:
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-
-
-def pack_words(values, dim, order=range(8)):
-    """Pack eight values of 0 .. 15 along `dim` into one int32; value order[i] is in the bits from 4 i on."""
-    values = values.long() if dim == 1 else values.long().T
-    words = sum(values[:, each::8] << 4 * i for i, each in enumerate(order))
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    return words if dim == 1 else words.T
-
-
-def grouped(weight, group_size, generator, *, zeros=True):
-    """Return random values, scales and zero points to store."""
-    groups = weight.shape[1] // group_size
-    return (
-        torch.randint(0, 16, weight.shape, generator=generator),
-        (torch.rand(weight.shape[0], groups, generator=generator) * 0.02).half(),
-        torch.randint(1, 16, (weight.shape[0], groups), generator=generator)
-        if zeros
-        else torch.full((weight.shape[0], groups), 8),
-    )
-
-
-def gptq_checkpoint(path, generator, *, sym=False, checkpoint_format="gptq", **config):
-    """Write a checkpoint as GPTQModel does: words along in_features, scales [groups, out_features], zero points less
-    one.
-    """
-    plain_checkpoint(path)
-    tensors, meant = load_file(path / "model.safetensors"), {}
-    for module in linear_names(tensors):
-        weight = tensors.pop(f"{module}.weight")
-        values, scales, zeros = grouped(weight, 32, generator, zeros=not sym)
-        meant[module] = (values - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
-        tensors |= {
-            f"{module}.qweight": pack_words(values.T, 0),
-            f"{module}.qzeros": pack_words(zeros.T - (1 if checkpoint_format == "gptq" else 0), 1),
-            f"{module}.scales": scales.T,
-            f"{module}.g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32,
-        }
-        tensors.setdefault(f"{module}.bias", torch.zeros(weight.shape[0], dtype=torch.float16))
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": sym}
-    rewrite(path, tensors, settings | {"checkpoint_format": checkpoint_format} | config)
-    return meant
-
-
-def awq_checkpoint(path, generator, **config):
-    """Write a checkpoint as AutoAWQ does: words along out_features, with columns in the order 0 2 4 6 1 3 5 7."""
-    plain_checkpoint(path)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    tensors, meant = load_file(path / "model.safetensors"), {}
-    for module in linear_names(tensors):
-        values, scales, zeros = grouped(tensors.pop(f"{module}.weight"), 32, generator)
-        meant[module] = (values - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
-        tensors |= {
-            f"{module}.qweight": pack_words(values.T, 1, order),
-            f"{module}.qzeros": pack_words(zeros.T, 1, order),
-            f"{module}.scales": scales.T,
-        }
-    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-    rewrite(path, tensors, settings | config)
-    return meant
 
 
 @pytest.mark.parametrize("sym", [True, False])
@@ -430,22 +363,6 @@ def test_unsupported_compressed_tensors_schemes_are_refused_by_name(keys, value,
         read_architecture(path.parent)
     for word in ["quantization_config", *words]:
         assert word in str(caught.value)
-
-
-def reordered_checkpoint(path, generator):
-    """Write a checkpoint as GPTQModel writes act-order: rows in their order, and g_idx with the group of each row."""
-    gptq_checkpoint(path, generator, desc_act=True)
-    tensors, meant = load_file(path / "model.safetensors"), {}
-    # The place of each feature by importance, and so its group.
-    groups_of = {size: (torch.randperm(size, generator=generator) // 32).int() for size in (64, 160)}
-    for module in [name.removesuffix(".g_idx") for name in tensors if name.endswith(".g_idx")]:
-        groups = tensors[f"{module}.g_idx"] = groups_of[len(tensors[f"{module}.g_idx"])].clone()
-        scales = tensors[f"{module}.scales"].float()[groups.long()].T
-        values = unpack_nibbles(tensors[f"{module}.qweight"], dim=0).T
-        zeros = unpack_nibbles(tensors[f"{module}.qzeros"], dim=1)[groups.long()].T + 1
-        meant[module] = (values.float() - zeros) * scales
-    save_file(tensors, path / "model.safetensors")
-    return tensors, meant
 
 
 def test_gptq_act_order_dequantizes_exactly(tmp_path, generator):

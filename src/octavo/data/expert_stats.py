@@ -11,7 +11,7 @@ class ExpertLoad:
 
     num_tokens  tokens, counted once per expert
     num_reads   experts with tokens
-    read_bytes  packed weights of these experts
+    read_bytes  packed weights of these experts, in all ranks together
     imbalance   tokens of each layer's busiest expert, summed, divided by the sum of the layers' means
     """
 

@@ -44,6 +44,7 @@ Isa = Literal["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "po
 ACTIVATION_NUMBERS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_silu": 2}
 _TENSOR_DTYPES = {**DTYPE_NUMBERS, torch.int32: 14, torch.int64: 15}
 _NO_SOURCES = (0, _TENSOR_DTYPES[torch.int64], (0,), (1,))
+_NO_GROUPS = (0, _TENSOR_DTYPES[torch.int32], (0,), (1,))
 _LINE_BYTES = 64
 _SAME_SETS_BYTES = 2048  # lines at multiples of this distance use only two of 64 cache sets
 _ATTENTION_ROWS, _LEAST_ATTENTION_ROWS = 448, 224  # a task's maximum rows; the second is for few rows
@@ -442,14 +443,14 @@ class CpuKernels:
         )  # fmt: skip
         return out
 
-    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """See `Kernels`."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu", *, group_start: Tensor | None = None) -> Tensor:
+        """See `Kernels`. Rows of no group are neither read nor written."""
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._empty(rows, size, dtype=gate_up.dtype)
         self._calls.gate(
             gate_up.data_ptr(), out.data_ptr(), size, DTYPE_NUMBERS[gate_up.dtype], rows, size,
-            ACTIVATION_NUMBERS[activation],
+            ACTIVATION_NUMBERS[activation], _NO_GROUPS if group_start is None else described(group_start),
         )  # fmt: skip
         return out
 

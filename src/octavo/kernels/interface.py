@@ -374,8 +374,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """Return activation(gate) * up. Each contiguous row of `gate_up` holds gate, then up."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu", *, group_start: Tensor | None = None) -> Tensor:
+        """Return activation(gate) * up. Each contiguous row of `gate_up` holds gate, then up.
+
+        group_start: see `grouped_linear`. Results of rows of no group are undefined. By default, all rows are computed.
+        """
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -258,8 +258,9 @@ class ReferenceKernels:
                 out[rows] = attended.to(q.dtype)
         return out
 
-    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """See `Kernels`."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu", *, group_start: Tensor | None = None) -> Tensor:
+        """See `Kernels`. Computes all rows."""
+        del group_start
         gate, up = gate_up.float().chunk(2, dim=-1)
         if activation == "clamped_silu":
             gate, up = gate.clamp(max=GATE_LIMIT), up.clamp(-GATE_LIMIT, GATE_LIMIT) + 1

@@ -42,9 +42,14 @@ class Experts:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Mean bytes of an expert's packed weights."""
+        """Mean bytes of an expert's packed weights, in all ranks together.
+
+        Includes column orders that ranks repeat. Assumes that all ranks have as many bytes per output feature.
+        """
         first, end = self.own_experts
-        return (self.gate_up.num_bytes + self.down.num_bytes) // (end - first)
+        whole = 2 * self.config.expert_size, self.config.hidden_size  # output features
+        sizes = (own.num_bytes * rows // own.out_features for own, rows in zip(self.groups, whole, strict=True))
+        return sum(sizes) // (end - first)
 
     @property
     def groups(self) -> tuple[PackedGroups, PackedGroups]:
@@ -72,7 +77,7 @@ class Experts:
         expert_borders, (first, end) = self.expert_borders, self.own_experts
         own = starts if expert_borders is None else starts[first : end + 1]
         gate_up = kernels.grouped_linear(hidden, self.gate_up, own, sources=sources)
-        inner = kernels.gate(gate_up, self.config.activation)
+        inner = kernels.gate(gate_up, self.config.activation, group_start=own)
         outputs = kernels.grouped_linear(inner, self.down, own, float32_out=True)
         shared = shared_gate = nothing
         if self.shared_gate_up is not None and self.shared_down is not None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from octavo.models.layers import ModelContext
 
 SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2  # see `choose_experts`, which imports torch
+ROUTERS = ("mlp.gate", "mlp.router", "mlp.shared_expert_gate")  # ends of names
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _MOST_CHOSEN = 64  # csrc/experts.h
 
@@ -196,7 +197,7 @@ class ExpertsConfig:
 
 def is_router(tensor_name: str) -> bool:
     """Return True for routers and shared experts' gates."""
-    return tensor_name.endswith((".mlp.gate.weight", ".mlp.router.weight", ".mlp.shared_expert_gate.weight"))
+    return tensor_name.endswith(tuple(f".{each}.weight" for each in ROUTERS))
 
 
 def _expert(name: str, hidden_size: int, expert_size: int, has_bias: bool = False) -> GatedMLPTensors:

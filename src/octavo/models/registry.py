@@ -7,8 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from octavo.models.config_file import ConfigFile
+from octavo.models.experts import ROUTERS, ExpertsConfig
+from octavo.models.stored_quantization import StoredLayout
 from octavo.models.text_part import TEXT_PARTS, text_part
-from octavo.models.weight_files import was_saved_without_head
+from octavo.models.weight_files import decoder_names, stored_names, was_saved_without_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +72,18 @@ def read_architecture(directory: Path) -> Architecture:
     architecture = architecture_of(ConfigFile.read(directory / "config.json"))
     if not architecture.tie_word_embeddings and was_saved_without_head(directory):
         architecture = replace(architecture, tie_word_embeddings=True, has_head=False)
-    return architecture
+    return _with_routers_of_files(architecture, directory)
+
+
+def _with_routers_of_files(architecture: Architecture, directory: Path) -> Architecture:
+    """Read routers as floats if a GPTQ checkpoint stores floats. Its configuration often does not say so."""
+    stored = architecture.stored
+    has_experts = any(isinstance(layer.mlp, ExpertsConfig) for layer in architecture.layers)
+    if stored is None or stored.layout is not StoredLayout.GPTQ or not has_experts:
+        return architecture
+    names = decoder_names(stored_names(directory))
+    floats = [each for each in ROUTERS if any(name.endswith(f".{each}.weight") for name in names)]
+    return replace(architecture, stored=replace(stored, ignored=(*stored.ignored, *floats)))
 
 
 def architecture_of(config: ConfigFile) -> Architecture:

@@ -67,19 +67,27 @@ def _indexed_files(index_path: Path) -> list[Path]:
     return [index_path.parent / name for name in names]
 
 
-def was_saved_without_head(directory: Path) -> bool:
-    """Return True for an embedding model (names without `model.`, or a modules.json) without lm_head.
-
-    Return False for broken files, which fail to load.
-    """
+def stored_names(directory: Path) -> set[str]:
+    """Return the names of all tensors. Return nothing for broken files, which fail to load."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
+    names: set[str] = set()
     try:
-        names: set[str] = set()
         for path in find_weight_files(directory):
             with safe_open(path, framework="numpy") as file:
                 names.update(file.keys())
     except (ModelError, SafetensorError, OSError):
+        return set()
+    return names
+
+
+def was_saved_without_head(directory: Path) -> bool:
+    """Return True for an embedding model (names without `model.`, or a modules.json) without lm_head.
+
+    Return False for broken files.
+    """
+    names = stored_names(directory)
+    if not names:
         return False
     is_for_embeddings = BARE_EMBEDDING in names or (directory / "modules.json").is_file()
     return is_for_embeddings and not any(name.startswith("lm_head.") for name in names)

@@ -225,8 +225,9 @@ class TritonKernels(ReferenceKernels):
         """See `Kernels`."""
         return norms.add_rms_norm(x, residual, weight, eps, scale)
 
-    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-        """See `Kernels`."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu", *, group_start: Tensor | None = None) -> Tensor:
+        """See `Kernels`. Computes all rows."""
+        del group_start
         return elementwise.gate(gate_up, activation)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
