@@ -118,6 +118,11 @@ def products_by_one_program(kernels, generator):
         products(kernels, generator)
 
 
+def tiles(kernels, generator):
+    with pytest.MonkeyPatch.context() as context:
+        test_triton_matmul.test_row_has_equal_bits_in_all_tiles(kernels, generator, context, "bfloat16")
+
+
 def latents(kernels, generator, stored=None):
     args = test_triton_latents.make(generator, (5, 40, 24), torch.bfloat16)
     args[1] *= 1e-3  # eps counts
@@ -286,6 +291,15 @@ MISTAKES = {
         ("matmul", "for partition in range(1, tl.cdiv(WIDTH, PARTITION)):", "for partition in range(0, 0):"),
         ("matmul", "(of_group // group_rows) * BLOCK_N", "(of_group // group_rows) * BLOCK_N + 1"),
     ],
+    tiles: [
+        (
+            "matmul",
+            "first = partition * PARTITION",
+            "first = (partition if BLOCK_M == 64 else tl.cdiv(WIDTH, PARTITION) - 1 - partition) * PARTITION",
+        ),
+        ("matmul", '"BLOCK_M": LARGE_BLOCK_M,', '"BLOCK_M": LARGE_BLOCK_M, "PARTITION": PARTITION // 2,'),
+        ("matmul", "row = tl.program_id(2) * BLOCK_M + ", "row = "),
+    ],
     latents: [
         ("rope_and_write_latents", "is_dim = dim < RANK", "is_dim = dim <= RANK"),
         ("rope_and_write_latents", "content * content, eps", "content * content, 0.0"),
@@ -384,6 +398,7 @@ MISTAKES = {
 
 
 RUN_BY_THEMSELVES = [
+    tiles,
     padding_latents,
     tied_experts,
     chosen_from_nan,
