@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BLOCK_K = 64  # values of K per step of all products
 HEAD_DIM = 128
-_CUT_BLOCK, _PIECE, _PIECE_STEPS = 2048, 8192, 8  # of sampling
+_CUT_LOAD, _PIECE, _PIECE_STEPS = 4 * 2048, 8192, 8  # of sampling: values that are loaded together, and pieces of rows
 _CUT_REST = 64  # steps of `_find_cut` after its passes over a row
 _MERGED_PARTITIONS = 4  # of which `_merge_partitions` loads the states together
 
@@ -205,8 +205,12 @@ def attention(model: Model, count: int, tokens: int, context: int, device: Devic
 def sample(rows: int, vocab: int, *, filtered: int) -> Operation:
     """Return sampling of rows, of which `filtered` have filters."""
     num_bytes = 4.0 * rows * vocab
-    steps = 2 * cdiv(vocab, _CUT_BLOCK) + _CUT_REST if filtered else 1  # one pass finds maxima, the next one packs
-    cut = Launch("sample", "_find_cut", max(filtered, 1), steps, 4.0 * filtered * vocab, 180)
+    loads = 2 * cdiv(vocab, _CUT_LOAD)  # one pass finds maxima, the next one packs
+    steps = loads + _CUT_REST
+    cut = Launch("sample", "_find_cut", 1, 1, 0.0, 180)  # of rows without filters
+    if filtered:
+        instructions = (694 * loads + 180 * _CUT_REST) / steps
+        cut = Launch("sample", "_find_cut", filtered, steps, 4.0 * filtered * vocab, instructions)
     best = Launch("sample", "_best_of_piece", rows * cdiv(vocab, _PIECE), _PIECE_STEPS, num_bytes, 1475, l2_bytes=4096)
     return Operation((cut, best, Launch("sample", "_best_of_row", rows, 1, 0.0, 70, is_cached=True)), num_bytes)
 

@@ -268,7 +268,9 @@ MISTAKES = {
         ("selection", "tl.ceil((target - above)", "tl.floor((target - above)", "sampling"),
     ],
     filtered: [
-        ("selection", "depth += is_packed.to(tl.int32)", "depth = depth | is_packed.to(tl.int32)", "sampling"),
+        ("selection", "depth + is_packed.to(tl.int32)", "depth | is_packed.to(tl.int32)", "sampling"),
+        ("selection", "first + 2 * BLOCK, BLOCK)", "first + BLOCK, BLOCK)", "sampling"),
+        ("sampling", "first + block * BLOCK + tl", "first + tl"),
         ("selection", "tl.where(num_layers > LAYERS, 0, num_layers)", "tl.minimum(num_layers, LAYERS)", "sampling"),
         ("selection", "(keys >= middle).to(tl.int32)) >= rank", "(keys >= middle).to(tl.int32)) > 0", "sampling"),
         ("selection", "found = tl.where(num_ties == count, last, -1)", "found = last", "sampling"),
