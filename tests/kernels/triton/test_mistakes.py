@@ -103,6 +103,13 @@ def filtered(kernels, _generator):
         test_triton_sampling.test_filters_keep_tokens_of_reference(kernels, name, layers)
 
 
+def least_probability(kernels, _generator):
+    logits, rows = test_triton_sampling.filtered_row("k after min_p")
+    logits[0, 300] = 15.0  # the largest value, in the third block
+    with test_triton_sampling.small_blocks():
+        test_triton_sampling.assert_tokens_of_reference(kernels, logits, rows)
+
+
 def choices(kernels, _generator):
     test_triton_sampling.test_greedy_ties_across_pieces_choose_lowest_id(kernels)
 
@@ -270,13 +277,16 @@ MISTAKES = {
     filtered: [
         ("selection", "depth + is_packed.to(tl.int32)", "depth | is_packed.to(tl.int32)", "sampling"),
         ("selection", "first + 2 * BLOCK, BLOCK)", "first + BLOCK, BLOCK)", "sampling"),
-        ("sampling", "first + block * BLOCK + tl", "first + tl"),
         ("selection", "tl.where(num_layers > LAYERS, 0, num_layers)", "tl.minimum(num_layers, LAYERS)", "sampling"),
         ("selection", "(keys >= middle).to(tl.int32)) >= rank", "(keys >= middle).to(tl.int32)) > 0", "sampling"),
         ("selection", "found = tl.where(num_ties == count, last, -1)", "found = last", "sampling"),
         ("selection", "all_layers = tl.where(cut_key >= bound, num_layers, 0)", "all_layers = num_layers", "sampling"),
         ("selection", "packed_mass, 0 * num_layers", "packed_mass, num_layers", "sampling"),
         ("selection", "(mass_1 < target) | (key_1 == high)", "mass_0 >= target", "sampling"),
+    ],
+    least_probability: [
+        ("sampling", "first + block * BLOCK + tl", "first + tl"),
+        ("sampling", "limit = largest + ", "limit = largest - "),
     ],
     choices: [
         ("sampling", "is_better = key > best", "is_better = key >= best"),
