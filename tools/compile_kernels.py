@@ -198,8 +198,14 @@ def add_experts(num_experts: int, num_chosen: int, *, is_shared: bool = False) -
     return call
 
 
-def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], None]:
-    """Return a call of a product with a weight of 256 columns of 2,048 values."""
+def linear(
+    rows: int, dtype: str, stored: str | None = None, *, columns: int = 256, width: int = 2048
+) -> Callable[[], None]:
+    """Return a call of a product with a weight of `columns` columns of `width` values.
+
+    On the CPU a device has four processors, so 64 rows and 512 columns are a product of small tiles. The tiles of 256
+    rows are large if the type of weight allows it.
+    """
 
     def call() -> None:
         import torch  # noqa: PLC0415
@@ -208,18 +214,19 @@ def linear(rows: int, dtype: str, stored: str | None = None) -> Callable[[], Non
         from octavo.kernels.quantization import Fp8Weight, Int4Weight, Int8Weight  # noqa: PLC0415
         from octavo.kernels.triton.backend import TritonKernels  # noqa: PLC0415
 
-        kernels, kind, shape = TritonKernels(), getattr(torch, dtype), (256, 2048)
+        kernels, kind, shape = TritonKernels(), getattr(torch, dtype), (columns, width)
         weight: Any = torch.empty(shape, dtype=kind)
         if stored is not None and stored in BlockKind.__members__:
             blocks = BlockKind[stored]
-            weight = [BlockWeight(blocks, torch.zeros(256, blocks.row_bytes(2048), dtype=torch.uint8), 2048)]
+            weight = [BlockWeight(blocks, torch.zeros(columns, blocks.row_bytes(width), dtype=torch.uint8), width)]
         elif stored == "int8":
-            weight = Int8Weight(torch.zeros(shape, dtype=torch.int8), torch.ones(256))
+            weight = Int8Weight(torch.zeros(shape, dtype=torch.int8), torch.ones(columns))
         elif stored == "fp8":
-            weight = Fp8Weight(torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.ones(256, 16), 128)
+            weight = Fp8Weight(torch.zeros(shape, dtype=torch.float8_e4m3fn), torch.ones(columns, 16), 128)
         elif stored == "int4":
-            weight = Int4Weight(torch.zeros(shape, dtype=torch.uint8), torch.ones(256, 64), None, 32)
-        kernels.linear(torch.empty(rows, 2048, dtype=kind), kernels.pack_linear(weight, torch.empty(256, dtype=kind)))
+            weight = Int4Weight(torch.zeros(shape, dtype=torch.uint8), torch.ones(columns, 64), None, 32)
+        packed = kernels.pack_linear(weight, torch.empty(columns, dtype=kind))
+        kernels.linear(torch.empty(rows, width, dtype=kind), packed)
 
     return call
 
@@ -333,13 +340,17 @@ CASES: dict[str, Callable[[], None]] = {
     "rope_and_write_latents bfloat16 fp8": latents("bfloat16", kv=FP8),
     "rope_and_write_latents bfloat16 int8": latents("bfloat16", kv="int8"),
     "linear bfloat16 256 rows": linear(256, "bfloat16"),
+    "linear bfloat16 256 rows of odd width": linear(256, "bfloat16", width=1045),
+    "linear bfloat16 64 rows": linear(64, "bfloat16", columns=512),
     "linear bfloat16 1 row": linear(1, "bfloat16"),
     "linear float16 256 rows": linear(256, "float16"),
+    "linear float16 64 rows": linear(64, "float16", columns=512),
     "linear float32 256 rows": linear(256, "float32"),
     "linear float32 1 row": linear(1, "float32"),
     "linear fp8 256 rows": linear(256, "bfloat16", "fp8"),
     "linear fp8 1 row": linear(1, "bfloat16", "fp8"),
     "linear int8 256 rows": linear(256, "bfloat16", "int8"),
+    "linear int8 64 rows": linear(64, "bfloat16", "int8", columns=512),
     "linear int8 1 row": linear(1, "bfloat16", "int8"),
     "linear int4 256 rows": linear(256, "bfloat16", "int4"),
     "linear int4 1 row": linear(1, "bfloat16", "int4"),

@@ -12,9 +12,12 @@ from octavo.kernels.triton import attention as tiles
 from octavo.kernels.triton.launch import cdiv
 from octavo.kernels.triton.matmul import (
     _GROUP,  # tiles of rows that read the same columns together, from memory; later ones find them in L2
+    _RESIDENT_WARPS,
     BLOCK_M,
     BLOCK_N,
+    LARGE_BLOCK_M,
     PARTITION,
+    row_limits,
 )
 from octavo.kernels.triton.matmul_blocks import FEW_ROWS
 
@@ -23,12 +26,13 @@ if TYPE_CHECKING:
 
 BLOCK_K = 64  # values of K per step of all products
 HEAD_DIM = 128
-_CUT_BLOCK, _PIECE, _PIECE_STEPS = 2048, 8192, 8  # of sampling
+_CUT_LOAD, _PIECE, _PIECE_STEPS = 4 * 2048, 8192, 8  # of sampling: values that are loaded together, and pieces of rows
 _CUT_REST = 64  # steps of `_find_cut` after its passes over a row
 _MERGED_PARTITIONS = 4  # of which `_merge_partitions` loads the states together
 
-# type of weight: bytes of a value of x and of the weight, instructions if K is divided among programs, and if not
-_TILED = {"bfloat16": (2, 2, 128, 90), "int8": (1, 1, 56, 56), "fp8": (2, 1, 1022, 1058)}
+# type of weight: bytes of a value of x and of the weight, then instructions with split K, with small tiles, and with
+# large tiles (0 if there are none)
+_TILED = {"bfloat16": (2, 2, 128, 90, 69), "int8": (1, 1, 56, 56, 48), "fp8": (2, 1, 1022, 1058, 0)}
 # type of weight: its case for few rows, bits per value, then rows and columns of a tile and instructions for few rows,
 # and for many rows. Q4_K has no case for few rows, so the table's row of Q5_K is used.
 _PACKED = {
@@ -102,21 +106,28 @@ def linear(kind: str, rows: int, width: int, columns: int, device: Device) -> Op
     """Return x [rows, width] @ weight.T, weight [columns, width] of type bfloat16, int8, fp8, int4 or Q4_K."""
     if kind in _PACKED:
         return _packed_linear(kind, rows, width, columns)
-    x_bytes, weight_bytes, if_split, if_whole = _TILED[kind]
-    num_tiles, partitions = cdiv(rows, BLOCK_M) * cdiv(columns, BLOCK_N), cdiv(width, PARTITION)
-    is_split = rows <= BLOCK_M and partitions > 1 and num_tiles < device.processors  # as in matmul.py
-    programs = partitions * num_tiles if is_split else min(num_tiles, device.processors)
+    x_bytes, weight_bytes, if_split, if_small, if_large = _TILED[kind]
+    partitions, few = cdiv(width, PARTITION), f"linear {kind} 1 row"
+    most_split_rows, least_large_rows = row_limits(partitions, columns, device.processors)
+    is_split = rows <= most_split_rows
+    is_large = rows >= least_large_rows and if_large > 0 and device.target != "sm_100"
+    block_m, num_warps = (LARGE_BLOCK_M, 8) if is_large else (BLOCK_M, 4)
+    num_tiles = cdiv(rows, block_m) * cdiv(columns, BLOCK_N)
+    if is_split:
+        case, instructions, programs = few, if_split, partitions * num_tiles
+    else:
+        case, instructions = _case_of_whole(kind, is_large=is_large), if_large if is_large else if_small
+        programs = min(num_tiles, device.processors * (_RESIDENT_WARPS // num_warps))
     steps = cdiv(min(width, PARTITION) if is_split else width, BLOCK_K)
-    case, few = f"linear {kind} 256 rows", f"linear {kind} 1 row"
     num_bytes = rows * width * x_bytes + width * columns * weight_bytes + 2.0 * rows * columns
     product = Launch(
-        few if is_split else case, "_multiply_partition" if is_split else "_matmul", programs,
+        case, "_multiply_partition" if is_split else "_matmul", programs,
         steps=steps if is_split else steps * num_tiles / programs,
         longest=steps if is_split else steps * cdiv(num_tiles, programs),
-        memory_bytes=num_bytes, instructions=if_split if is_split else if_whole, pipeline=PARTITION // BLOCK_K, depth=2,
-        macs=BLOCK_M * BLOCK_N * BLOCK_K, is_int8=kind == "int8",
-        l2_bytes=(min(rows, BLOCK_M) * x_bytes + BLOCK_N * weight_bytes) * BLOCK_K,
-        operand_bytes=(BLOCK_M + BLOCK_N) * BLOCK_K * x_bytes, is_cached=rows > _GROUP * BLOCK_M,
+        memory_bytes=num_bytes, instructions=instructions, pipeline=PARTITION // BLOCK_K, depth=2,
+        macs=block_m * BLOCK_N * BLOCK_K, is_int8=kind == "int8",
+        l2_bytes=(min(rows, block_m) * x_bytes + BLOCK_N * weight_bytes) * BLOCK_K,
+        operand_bytes=(block_m + BLOCK_N) * BLOCK_K * x_bytes, is_cached=rows > _GROUP * block_m,
     )  # fmt: skip
     launches = [_rows_in_int8(case, rows, width, 184)] if kind == "int8" else []
     launches.append(product)
@@ -125,6 +136,11 @@ def linear(kind: str, rows: int, width: int, columns: int, device: Device) -> Op
         added = Launch(few, "_add_partitions", programs, 1, 0.0, instructions, l2_bytes=4.0 * partitions * BLOCK_N)
         launches.append(replace(added, is_cached=True))
     return Operation(tuple(launches), num_bytes, 2.0 * rows * width * columns)
+
+
+def _case_of_whole(kind: str, *, is_large: bool) -> str:
+    """Return the case of products whose K is not divided. Tiles for fp8 are never large."""
+    return f"linear {kind} {'256' if is_large or kind == 'fp8' else '64'} rows"
 
 
 def _rows_in_int8(case: str, rows: int, width: int, instructions: float) -> Launch:
@@ -189,8 +205,12 @@ def attention(model: Model, count: int, tokens: int, context: int, device: Devic
 def sample(rows: int, vocab: int, *, filtered: int) -> Operation:
     """Return sampling of rows, of which `filtered` have filters."""
     num_bytes = 4.0 * rows * vocab
-    steps = 2 * cdiv(vocab, _CUT_BLOCK) + _CUT_REST if filtered else 1  # one pass finds maxima, the next one packs
-    cut = Launch("sample", "_find_cut", max(filtered, 1), steps, 4.0 * filtered * vocab, 180)
+    loads = 2 * cdiv(vocab, _CUT_LOAD)  # one pass finds maxima, the next one packs
+    steps = loads + _CUT_REST
+    cut = Launch("sample", "_find_cut", 1, 1, 0.0, 180)  # of rows without filters
+    if filtered:
+        instructions = (694 * loads + 180 * _CUT_REST) / steps
+        cut = Launch("sample", "_find_cut", filtered, steps, 4.0 * filtered * vocab, instructions)
     best = Launch("sample", "_best_of_piece", rows * cdiv(vocab, _PIECE), _PIECE_STEPS, num_bytes, 1475, l2_bytes=4096)
     return Operation((cut, best, Launch("sample", "_best_of_row", rows, 1, 0.0, 70, is_cached=True)), num_bytes)
 

@@ -62,11 +62,17 @@ def test_every_kernel_has_bounds_for_every_target(table):
 def test_products_of_one_row_use_instructions_of_many_rows(table, target, kind):
     """A row's bits depend on the instruction that multiplies it."""
     bounds = read_bounds(table)
-    many, one = (
+    many, few, one = (
         bounds[f"linear {kind} {rows}", kernel, target]
-        for rows, kernel in (("256 rows", "_matmul"), ("1 row", "_multiply_partition"))
+        for rows, kernel in (
+            ("256 rows", "_matmul"),
+            ("256 rows" if kind in {"fp8", "float32"} else "64 rows", "_matmul"),
+            ("1 row", "_multiply_partition"),
+        )
     )
-    assert (many.products, many.num_warps) == (one.products, one.num_warps)
+    assert many.products == few.products == one.products
+    assert few.num_warps == one.num_warps
+    assert many.num_warps == (8 if many is not few and target != "sm_100" else few.num_warps)
     assert len(many.products.split(" + ")) == 1
     assert many.products or kind == "float32"  # multiplied by lanes
 

@@ -43,7 +43,7 @@ def test_product_of_one_row_takes_the_time_of_its_bytes():
 def test_product_of_prompt_takes_the_time_of_its_reads_from_l2():
     times = product_times(4096, 4096, 6144)
     assert largest(times) == "L2"
-    tiles, steps, bytes_of_step = (4096 // 64) * (6144 // 128), 4096 // 64, (64 + 128) * 64 * 2
+    tiles, steps, bytes_of_step = (4096 // 128) * (6144 // 128), 4096 // 64, (128 + 128) * 64 * 2
     assert times["L2"] == pytest.approx(tiles * steps * bytes_of_step / 7.0e12)
 
 

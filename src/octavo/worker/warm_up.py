@@ -35,8 +35,9 @@ def warm_up(runner: ModelRunner, num_tokens: int) -> None:
         with torch.inference_mode():
             runner.draft_runner.warm_up(_ID)
     _end(runner, [_ID])
-    for num_rows in runner.kernels.warm_up_rows:
-        _launch_all(runner, num_rows)
+    limits = runner.max_num_batched_tokens, runner.max_model_len
+    for in_step, longest in sorted({(*(min(rows, most) for most in limits),) for rows in runner.kernels.warm_up_rows}):
+        _launch_all(runner, in_step, longest)
     compiled = runner.kernels.take_compilations()
     if compiled:
         logger.info("warm-up: %d kernels were compiled; %.1f s", len(compiled), time.monotonic() - start)
@@ -54,9 +55,8 @@ def _first_step(runner: ModelRunner, num_tokens: int, params: SamplingParams = _
     return SchedulerOutput(0, [prompt], CachedRequestData.make_empty(), {_ID: num_tokens}, num_tokens)
 
 
-def _launch_all(runner: ModelRunner, num_rows: int) -> None:
-    in_step = min(num_rows, runner.max_num_batched_tokens)
-    longest = min(num_rows, runner.max_model_len)
+def _launch_all(runner: ModelRunner, in_step: int, longest: int) -> None:
+    """Run steps of up to `in_step` rows. longest: positions of a request, at most."""
     for params in (_PLAIN, _SCORED):
         _compute(runner, _parts(in_step, longest), params)
     for num_computed in range(in_step, longest, in_step):  # attention over more positions than a step has rows

@@ -103,6 +103,13 @@ def filtered(kernels, _generator):
         test_triton_sampling.test_filters_keep_tokens_of_reference(kernels, name, layers)
 
 
+def least_probability(kernels, _generator):
+    logits, rows = test_triton_sampling.filtered_row("k after min_p")
+    logits[0, 300] = 15.0  # the largest value, in the third block
+    with test_triton_sampling.small_blocks():
+        test_triton_sampling.assert_tokens_of_reference(kernels, logits, rows)
+
+
 def choices(kernels, _generator):
     test_triton_sampling.test_greedy_ties_across_pieces_choose_lowest_id(kernels)
 
@@ -116,6 +123,11 @@ def products_by_one_program(kernels, generator):
     with pytest.MonkeyPatch.context() as context:
         context.setitem(backend.matmul.__globals__, "num_processors", lambda _device: 1)
         products(kernels, generator)
+
+
+def tiles(kernels, generator):
+    with pytest.MonkeyPatch.context() as context:
+        test_triton_matmul.test_row_has_equal_bits_in_all_tiles(kernels, generator, context, "bfloat16")
 
 
 def latents(kernels, generator, stored=None):
@@ -263,13 +275,18 @@ MISTAKES = {
         ("selection", "tl.ceil((target - above)", "tl.floor((target - above)", "sampling"),
     ],
     filtered: [
-        ("selection", "depth += is_packed.to(tl.int32)", "depth = depth | is_packed.to(tl.int32)", "sampling"),
+        ("selection", "depth + is_packed.to(tl.int32)", "depth | is_packed.to(tl.int32)", "sampling"),
+        ("selection", "first + 2 * BLOCK, BLOCK)", "first + BLOCK, BLOCK)", "sampling"),
         ("selection", "tl.where(num_layers > LAYERS, 0, num_layers)", "tl.minimum(num_layers, LAYERS)", "sampling"),
         ("selection", "(keys >= middle).to(tl.int32)) >= rank", "(keys >= middle).to(tl.int32)) > 0", "sampling"),
         ("selection", "found = tl.where(num_ties == count, last, -1)", "found = last", "sampling"),
         ("selection", "all_layers = tl.where(cut_key >= bound, num_layers, 0)", "all_layers = num_layers", "sampling"),
         ("selection", "packed_mass, 0 * num_layers", "packed_mass, num_layers", "sampling"),
         ("selection", "(mass_1 < target) | (key_1 == high)", "mass_0 >= target", "sampling"),
+    ],
+    least_probability: [
+        ("sampling", "first + block * BLOCK + tl", "first + tl"),
+        ("sampling", "limit = largest + ", "limit = largest - "),
     ],
     choices: [
         ("sampling", "is_better = key > best", "is_better = key >= best"),
@@ -285,6 +302,15 @@ MISTAKES = {
     products_by_one_program: [
         ("matmul", "for partition in range(1, tl.cdiv(WIDTH, PARTITION)):", "for partition in range(0, 0):"),
         ("matmul", "(of_group // group_rows) * BLOCK_N", "(of_group // group_rows) * BLOCK_N + 1"),
+    ],
+    tiles: [
+        (
+            "matmul",
+            "first = partition * PARTITION",
+            "first = (partition if BLOCK_M == 64 else tl.cdiv(WIDTH, PARTITION) - 1 - partition) * PARTITION",
+        ),
+        ("matmul", '"BLOCK_M": LARGE_BLOCK_M,', '"BLOCK_M": LARGE_BLOCK_M, "PARTITION": PARTITION // 2,'),
+        ("matmul", "row = tl.program_id(2) * BLOCK_M + ", "row = "),
     ],
     latents: [
         ("rope_and_write_latents", "is_dim = dim < RANK", "is_dim = dim <= RANK"),
@@ -384,6 +410,7 @@ MISTAKES = {
 
 
 RUN_BY_THEMSELVES = [
+    tiles,
     padding_latents,
     tied_experts,
     chosen_from_nan,

@@ -119,21 +119,24 @@ def rows_of(name, num_rows, kernels, generator):
     else:
         weight = {
             "float32": lambda: torch.empty(VOCAB, WIDTH),
+            "bfloat16": lambda: torch.empty(VOCAB, WIDTH, dtype=torch.bfloat16),
             "int8": lambda: quantize_int8(torch.ones(VOCAB, WIDTH)),
             "int4": lambda: quantize_int4(torch.ones(VOCAB, WIDTH), 32),
             "blocks": lambda: [random_blocks(generator, BlockKind.Q5_1, VOCAB, 544)],
         }[name]()
-        x = torch.empty(num_rows, 544) if name == "blocks" else x
+        x = {"blocks": torch.empty(num_rows, 544), "bfloat16": hidden}.get(name, x)
         kernels.linear(x, kernels.pack_linear(weight, torch.empty(VOCAB)))
 
 
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize(
-    "name", ["add", "norms", "attention", "experts", "latents", "tokens", "float32", "int8", "int4", "blocks"]
+    "name",
+    ["add", "norms", "attention", "experts", "latents", "tokens", "float32", "bfloat16", "int8", "int4", "blocks"],
 )
 def test_rows_select_only_tiles(name, kernels, generator):
     """So no number of rows has machine code of its own, and the warm-up needs one number for each choice of tiles."""
-    for same in ([1, 2, 15, 16], [17, 32, 63, 64], [65, 70, 80, 1025]):
+    of_tilings = [[1409, 2000, 4096], [4097, 5000]] if name in {"float32", "bfloat16", "int8"} else []
+    for same in ([1, 2, 15, 16], [17, 32, 63, 64], [65, 70, 80, 1025], *of_tilings):
         keys = []
         for num_rows in same:
             with launches() as launched:
@@ -234,6 +237,24 @@ def test_serving_compiles_nothing_after_warm_up(case, tmp_path):
         serve(engine)
     assert sorted(launched - at_start) == []
     assert engine.core.metrics.stats.num_compilations == 0
+
+
+@pytest.mark.turn(4)
+@pytest.mark.parametrize("is_warm", [True, False])
+def test_warm_up_compiles_all_tiles_of_products(tmp_path, monkeypatch, is_warm):
+    """With 30 processors, only 129 to 256 rows have small tiles in a product whose K is not divided."""
+    if not is_warm:
+        monkeypatch.setattr("octavo.kernels.triton.backend.rows_of_tilings", lambda *_arguments: ())
+    with launches() as launched:
+        monkeypatch.setattr("octavo.kernels.triton.matmul._INTERPRETED_PROCESSORS", 30)
+        engine = make_engine(write_checkpoint(tmp_path, tiny_config("Qwen3ForCausalLM", num_hidden_layers=2, **SIZES)))
+        at_start = set(launched)
+        engine.generate_batch([{"prompt_token_ids": [3] * 200}], [SamplingParams(max_tokens=1)])
+        serve(engine)
+    assert {key.partition("(")[0] for key in launched - at_start} == (set() if is_warm else {"_matmul"})
+    assert {"BLOCK_M: constexpr 64", "BLOCK_M: constexpr 128"} <= {
+        part for key in launched if key.startswith("_matmul(") for part in key.split(", ")
+    }
 
 
 @pytest.mark.turn(8)

@@ -82,6 +82,62 @@ def test_triton_linear_row_is_independent_of_batch_rows(kernels, generator, dtyp
     assert not rows_differ(kernels, x, packed, PARTS)
 
 
+TILINGS = {"split": (10**6, 10**7), "small": (0, 10**7), "large": (0, 1)}  # as row_limits
+
+
+def computed(monkeypatch, tiling, x, packed, kernels):
+    """Return a product with given tiles, for each number of rows around the sizes of tiles."""
+    with monkeypatch.context() as patch:
+        patch.setitem(backend.matmul.__globals__, "row_limits", lambda *_arguments: TILINGS[tiling])
+        return [kernels.linear(x[:count], packed, float32_out=True) for count in (1, 63, 64, 65, 127, 128, 129, 300)]
+
+
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "int8", "float32", "fp8"])
+def test_row_has_equal_bits_in_all_tiles(kernels, generator, monkeypatch, kind):
+    """Tiles for float32 and fp8 are never large."""
+    depth, dtype = 2 * PARTITION + 70, getattr(torch, kind, torch.bfloat16)
+    dtype = dtype if dtype.is_floating_point else torch.bfloat16
+    weight = random(generator, 130, depth, dtype=dtype)
+    weight = {"fp8": lambda: round_to_fp8(weight, 128), "int8": lambda: quantize_int8(weight.float())}.get(
+        kind, lambda: weight
+    )()
+    packed, x = kernels.pack_linear(weight), random(generator, 300, depth, dtype=dtype)
+    *others, expected = computed(monkeypatch, "large", x, packed, kernels)
+    results = [*others, *computed(monkeypatch, "split", x, packed, kernels)]
+    results += computed(monkeypatch, "small", x, packed, kernels)
+    assert not expected.isnan().any()
+    assert all(torch.equal(each, expected[: len(each)]) for each in results)
+
+
+@pytest.mark.parametrize("processors", [4, 108, 132])
+@pytest.mark.parametrize("num_partitions", [1, 2, 28])
+@pytest.mark.parametrize("num_columns", [1, 128, 576, 1024, 4096, 151936])
+def test_rows_of_tilings_launch_every_kernel_of_a_product(num_columns, num_partitions, processors, monkeypatch):
+    """So the warm-up compiles them."""
+    width, device = num_partitions * matmul_module.PARTITION, torch.device("cpu")
+    monkeypatch.setattr(matmul_module, "num_processors", lambda _device: processors)
+    most_split, least_large = matmul_module.row_limits(num_partitions, num_columns, processors)
+    found = {(rows <= most_split, rows >= least_large) for rows in range(1, 20000)}
+    warm = {1, *matmul_module.rows_of_tilings(num_columns, width, device)}
+    assert {(rows <= most_split, rows >= least_large) for rows in warm if rows < 20000} == found
+    assert (True, True) not in found
+    assert (most_split >= 1) == (num_partitions > 1 and -(-num_columns // 128) < processors)
+
+
+@pytest.mark.parametrize(
+    ("target", "rows"),
+    [(("cuda", 80), 128), (("cuda", 90), 128), (("cuda", 100), 64), (("cuda", 120), 128), (("hip", "gfx942"), 128)],
+    ids=str,
+)
+def test_tiles_are_large_if_the_instruction_stays(monkeypatch, target, rows):
+    """With tensor memory the instruction depends on the rows of a tile. float32 and fp8 have small tiles everywhere."""
+    compile_for(monkeypatch, *target)
+    same, mixed = (matmul_module.tile_options(torch.bfloat16, kind) for kind in (torch.bfloat16, torch.float32))
+    options = [same | {"FP8_GROUP": 0}, same | {"FP8_GROUP": 128}, mixed | {"FP8_GROUP": 0}]
+    assert [(each | matmul_module.large_tile_options(each))["BLOCK_M"] for each in options] == [rows, 64, 64]
+
+
 def test_split_and_unsplit_products_have_equal_bits(generator, tmp_path, monkeypatch):
     weight, x = random(generator, 9, 2 * PARTITION + 3), random(generator, 2, 2 * PARTITION + 3)
     in_parts = matmul(x, weight, torch.empty(2, 9))
@@ -95,10 +151,12 @@ def test_split_and_unsplit_products_have_equal_bits(generator, tmp_path, monkeyp
     assert torch.equal(matmul(x, weight, torch.empty(2, 9)), in_parts)
 
 
-def test_scratch_bytes_cover_largest_partial_sums(kernels, generator, monkeypatch):
+@pytest.mark.parametrize(("processors", "rows"), [(4, BLOCK_M), (132, 200)])
+def test_scratch_bytes_cover_largest_partial_sums(kernels, generator, monkeypatch, processors, rows):
     """The largest partial sums of all packed weights, for as many rows as are split; weights that are never split do
     not count.
     """
+    monkeypatch.setattr(matmul_module, "num_processors", lambda _device: processors)
     taken, make = [], torch.empty
 
     def watch(*shape, **options):
@@ -115,9 +173,16 @@ def test_scratch_bytes_cover_largest_partial_sums(kernels, generator, monkeypatc
     for kernel in ("_matmul", "_multiply_partition", "_add_partitions"):
         monkeypatch.setattr(matmul_module, kernel, NothingRuns())
     for each in packed:
-        made.linear(random(generator, BLOCK_M, each.in_features), each)
+        made.linear(random(generator, rows, each.in_features), each)
     assert before < max(taken) == made.scratch_bytes(**sizes, max_tokens=200)
-    assert made.scratch_bytes(**sizes, max_tokens=3) == max(before, 3 * max(taken) // BLOCK_M)
+    assert made.scratch_bytes(**sizes, max_tokens=3) == max(before, 3 * max(taken) // rows)
+
+
+def compile_for(monkeypatch, backend, arch):
+    target = SimpleNamespace(backend=backend, arch=arch)
+    driver = SimpleNamespace(get_current_device=lambda: f"{backend} {arch}", get_current_target=lambda: target)
+    monkeypatch.setattr(target_module, "INTERPRETED", False)
+    monkeypatch.setattr(target_module, "driver", SimpleNamespace(active=driver))
 
 
 @pytest.mark.parametrize(("backend", "num_stages"), [("cuda", 3), ("hip", 2)])
@@ -125,10 +190,7 @@ def test_num_stages_depends_on_compile_target(monkeypatch, backend, num_stages):
     """It is decided by the target that is compiled for, not by the build of torch: kernels for AMD may be compiled
     without ROCm.
     """
-    target = SimpleNamespace(backend=backend, arch=90)
-    driver = SimpleNamespace(get_current_device=lambda: f"some {backend}", get_current_target=lambda: target)
-    monkeypatch.setattr(target_module, "INTERPRETED", False)
-    monkeypatch.setattr(target_module, "driver", SimpleNamespace(active=driver))
+    compile_for(monkeypatch, backend, 90)
     assert matmul_module.tile_options(torch.bfloat16, torch.bfloat16)["num_stages"] == num_stages
 
 

@@ -233,9 +233,14 @@ def test_filters_of_large_vocabulary_keep_tokens_of_reference(kernels, generator
     assert_tokens_of_reference(kernels, torch.randn(1, 151_936, generator=generator) * 4, rows)
 
 
-@pytest.mark.parametrize(("name", "passes"), [("small k", 1), ("p alone", 2)])
-def test_filters_seldom_read_whole_row(kernels, monkeypatch, name, passes):
-    """After the pass that finds the largest value: one that packs tokens, and one for the sum that top_p refers to."""
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("small k", 8), ("p alone", 8 + 5), ("k too large to pack", 4 * 5 + 8), ("k after min_p", 8)]
+)
+def test_filters_seldom_read_whole_row(kernels, monkeypatch, name, blocks):
+    """After the pass that finds the largest value: one that packs tokens, and one for the sum that top_p refers to. It
+    packs eight blocks, of which three are empty. If k is too large, four passes find the k-th value. Then top_p reads
+    only packed tokens.
+    """
     reads_row, scaled_keys = [], selection.scaled_keys
 
     def counting(*arguments):
@@ -245,7 +250,7 @@ def test_filters_seldom_read_whole_row(kernels, monkeypatch, name, passes):
     monkeypatch.setattr(selection, "scaled_keys", counting)
     with small_blocks():
         kept_by(kernels, *filtered_row(name))
-    assert sum(reads_row) == passes * 5  # blocks
+    assert sum(reads_row) == blocks
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p"])

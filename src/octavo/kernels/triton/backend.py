@@ -24,7 +24,7 @@ from octavo.kernels.triton.e4m3 import as_bytes
 from octavo.kernels.triton.graphs import CudaGraphPool
 from octavo.kernels.triton.grouped_matmul import grouped_matmul
 from octavo.kernels.triton.head_matmul import head_matmul
-from octavo.kernels.triton.matmul import BLOCK_M, matmul, partial_bytes_per_row
+from octavo.kernels.triton.matmul import BLOCK_M, largest_partial_sums, matmul, rows_of_tilings
 from octavo.kernels.triton.matmul_blocks import FEW_ROWS, matmul_blocks
 from octavo.kernels.triton.matmul_int4 import PackedInt4, matmul_int4, pack_int4
 from octavo.kernels.triton.packed_blocks import BlockParts, PackedBlocks
@@ -57,7 +57,7 @@ _OPERATIONS = (
     "take_rows",
     "top_tokens",
 )
-# Numbers of rows around each choice of tiles, and above an attention partition.
+# Numbers of rows around each choice of tiles, and above an attention partition. Packed weights add more.
 WARM_UP_ROWS = (1, FEW_ROWS, FEW_ROWS + 1, BLOCK_M, BLOCK_M + 1, attention.PARTITION + 1)
 
 
@@ -77,10 +77,10 @@ class TritonKernels(ReferenceKernels):
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self.warm_up_rows = () if is_interpreted() else WARM_UP_ROWS
+        self.warm_up_rows: tuple[int, ...] = () if is_interpreted() else WARM_UP_ROWS
         self._compilations = Compilations()
         self._warned_of: set[str] = set()
-        self._product_bytes_per_row = 0
+        self._weight_shapes: set[tuple[int, int, torch.device]] = set()
         self.identity = f"{self.name} {triton.__version__}:{_target()}"
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
@@ -107,7 +107,10 @@ class TritonKernels(ReferenceKernels):
             parts = BlockParts.pack(packed_as_is.storage)
             return replace(packed_as_is, storage=parts, num_bytes=parts.nbytes + (0 if bias is None else bias.nbytes))
         values = weight.values if isinstance(weight, Int8Weight | Fp8Weight) else packed_as_is.storage
-        self._product_bytes_per_row = max(self._product_bytes_per_row, partial_bytes_per_row(values))
+        shape = values.shape[0], values.shape[1], values.device
+        self._weight_shapes.add(shape)
+        if self.warm_up_rows:
+            self.warm_up_rows = (*sorted({*self.warm_up_rows, *rows_of_tilings(*shape)}),)
         return packed_as_is
 
     def scratch_bytes(
@@ -115,9 +118,9 @@ class TritonKernels(ReferenceKernels):
     ) -> int:
         """See `Kernels`."""
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "max_seq_len": max_seq_len}
-        of_products = self._product_bytes_per_row * min(max_tokens, BLOCK_M)
+        of_products = (largest_partial_sums(max_tokens, *each) for each in self._weight_shapes)
         del vocab_size
-        return max(attention.scratch_bytes(**shape), of_products)
+        return max(attention.scratch_bytes(**shape), *of_products, 0)
 
     def linear(
         self, x: Tensor, packed: PackedLinear, *, float32_out: bool = False, out: Tensor | None = None

@@ -1,7 +1,8 @@
 """Products with weights, x @ weight.T: see docs/gpu.md.
 
-A row's bits depend only on its own values, because split and unsplit products do the same operations on the same tiles.
-tools/gpu_check.py tests on a device that a row of a tile's product (wgmma, mma, mfma) does not depend on other rows.
+A row's bits depend only on its own values, because split products, small tiles and large tiles add the same products in
+the same order, with the same instruction. tools/gpu_check.py tests on a device that a row of a tile's product (wgmma,
+mma, mfma) does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from octavo.kernels.triton.e4m3 import to_float32
 from octavo.kernels.triton.launch import cdiv, kernel
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.rounding import dot, round_to
-from octavo.kernels.triton.target import is_amd
+from octavo.kernels.triton.target import has_tensor_memory, is_amd
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK_M, BLOCK_N = 64, 128
+LARGE_BLOCK_M = 128  # if there are many rows
 PARTITION = 512  # columns of K; a multiple of BLOCK_K
 _GROUP = 8  # tiles of rows that share cached inputs
+_SPLIT_SHARE = 3  # K is divided for more than BLOCK_M rows if tiles occupy at most this part of the processors
+_RESIDENT_WARPS = 8  # of a processor, with 255 registers per thread
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -48,8 +52,7 @@ def matmul(
     num_columns = weight.shape[0]
     num_partitions = max(1, cdiv(width, PARTITION))
     processors = num_processors(x.device)
-    tiles = cdiv(num_rows, BLOCK_M) * cdiv(num_columns, BLOCK_N)
-    is_split = num_rows <= BLOCK_M and num_partitions > 1 and tiles < processors
+    most_split_rows, least_large_rows = row_limits(num_partitions, num_columns, processors)
     row_scales, column_scales = (x, x) if scales is None else scales
     is_integer, has_bias = scales is not None, bias is not None
     options = {"WIDTH": width, "IS_INTEGER": is_integer, "FP8_GROUP": 0}
@@ -59,15 +62,18 @@ def matmul(
         column_scales, group_size = groups
         options |= tile_options(x.dtype, x.dtype) | {"FP8_GROUP": min(group_size, width)}
     bias = x if bias is None else bias
-    if not is_split:
-        _matmul[(min(tiles, processors),)](
+    if num_rows > most_split_rows:
+        if num_rows >= least_large_rows:
+            options |= large_tile_options(options)
+        tiles = cdiv(num_rows, options["BLOCK_M"]) * cdiv(num_columns, BLOCK_N)
+        _matmul[(min(tiles, processors * (_RESIDENT_WARPS // options["num_warps"])),)](
             x, weight, out, bias, row_scales, column_scales, num_rows, num_columns, x.stride(0),
             HAS_BIAS=has_bias, GROUP=_GROUP, **options,
         )  # fmt: skip
         return out
     acc_dtype = torch.float32 if scales is None else torch.int32
     partials = torch.empty(num_partitions, num_rows, num_columns, dtype=acc_dtype, device=x.device)
-    _multiply_partition[num_partitions, tiles](
+    _multiply_partition[num_partitions, cdiv(num_columns, BLOCK_N), cdiv(num_rows, BLOCK_M)](
         x, weight, partials, column_scales, num_rows, num_columns, x.stride(0), **options
     )
     _add_partitions[num_rows, cdiv(num_columns, BLOCK_N)](
@@ -77,12 +83,32 @@ def matmul(
     return out
 
 
-def partial_bytes_per_row(weight: Tensor) -> int:
-    """Return partial sums' bytes per row."""
-    num_columns, width = weight.shape
+@functools.cache
+def row_limits(num_partitions: int, num_columns: int, processors: int) -> tuple[int, int]:
+    """Return (up to how many rows K is divided among programs, from how many rows on tiles are large).
+
+    Tiles that cannot be large stay small: see `large_tile_options`.
+    """
+    column_tiles = cdiv(num_columns, BLOCK_N)
+    most_split_rows = 0
+    if num_partitions > 1 and column_tiles < processors:
+        most_split_rows = BLOCK_M * max(1, processors // (_SPLIT_SHARE * column_tiles))
+    row_tiles = cdiv(processors, 2 * column_tiles)  # large tiles for half of the processors
+    least_large_rows = LARGE_BLOCK_M * (row_tiles - 1) + 1
+    return most_split_rows, max(least_large_rows, most_split_rows + 1, BLOCK_M + 1)
+
+
+def rows_of_tilings(num_columns: int, width: int, device: torch.device) -> tuple[int, int]:
+    """Return the smallest numbers of rows of products that are not split, and of products with large tiles."""
+    most_split_rows, least_large_rows = row_limits(cdiv(width, PARTITION), num_columns, num_processors(device))
+    return most_split_rows + 1, least_large_rows
+
+
+def largest_partial_sums(num_rows: int, num_columns: int, width: int, device: torch.device) -> int:
+    """Return the bytes of partial sums of up to `num_rows` rows."""
     num_partitions = cdiv(width, PARTITION)
-    is_split = num_partitions > 1 and cdiv(num_columns, BLOCK_N) < num_processors(weight.device)
-    return num_partitions * num_columns * 4 if is_split else 0
+    most_split_rows, _ = row_limits(num_partitions, num_columns, num_processors(device))
+    return num_partitions * min(num_rows, most_split_rows) * num_columns * 4
 
 
 def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, int | bool]:
@@ -98,6 +124,18 @@ def tile_options(x_dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, i
         "num_stages": 2 if is_wide or is_amd() else 3,
         "enable_fp_fusion": False,
     }
+
+
+def large_tile_options(options: dict[str, int | bool]) -> dict[str, int | bool]:
+    """Return the changes of `tile_options` for many rows, or nothing if tiles must stay small.
+
+    - On sm_100 the shape of the instruction depends on the number of rows.
+    - float32 needs too many registers.
+    - With weights in fp8, code of Triton before 3.9 lacks a barrier between warp groups (see compiled_code.py).
+    """
+    if options["IS_WIDE"] or options["FP8_GROUP"] or has_tensor_memory():
+        return {}
+    return {"BLOCK_M": LARGE_BLOCK_M, "num_warps": 8}
 
 
 def num_processors(device: torch.device) -> int:
@@ -235,7 +273,7 @@ def _multiply_partition(
     BLOCK_K: tl.constexpr,
 ):
     partition = tl.program_id(0)
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = partition_product(
         x_ptr, weight_ptr, column_scales_ptr, row, column, num_rows, num_columns, x_stride, partition,

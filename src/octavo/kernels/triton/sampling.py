@@ -11,6 +11,7 @@ from octavo.kernels.triton.launch import cdiv, kernel, power_of_2_from
 from octavo.kernels.triton.loops import loop_bound
 from octavo.kernels.triton.noise import noise_words, word_to_gumbel
 from octavo.kernels.triton.selection import (
+    BLOCKS_PER_LOAD,
     LAST_ID,
     LEAST_KEY,
     is_kept,
@@ -108,9 +109,10 @@ def _find_cut(
     if (temperature != 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
         row_ptr = logits_ptr + row * vocab
         lanes = tl.full([BLOCK], float("-inf"), tl.float32)
-        for first in range(0, loop_bound(vocab), BLOCK):
-            ids = first + tl.arange(0, BLOCK)
-            lanes = tl.maximum(lanes, tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")))
+        for first in range(0, loop_bound(vocab), BLOCKS_PER_LOAD * BLOCK):
+            for block in tl.static_range(BLOCKS_PER_LOAD):
+                ids = first + block * BLOCK + tl.arange(0, BLOCK)
+                lanes = tl.maximum(lanes, tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")))
         largest = tl.div_rn(tl.max(lanes), temperature)
         if min_p > 0.0:
             limit = largest + tl.log(min_p.to(tl.float64)).to(tl.float32)
@@ -124,6 +126,9 @@ def _find_cut(
             num_layers = pack(row_ptr, vocab, temperature, bound, packed_ptr, LAYERS, BLOCK)
         if has_top_k:
             key, count = top_k_cut(row_ptr, vocab, temperature, packed_ptr, num_layers, top_k, BLOCK)
+            if (num_layers == 0) & (top_p < 1.0):  # top_p reads only the tokens that top_k keeps
+                bound = key
+                num_layers = pack(row_ptr, vocab, temperature, bound, packed_ptr, LAYERS, BLOCK)
             if key >= cut_key:
                 cut_key = key
                 cut_id = tie_id(row_ptr, vocab, temperature, packed_ptr, num_layers, key, count, BLOCK)

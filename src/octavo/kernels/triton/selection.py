@@ -22,6 +22,7 @@ from octavo.kernels.triton.loops import loop_bound
 
 LAST_ID = tl.constexpr(2147483647)  # id of a cut that keeps all tokens with its key
 LEAST_KEY = tl.constexpr(-2139095041)  # key of -inf
+BLOCKS_PER_LOAD = tl.constexpr(4)  # whose loads overlap
 _DIGITS = tl.constexpr(256)
 
 
@@ -68,18 +69,29 @@ def _end(vocab, num_layers, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _pack_block(ids, is_packed, depth, packed_ptr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
+    place = packed_ptr + depth * BLOCK + tl.arange(0, BLOCK)
+    tl.store(place, ids, mask=is_packed & (depth < LAYERS))
+    return depth + is_packed.to(tl.int32)
+
+
+@triton.jit
 def pack(logits_ptr, vocab, temperature, bound, packed_ptr, LAYERS: tl.constexpr, BLOCK: tl.constexpr):
     """Write the ids of tokens with key >= `bound`. Return the number of layers, or 0 if it exceeds LAYERS.
 
-    packed_ptr: [LAYERS, BLOCK], padded with -1.
+    packed_ptr: [LAYERS, BLOCK], padded with -1. The program waits for BLOCKS_PER_LOAD blocks at a time.
     """
     lane = tl.arange(0, BLOCK)
     depth = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, loop_bound(vocab), BLOCK):
-        key, ids, is_there = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, 0, first, BLOCK)
-        is_packed = is_there & (key >= bound)
-        tl.store(packed_ptr + depth * BLOCK + lane, ids, mask=is_packed & (depth < LAYERS))
-        depth += is_packed.to(tl.int32)
+    for first in range(0, loop_bound(vocab), BLOCKS_PER_LOAD * BLOCK):
+        key_0, ids_0, is_there_0 = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, 0, first, BLOCK)
+        key_1, ids_1, is_there_1 = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, 0, first + BLOCK, BLOCK)
+        key_2, ids_2, is_there_2 = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, 0, first + 2 * BLOCK, BLOCK)
+        key_3, ids_3, is_there_3 = scaled_keys(logits_ptr, vocab, temperature, packed_ptr, 0, first + 3 * BLOCK, BLOCK)
+        depth = _pack_block(ids_0, is_there_0 & (key_0 >= bound), depth, packed_ptr, LAYERS, BLOCK)
+        depth = _pack_block(ids_1, is_there_1 & (key_1 >= bound), depth, packed_ptr, LAYERS, BLOCK)
+        depth = _pack_block(ids_2, is_there_2 & (key_2 >= bound), depth, packed_ptr, LAYERS, BLOCK)
+        depth = _pack_block(ids_3, is_there_3 & (key_3 >= bound), depth, packed_ptr, LAYERS, BLOCK)
     num_layers = tl.max(depth)
     for layer in range(loop_bound(tl.minimum(num_layers, LAYERS))):
         tl.store(packed_ptr + layer * BLOCK + lane, -1, mask=layer >= depth)

@@ -10,6 +10,7 @@ from triton.runtime import driver
 from octavo.kernels.triton.rounding import INTERPRETED
 
 _FIRST_WITH_WARP_GROUPS = 90  # sm_90, Hopper
+_WITH_TENSOR_MEMORY = range(100, 120)  # sm_100, Blackwell for data centers
 
 
 def is_amd() -> bool:
@@ -20,6 +21,11 @@ def is_amd() -> bool:
 def has_warp_groups() -> bool:
     """Return True if four warps together multiply tiles of 64 rows, as on Hopper."""
     return not INTERPRETED and target().backend == "cuda" and target().arch >= _FIRST_WITH_WARP_GROUPS
+
+
+def has_tensor_memory() -> bool:
+    """Return True if Triton multiplies by `tcgen05.mma`, an instruction of as many rows as a tile has."""
+    return not INTERPRETED and target().backend == "cuda" and target().arch in _WITH_TENSOR_MEMORY
 
 
 def target() -> Any:
