@@ -97,38 +97,34 @@ def _is_called(hook: Any) -> bool:
 
 
 def _key_of(types: tuple[type, ...], is_specialized: list[bool]) -> Callable[..., tuple[Any, ...]]:
-    """Compile the key of arguments of these types. A loop over the arguments would take twice as long.
+    """Return the function that computes the key of arguments of these types.
 
-    For example, of two tensors and two integers, of which the second is not specialized:
-
-        lambda a0, a1, a2, a3: (
-            types, a0.dtype, a1.dtype, a2 & 15 and 1 + (a2 == 1),
-            (a0.data_ptr() | a1.data_ptr()) & 15 == 0 or each(is_aligned, a0, a1),
-            0 <= a2 | a3 < 2147483648 or each(is_narrow, a2, a3),
-        )
+    It looks at all addresses together, and at all integers together. If one is unusual, all of them are in the key.
     """
-    names = [f"a{index}" for index in range(len(types))]
-    tensors = [name for name, kind in zip(names, types, strict=True) if issubclass(kind, torch.Tensor)]
-    numbers = [name for name, kind in zip(names, types, strict=True) if kind is int]
-    parts = ["types", *(f"{name}.dtype" for name in tensors)]
-    parts += [
-        f"{name} & 15 and 1 + ({name} == 1)"
-        for name, is_one_specialized in zip(names, is_specialized, strict=False)
-        if is_one_specialized and name in numbers
-    ]
-    if tensors:
-        addresses = " | ".join(f"{name}.data_ptr()" for name in tensors)
-        parts.append(f"({addresses}) & 15 == 0 or each(is_aligned, {', '.join(tensors)})")
-    if numbers:
-        parts.append(f"0 <= {' | '.join(numbers)} < {_INT32_END} or each(is_narrow, {', '.join(numbers)})")
-    functions = {"types": types, "each": _each, "is_aligned": _is_aligned, "is_narrow": _is_narrow}
-    key: Callable[..., tuple[Any, ...]] = eval(f"lambda {', '.join(names)}: ({', '.join(parts)},)", functions)  # noqa: S307
+    tensors = [index for index, kind in enumerate(types) if issubclass(kind, torch.Tensor)]
+    numbers = [index for index, kind in enumerate(types) if kind is int]
+    specialized = [index for index in numbers if is_specialized[index]]
+
+    def key(*args: Any) -> tuple[Any, ...]:
+        addresses = all_numbers = 0
+        parts: list[Any] = [types]
+        for index in tensors:
+            tensor = args[index]
+            parts.append(tensor.dtype)
+            addresses |= tensor.data_ptr()
+        for index in specialized:
+            number = args[index]
+            parts.append(number & 15 and 1 + (number == 1))
+        for index in numbers:
+            all_numbers |= args[index]
+        if addresses & 15:
+            parts.append(tuple(_is_aligned(args[index]) for index in tensors))
+        if not 0 <= all_numbers < _INT32_END:
+            are_narrow = [_is_narrow(args[index]) for index in numbers]
+            parts += [] if all(are_narrow) else [tuple(are_narrow)]
+        return tuple(parts)
+
     return key
-
-
-def _each(check: Callable[[Any], bool], *args: Any) -> bool | tuple[bool, ...]:
-    results = tuple(map(check, args))
-    return True if all(results) else results
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
