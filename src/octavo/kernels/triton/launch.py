@@ -117,11 +117,10 @@ def _key_of(types: tuple[type, ...], is_specialized: list[bool]) -> Callable[...
             parts.append(number & 15 and 1 + (number == 1))
         for index in numbers:
             all_numbers |= args[index]
-        if addresses & 15:
-            parts.append(tuple(_is_aligned(args[index]) for index in tensors))
+        parts.append(addresses & 15 and tuple(_is_aligned(args[index]) for index in tensors))
         if not 0 <= all_numbers < _INT32_END:
-            are_narrow = [_is_narrow(args[index]) for index in numbers]
-            parts += [] if all(are_narrow) else [tuple(are_narrow)]
+            are_narrow = tuple(_is_narrow(args[index]) for index in numbers)
+            parts += [] if all(are_narrow) else [are_narrow]
         return tuple(parts)
 
     return key
