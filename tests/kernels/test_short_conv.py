@@ -53,16 +53,21 @@ def test_short_sequence_shifts_state(kernels, generator):
     assert torch.equal(state[0], torch.cat([old[2:], x]))
 
 
-def test_taps_are_added_in_order_before_bias(compiled):
-    """In float32, 1 is lost in a sum with 2^30, so each order has another result."""
-    x = torch.tensor([[2.0**30], [1.0], [-(2.0**30)]]).repeat(1, 17)
+@pytest.mark.parametrize(
+    ("inputs", "bias", "expected"),
+    [
+        ((2**30, 1, -(2**30)), 0, 0),
+        ((2**30, -(2**30), 1), 0, 1),
+        ((1, 2**30, -(2**30)), 0, 0),
+        ((2**30, 1, 0), -(2**30), 0),
+    ],
+)
+def test_taps_are_added_in_order_before_bias(inputs, bias, expected, compiled):
+    """In float32, 2^30 + 1 is 2^30, so each order has another result."""
+    x = torch.tensor(inputs, dtype=torch.float32).unsqueeze(1).repeat(1, 17)
     state, batch = torch.zeros(1, 2, 17), state_batch([3], [-1], [-1])
-    ones, none = torch.ones(3, 17), torch.zeros(0)
-    assert convolve(compiled, x, ones, none, state, batch, has_silu=False)[2].tolist() == [0.0] * 17
-    x[1:] = x[1:].flip(0)
-    assert convolve(compiled, x, ones, ones[0] * 0, state, batch, has_silu=False)[2].tolist() == [1.0] * 17
-    lost = convolve(compiled, x, ones, torch.full((17,), 2.0**30), state, batch, has_silu=False)
-    assert lost[2].tolist() == [2.0**30] * 17
+    found = convolve(compiled, x, torch.ones(3, 17), torch.full((17,), float(bias)), state, batch, has_silu=False)
+    assert found[2].tolist() == [expected] * 17
 
 
 @pytest.mark.parametrize(
