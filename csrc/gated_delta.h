@@ -55,24 +55,6 @@ constexpr int kDeltaTiles = 1;
 #endif
 constexpr float kLeastSquares = 1e-6f;  // added to the sum of squares of a query or key
 
-// Rows of one head in a thread's memory.
-struct DeltaRows {
-  int64_t stride;  // of keys and queries
-  float* keys;     // [kStateRows, stride], normalized
-  float* queries;  // likewise, scaled
-  float* decays;   // [kStateRows]
-  float* betas;    // [kStateRows]
-
-  static int64_t stride_of(int64_t depth) { return divide_up(depth, kLanes) * kLanes; }
-  static int64_t size(int64_t depth) { return kStateRows * (2 * stride_of(depth) + 2); }
-  DeltaRows(float* memory, int64_t depth)
-      : stride(stride_of(depth)),
-        keys(memory),
-        queries(keys + kStateRows * stride),
-        decays(queries + kStateRows * stride),
-        betas(decays + kStateRows) {}
-};
-
 // x * scale / |x|. Lane i sums the squares of elements i, i + 16, ... in order.
 template <class T>
 OCTAVO_INLINE void normalize(const T* x, int64_t size, float scale, float* out) {
@@ -86,7 +68,7 @@ OCTAVO_INLINE void normalize(const T* x, int64_t size, float scale, float* out) 
 }
 
 template <class T>
-void prepare_delta(const GatedDeltaArgs& args, int64_t head, int64_t first, int64_t last, const DeltaRows& rows) {
+void prepare_delta(const GatedDeltaArgs& args, int64_t head, int64_t first, int64_t last, const HeadRows& rows) {
   const int64_t depth = args.states.depth;
   const int64_t key_head = args.is_tiled ? head % args.key_heads : head / (args.states.heads / args.key_heads);
   const float scale = 1.0f / std::sqrt(static_cast<float>(depth));
@@ -96,13 +78,13 @@ void prepare_delta(const GatedDeltaArgs& args, int64_t head, int64_t first, int6
     normalize(query + args.key_heads * depth, depth, 1.0f, rows.keys + (row - first) * rows.stride);
   }
   read_column(args.a, head, first, last, rows.decays);
-  read_column(args.b, head, first, last, rows.betas);
+  read_column(args.b, head, first, last, rows.factors);
   for (int64_t i = 0; i < last - first; i += kLanes) {
-    Vec step[1] = {load(rows.decays + i) + splat(args.dt_bias[head])}, beta[1] = {load(rows.betas + i)};
+    Vec step[1] = {load(rows.decays + i) + splat(args.dt_bias[head])}, beta[1] = {load(rows.factors + i)};
     softplus(step);
     sigmoid(beta);
     store(rows.decays + i, exp(step[0] * splat(args.decay[head])));
-    store(rows.betas + i, beta[0]);
+    store(rows.factors + i, beta[0]);
   }
 }
 
@@ -153,7 +135,7 @@ OCTAVO_INLINE void update_state(float* state, int64_t depth, const float* key, c
 }
 
 template <class T, int N>
-void advance_delta(const GatedDeltaArgs& args, const DeltaRows& rows, StateTiles& tiles, int64_t first, int64_t last) {
+void advance_delta(const GatedDeltaArgs& args, const HeadRows& rows, StateTiles& tiles, int64_t first, int64_t last) {
   const int64_t depth = args.states.depth, column = tiles.head * args.states.columns() + tiles.first * kLanes;
   const int64_t values_at = 2 * args.key_heads * depth + column;
   Vec sums[N];
@@ -162,7 +144,7 @@ void advance_delta(const GatedDeltaArgs& args, const DeltaRows& rows, StateTiles
     const int64_t i = row - first;
     const T* values = args.qkv.row<T>(row) + values_at;
     T* out = args.out.row<T>(row) + column;
-    const Vec decay = splat(rows.decays[i]), beta = splat(rows.betas[i]);
+    const Vec decay = splat(rows.decays[i]), beta = splat(rows.factors[i]);
     Vec change[N], result[N];
     for (int v = 0; v < N; ++v) change[v] = (load(values + v * kLanes) - decay * sums[v]) * beta;
     const bool is_last = row + 1 == last;
@@ -175,16 +157,15 @@ void advance_delta(const GatedDeltaArgs& args, const DeltaRows& rows, StateTiles
 }
 
 inline void gated_delta(ThreadPool& pool, const GatedDeltaArgs& args) {
-  const int64_t depth = args.states.depth;
   with_float_type(args.qkv.dtype, [&](auto type) {
     using T = decltype(type);
     advance_states<kDeltaTiles>(
-        pool, args.batch, args.states, DeltaRows::size(depth),
-        [&](int64_t head, int64_t first, int64_t last, float* memory) {
-          prepare_delta<T>(args, head, first, last, DeltaRows(memory, depth));
+        pool, args.batch, args.states,
+        [&](int64_t head, int64_t first, int64_t last, const HeadRows& rows) {
+          prepare_delta<T>(args, head, first, last, rows);
         },
-        [&](auto count, StateTiles& tiles, int64_t first, int64_t last, float* memory) {
-          advance_delta<T, decltype(count)::value>(args, DeltaRows(memory, depth), tiles, first, last);
+        [&](auto count, StateTiles& tiles, int64_t first, int64_t last, const HeadRows& rows) {
+          advance_delta<T, decltype(count)::value>(args, rows, tiles, first, last);
         });
   });
 }

@@ -53,26 +53,8 @@ constexpr int kMambaTiles = 4;  // of one pass: their sums fit into registers
 constexpr int kMambaTiles = 2;
 #endif
 
-// Rows of one head in a thread's memory.
-struct MambaRows {
-  int64_t stride;  // of keys and queries
-  float* keys;     // [kStateRows, stride]: B
-  float* queries;  // likewise: C
-  float* steps;    // [kStateRows]: dt
-  float* decays;   // [kStateRows]
-
-  static int64_t stride_of(int64_t depth) { return divide_up(depth, kLanes) * kLanes; }
-  static int64_t size(int64_t depth) { return kStateRows * (2 * stride_of(depth) + 2); }
-  MambaRows(float* memory, int64_t depth)
-      : stride(stride_of(depth)),
-        keys(memory),
-        queries(keys + kStateRows * stride),
-        steps(queries + kStateRows * stride),
-        decays(steps + kStateRows) {}
-};
-
 template <class T>
-void prepare_mamba(const Mamba2Args& args, int64_t head, int64_t first, int64_t last, const MambaRows& rows) {
+void prepare_mamba(const Mamba2Args& args, int64_t head, int64_t first, int64_t last, const HeadRows& rows) {
   const int64_t depth = args.states.depth, group = head / (args.states.heads / args.groups);
   for (int64_t row = first; row < last; ++row) {
     const T* key = args.xbc.row<T>(row) + args.states.heads * args.states.columns() + group * depth;
@@ -83,12 +65,12 @@ void prepare_mamba(const Mamba2Args& args, int64_t head, int64_t first, int64_t 
       store(rows.queries + at + i, load_first(query + i, depth - i));
     }
   }
-  read_column(args.dt, head, first, last, rows.steps);
+  read_column(args.dt, head, first, last, rows.factors);
   for (int64_t i = 0; i < last - first; i += kLanes) {
-    Vec step[1] = {load(rows.steps + i) + splat(args.dt_bias[head])};
+    Vec step[1] = {load(rows.factors + i) + splat(args.dt_bias[head])};
     softplus(step);
     step[0] = max(splat(args.dt_min), min(splat(args.dt_max), step[0]));
-    store(rows.steps + i, step[0]);
+    store(rows.factors + i, step[0]);
     store(rows.decays + i, exp(step[0] * splat(args.decay[head])));
   }
 }
@@ -118,7 +100,7 @@ OCTAVO_INLINE void update_columns(float* state, int64_t depth, const float* key,
 }
 
 template <class T, int N>
-void advance_mamba(const Mamba2Args& args, const MambaRows& rows, StateTiles& tiles, int64_t first, int64_t last) {
+void advance_mamba(const Mamba2Args& args, const HeadRows& rows, StateTiles& tiles, int64_t first, int64_t last) {
   const int64_t depth = args.states.depth, column = tiles.head * args.states.columns() + tiles.first * kLanes;
   const Vec skip = splat(args.skip[tiles.head]);
   for (int64_t row = first; row < last; ++row) {
@@ -126,7 +108,7 @@ void advance_mamba(const Mamba2Args& args, const MambaRows& rows, StateTiles& ti
     const T* x = args.xbc.row<T>(row) + column;
     T* out = args.out.row<T>(row) + column;
     Vec change[N], result[N];
-    for (int v = 0; v < N; ++v) change[v] = load(x + v * kLanes) * splat(rows.steps[i]);
+    for (int v = 0; v < N; ++v) change[v] = load(x + v * kLanes) * splat(rows.factors[i]);
     update_columns(tiles.values, depth, rows.keys + i * rows.stride, rows.queries + i * rows.stride,
                    row + 1 == last ? tiles.following() : tiles.values, splat(rows.decays[i]), change, result);
     for (int v = 0; v < N; ++v) store(out + v * kLanes, fma(load(x + v * kLanes), skip, result[v]));
@@ -135,16 +117,15 @@ void advance_mamba(const Mamba2Args& args, const MambaRows& rows, StateTiles& ti
 }
 
 inline void mamba2(ThreadPool& pool, const Mamba2Args& args) {
-  const int64_t depth = args.states.depth;
   with_float_type(args.xbc.dtype, [&](auto type) {
     using T = decltype(type);
     advance_states<kMambaTiles>(
-        pool, args.batch, args.states, MambaRows::size(depth),
-        [&](int64_t head, int64_t first, int64_t last, float* memory) {
-          prepare_mamba<T>(args, head, first, last, MambaRows(memory, depth));
+        pool, args.batch, args.states,
+        [&](int64_t head, int64_t first, int64_t last, const HeadRows& rows) {
+          prepare_mamba<T>(args, head, first, last, rows);
         },
-        [&](auto count, StateTiles& tiles, int64_t first, int64_t last, float* memory) {
-          advance_mamba<T, decltype(count)::value>(args, MambaRows(memory, depth), tiles, first, last);
+        [&](auto count, StateTiles& tiles, int64_t first, int64_t last, const HeadRows& rows) {
+          advance_mamba<T, decltype(count)::value>(args, rows, tiles, first, last);
         });
   });
 }

@@ -49,7 +49,7 @@ struct ShortConvArgs : StatefulArgs {
 
 namespace octavo::OCTAVO_ISA {
 
-constexpr int64_t kLeastConvChannels = 64, kMostConvChannels = 512;  // of a task
+constexpr int64_t kLeastConvChannels = 64, kMostConvChannels = 1024;  // of a task
 constexpr int64_t kConvTogether = 4;                                 // vectors: their chains of operations overlap
 
 // Convolves N vectors of channels. taps: the addresses of the inputs of each tap, the oldest first.

@@ -85,6 +85,24 @@ inline void read_column(const Rows& rows, int64_t column, int64_t first, int64_t
   });
 }
 
+// Inputs of at most kStateRows rows of one head, in a thread's memory.
+struct HeadRows {
+  int64_t stride;  // of keys and queries
+  float* keys;     // [rows, stride]: S changes by a product of a key and a vector of columns
+  float* queries;  // [rows, stride]: S is multiplied by a query
+  float* decays;   // [rows]
+  float* factors;  // [rows]: sigmoid(b) of the gated delta rule, dt of Mamba-2
+
+  static int64_t stride_of(int64_t depth) { return divide_up(depth, kLanes) * kLanes; }
+  static int64_t size(int64_t depth) { return kStateRows * (2 * stride_of(depth) + 2); }
+  HeadRows(float* memory, int64_t depth)
+      : stride(stride_of(depth)),
+        keys(memory),
+        queries(keys + kStateRows * stride),
+        decays(queries + kStateRows * stride),
+        factors(decays + kStateRows) {}
+};
+
 // Tiles of one head while a task advances them. After a row, they are copied to the slots that save this row.
 struct StateTiles {
   const StateBatchArgs& batch;
@@ -116,35 +134,36 @@ struct StateTiles {
   }
 };
 
-// Advances the states of all sequences. prepare(head, first, last, memory) writes the inputs of rows first .. last - 1 to a
-// thread's memory of `memory_size` floats. advance(count, tiles, first, last, memory) passes over these rows with `count` tiles:
-// an integral constant, kTiles or 1.
+// Advances the states of all sequences. prepare(head, first, last, rows) writes the inputs of rows first .. last - 1 to `rows`.
+// advance(count, tiles, first, last, rows) passes over them with `count` tiles: an integral constant, kTiles or 1.
 template <int kTiles, class Prepare, class Advance>
-void advance_states(ThreadPool& pool, const StateBatchArgs& batch, const MatrixStates& states, int64_t memory_size,
-                    const Prepare& prepare, const Advance& advance) {
+void advance_states(ThreadPool& pool, const StateBatchArgs& batch, const MatrixStates& states, const Prepare& prepare,
+                    const Advance& advance) {
   const int64_t groups = divide_up(states.tiles, kTiles), heads = batch.num_seqs * states.heads;
   if (heads == 0) return;
   const int64_t parts = smaller(groups, divide_up(4 * pool.num_threads(), heads));  // of a head's columns
+  const int64_t memory_size = HeadRows::size(states.depth);
   pool.reserve_local(static_cast<size_t>(memory_size + states.head_size()) * sizeof(float));
   parallel(pool, heads * parts, [&](int64_t index, int thread) {
     const int64_t part = index % parts, head = index / parts % states.heads, sequence = index / parts / states.heads;
     const int64_t begin = groups * part / parts * kTiles, end = smaller(groups * (part + 1) / parts * kTiles, states.tiles);
     const int64_t start = batch.query_start[sequence], stop = batch.query_start[sequence + 1];
     auto* memory = static_cast<float*>(pool.local(thread));
+    const HeadRows rows(memory, states.depth);
     const int64_t write_slot = batch.write_slots[sequence];
     float* values = write_slot < 0 ? memory + memory_size : states.head(write_slot, head);
     for (int64_t first = start; first < stop; first += kStateRows) {
       const int64_t last = smaller(first + kStateRows, stop);
-      prepare(head, first, last, memory);
+      prepare(head, first, last, rows);
       for (int64_t tile = begin; tile < end;) {
         const int64_t count = tile + kTiles <= end ? kTiles : 1;
         StateTiles tiles{batch, states, head, tile, count, values + tile * states.tile_size()};
         if (first == start) tiles.begin(batch.read_slots[sequence]);
         tiles.skip_saved(first);
         if (count == kTiles) {
-          advance(std::integral_constant<int, kTiles>(), tiles, first, last, memory);
+          advance(std::integral_constant<int, kTiles>(), tiles, first, last, rows);
         } else {
-          advance(std::integral_constant<int, 1>(), tiles, first, last, memory);
+          advance(std::integral_constant<int, 1>(), tiles, first, last, rows);
         }
         tile += count;
       }

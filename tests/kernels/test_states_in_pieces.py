@@ -172,6 +172,20 @@ def test_rows_after_last_sequence_are_not_written(make, kernels, generator):
     assert not bool((result[:30] == 7).any())
 
 
+def test_instruction_sets_with_fused_operations_give_equal_bits(make, generator):
+    """The order of sums is that of vec.h's lanes. On x86, the portable kernels round products before sums."""
+    case = make(NUM_ROWS, torch.float32, generator)
+    before, batch = case.states(2), state_batch([NUM_ROWS], [0], [1])
+    results, states = [], []
+    for isa in ISAS:
+        if isa == "portable":
+            continue
+        states.append(before.clone())
+        results.append(case.advance(compiled_kernels(isa), slice(None), states[-1], batch))
+    assert all(torch.equal(each, results[0]) for each in results)
+    assert all(torch.equal(each, states[0]) for each in states)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_narrow_result_is_rounded_float32_result(make, dtype, compiled, generator):
     case = make(NUM_ROWS, dtype, generator)
