@@ -28,6 +28,9 @@ struct Tensor {
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
 
+  // The size of a dimension; 0 if the tensor has fewer dimensions.
+  int64_t size(size_t dimension) const { return dimension < shape.size() ? shape[dimension] : 0; }
+
   int64_t count() const {
     int64_t product = 1;
     for (const int64_t size : shape) product *= size;
@@ -42,6 +45,26 @@ struct Tensor {
       if (shape[i] != 1 && strides[i] != stride) throw std::invalid_argument(std::string(name) + " is not contiguous");
       stride *= shape[i];
     }
+  }
+};
+
+// A matrix with contiguous rows.
+struct Rows {
+  void* data;
+  DType dtype;
+  int64_t stride;  // from row to row
+
+  // Throws std::invalid_argument unless the tensor is [rows, columns] of a float type, and each row is contiguous.
+  static Rows of(const Tensor& tensor, int64_t rows, int64_t columns, const char* name) {
+    const bool fits = tensor.shape == std::vector<int64_t>{rows, columns} && (columns == 1 || tensor.strides[1] == 1);
+    const bool is_float = tensor.dtype == DType::kFloat32 || tensor.dtype == DType::kBFloat16 || tensor.dtype == DType::kFloat16;
+    if (!fits || !is_float) throw std::invalid_argument(std::string(name) + " has another shape or dtype than the kernel expects");
+    return {at<void>(tensor.address), tensor.dtype, tensor.strides[0]};
+  }
+
+  template <class T>
+  T* row(int64_t index) const {
+    return static_cast<T*>(data) + index * stride;
   }
 };
 
@@ -73,6 +96,37 @@ struct BatchArgs {
   int64_t num_seqs;
 };
 
+// The arrays of octavo.kernels.state_batch.StateBatch; all null if a step has no states.
+struct StateBatchArgs {
+  const int32_t* query_start = nullptr;  // [num_seqs + 1]
+  int64_t num_seqs = 0;
+  const int32_t* read_slots = nullptr;   // [num_seqs]; -1: the state before the first row is zero
+  const int32_t* write_slots = nullptr;  // [num_seqs]; -1: the state after the last row is dropped
+  const int32_t* saved_rows = nullptr;   // [num_saved], ascending
+  const int32_t* saved_slots = nullptr;  // [num_saved]
+  int64_t num_saved = 0;
+
+  bool operator==(const StateBatchArgs& other) const {
+    return query_start == other.query_start && num_seqs == other.num_seqs && read_slots == other.read_slots &&
+           write_slots == other.write_slots && saved_rows == other.saved_rows && saved_slots == other.saved_slots &&
+           num_saved == other.num_saved;
+  }
+
+  // Throws std::out_of_range unless all rows and slots exist.
+  void check(int64_t num_rows, int64_t num_slots) const {
+    bool holds = query_start != nullptr && query_start[0] == 0 && query_start[num_seqs] <= num_rows;
+    for (int64_t i = 0; holds && i < num_seqs; ++i) {
+      holds = query_start[i] <= query_start[i + 1] && read_slots[i] >= -1 && read_slots[i] < num_slots &&
+              write_slots[i] >= -1 && write_slots[i] < num_slots;
+    }
+    for (int64_t i = 0; holds && i < num_saved; ++i) {
+      holds = saved_rows[i] >= (i == 0 ? 0 : saved_rows[i - 1]) && saved_rows[i] < query_start[num_seqs] &&
+              saved_slots[i] >= 0 && saved_slots[i] < num_slots;
+    }
+    if (!holds) throw std::out_of_range("a state batch has rows or slots that do not exist, or rows that do not ascend");
+  }
+};
+
 // A step: its tokens, and the rows whose hidden states are returned (octavo.kernels.interface.OutputRows).
 struct StepArgs {
   const int64_t* token_ids;  // [num_tokens], inside the vocabulary
@@ -81,6 +135,7 @@ struct StepArgs {
   const int64_t* output_rows;     // [num_outputs]
   int64_t num_outputs;
   std::vector<BatchArgs> output_groups;  // of the output rows
+  StateBatchArgs states;                 // of all rows
 };
 
 }  // namespace octavo

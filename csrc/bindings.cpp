@@ -46,6 +46,25 @@ struct nanobind::detail::type_caster<octavo::Tensor> {
   }
 };
 
+// A `StateBatchArgs` is passed as (query_start, num_seqs, read_slots, write_slots, saved_rows, saved_slots, num_saved).
+template <>
+struct nanobind::detail::type_caster<octavo::StateBatchArgs> {
+  using Parts = std::tuple<octavo::Address, int64_t, octavo::Address, octavo::Address, octavo::Address, octavo::Address, int64_t>;
+  NB_TYPE_CASTER(octavo::StateBatchArgs, make_caster<Parts>::Name)
+
+  bool from_python(handle source, uint8_t flags, cleanup_list* cleanup) noexcept {
+    make_caster<Parts> parts;
+    if (!parts.from_python(source, flags, cleanup)) return false;
+    const auto [query_start, num_seqs, read_slots, write_slots, saved_rows, saved_slots, num_saved] =
+        parts.operator cast_t<Parts>();
+    value = {octavo::at<int32_t>(query_start), num_seqs,
+             octavo::at<int32_t>(read_slots),  octavo::at<int32_t>(write_slots),
+             octavo::at<int32_t>(saved_rows),  octavo::at<int32_t>(saved_slots),
+             num_saved};
+    return true;
+  }
+};
+
 namespace octavo {
 namespace {
 
@@ -150,9 +169,9 @@ std::vector<BatchArgs> batches_args(const Batches& batches) {
 }
 
 StepArgs step_args(Address token_ids, int64_t num_tokens, const Batches& groups, Address output_rows, int64_t num_outputs,
-                   const Batches& output_groups) {
+                   const Batches& output_groups, const StateBatchArgs& states) {
   return {at<int64_t>(token_ids), num_tokens, batches_args(groups), at<int64_t>(output_rows), num_outputs,
-          batches_args(output_groups)};
+          batches_args(output_groups), states};
 }
 
 // The kernels of one instruction set and the threads they run on.
@@ -259,13 +278,14 @@ void define(nb::class_<KernelSet>& set, nb::class_<Program>& program, const char
 }
 
 Program begin_program(KernelSet& set, Address token_ids, int64_t num_tokens, const Batches& groups, Address output_rows,
-                      int64_t num_outputs, const Batches& output_groups) {
-  return {set.table(), step_args(token_ids, num_tokens, groups, output_rows, num_outputs, output_groups)};
+                      int64_t num_outputs, const Batches& output_groups, const StateBatchArgs& states) {
+  return {set.table(), step_args(token_ids, num_tokens, groups, output_rows, num_outputs, output_groups, states)};
 }
 
 void run_program(KernelSet& set, Program& program, Address token_ids, int64_t num_tokens, const Batches& groups,
-                 Address output_rows, int64_t num_outputs, const Batches& output_groups, Address nanoseconds) {
-  const StepArgs step = step_args(token_ids, num_tokens, groups, output_rows, num_outputs, output_groups);
+                 Address output_rows, int64_t num_outputs, const Batches& output_groups, const StateBatchArgs& states,
+                 Address nanoseconds) {
+  const StepArgs step = step_args(token_ids, num_tokens, groups, output_rows, num_outputs, output_groups, states);
   set.run(program, step, at<int64_t>(nanoseconds));
 }
 

@@ -10,14 +10,18 @@
 #include "divide.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "gated_delta.h"
+#include "gated_norm.h"
 #include "grouped_linear.h"
 #include "latent.h"
 #include "linear_int4_tiles.h"  // linear, over all of its parts
+#include "mamba2.h"
 #include "packing.h"
 #include "rank_experts.h"
 #include "ranks.h"
 #include "rounding.h"
 #include "sampling.h"
+#include "short_conv.h"
 #include "soft_cap.h"
 #include "thread_pool.h"
 
@@ -44,6 +48,10 @@
   KERNEL(rope_and_write_kv, RopeArgs)       \
   KERNEL(rope_and_write_latents, LatentArgs) \
   KERNEL(paged_attention, AttentionArgs)    \
+  KERNEL(short_conv, ShortConvArgs)         \
+  KERNEL(gated_delta, GatedDeltaArgs)       \
+  KERNEL(mamba2, Mamba2Args)                \
+  KERNEL(gated_norm, GatedNormArgs)         \
   KERNEL(sample, SampleArgs)                \
   KERNEL(sample_columns, SampleColumnsArgs) \
   KERNEL(top_tokens, TopTokensArgs)

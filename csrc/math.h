@@ -106,6 +106,63 @@ OCTAVO_INLINE void gate_vectors(Activation activation, const T* gate, const T* u
   }
 }
 
+// Replaces s by 2 atanh(s), for |s| <= 1/3. Every operation rounds, so that the bits are the same on every device.
+template <int N>
+OCTAVO_INLINE void twice_atanh(Vec (&s)[N]) {
+  constexpr float kTerms[] = {1.0f / 13.0f, 1.0f / 11.0f, 1.0f / 9.0f, 1.0f / 7.0f, 1.0f / 5.0f, 1.0f / 3.0f};
+  Vec z[N], q[N];
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) {
+    z[i] = s[i] * s[i];
+    q[i] = splat(1.0f / 15.0f);
+  }
+  OCTAVO_UNROLL
+  for (int term = 0; term < 6; ++term) {
+    OCTAVO_UNROLL
+    for (int i = 0; i < N; ++i) q[i] = q[i] * z[i] + splat(kTerms[term]);
+  }
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) {
+    const Vec twice = s[i] + s[i];
+    s[i] = twice + twice * (z[i] * q[i]);
+  }
+}
+
+// 1 / (1 + e^-x).
+template <int N>
+OCTAVO_INLINE void sigmoid(Vec (&x)[N]) {
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = splat(0.0f) - x[i];
+  exp(x);
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = splat(1.0f) / (splat(1.0f) + x[i]);
+}
+
+// x / (1 + e^-x).
+template <int N>
+OCTAVO_INLINE void silu(Vec (&x)[N]) {
+  Vec power[N];
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) power[i] = splat(0.0f) - x[i];
+  exp(power);
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = x[i] / (splat(1.0f) + power[i]);
+}
+
+// ln(1 + e^x) = max(x, 0) + ln(1 + y), with y = e^-|x| and ln(1 + y) = 2 atanh(y / (2 + y)).
+template <int N>
+OCTAVO_INLINE void softplus(Vec (&x)[N]) {
+  Vec rest[N];
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) rest[i] = min(x[i], splat(0.0f) - x[i]);
+  exp(rest);
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) rest[i] = rest[i] / (splat(2.0f) + rest[i]);
+  twice_atanh(rest);
+  OCTAVO_UNROLL
+  for (int i = 0; i < N; ++i) x[i] = max(splat(0.0f), x[i]) + rest[i];
+}
+
 OCTAVO_INLINE Vec exp(Vec x) {
   Vec one[1] = {x};
   exp(one);

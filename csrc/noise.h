@@ -5,7 +5,7 @@
 // library function.
 #pragma once
 
-#include "vec.h"
+#include "math.h"
 
 namespace octavo::OCTAVO_ISA {
 
@@ -44,27 +44,6 @@ OCTAVO_INLINE void philox(const NoiseKey& key, IVec first_word, IVec (&word)[4])
 }
 
 // The functions below compute the four words of a call together, so that their chains of operations overlap.
-
-// Replaces s by 2 atanh(s), for |s| <= 1/3.
-OCTAVO_INLINE void twice_atanh(Vec (&s)[4]) {
-  constexpr float kTerms[] = {1.0f / 13.0f, 1.0f / 11.0f, 1.0f / 9.0f, 1.0f / 7.0f, 1.0f / 5.0f, 1.0f / 3.0f};
-  Vec z[4], q[4];
-  OCTAVO_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    z[i] = s[i] * s[i];
-    q[i] = splat(1.0f / 15.0f);
-  }
-  OCTAVO_UNROLL
-  for (int term = 0; term < 6; ++term) {
-    OCTAVO_UNROLL
-    for (int i = 0; i < 4; ++i) q[i] = q[i] * z[i] + splat(kTerms[term]);
-  }
-  OCTAVO_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const Vec twice = s[i] + s[i];
-    s[i] = twice + twice * (z[i] * q[i]);
-  }
-}
 
 // Splits a positive normal v into m 2^e with m in [sqrt(1/2), sqrt(2)).
 OCTAVO_INLINE void split_exponent(Vec v, Vec& m, Vec& e) {

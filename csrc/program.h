@@ -9,6 +9,7 @@
 //   kRows          the member that counts rows: a multiple of the step's tokens. Without it a call has one row for each token.
 //   reads, read    whether the arrays are those of a step and a KV group; replace them by the arrays of another step
 //   kTakesOutputs  true if the kernel takes the output rows out of all rows
+//   kNeedsAllRows  true if the kernel must not follow a call that takes output rows
 //   check          throws if the arguments of a step must not reach the kernel
 #pragma once
 
@@ -37,6 +38,11 @@ template <class Args>
 struct TakesOutputs<Args, std::void_t<decltype(Args::kTakesOutputs)>> : std::true_type {};
 
 template <class Args, class = void>
+struct NeedsAllRows : std::false_type {};
+template <class Args>
+struct NeedsAllRows<Args, std::void_t<decltype(Args::kNeedsAllRows)>> : std::true_type {};
+
+template <class Args, class = void>
 struct IsChecked : std::false_type {};
 template <class Args>
 struct IsChecked<Args, std::void_t<decltype(std::declval<const Args&>().check(std::declval<const KernelTable&>()))>>
@@ -63,6 +69,9 @@ class Program {
   template <class Args>
   void add(Kernel<Args> KernelTable::*kernel, const Args& args) {
     if constexpr (TakesOutputs<Args>::value) of_outputs_ = true;
+    if constexpr (NeedsAllRows<Args>::value) {
+      if (of_outputs_) throw std::invalid_argument("a call that needs all rows of the step would get output rows");
+    }
     int64_t rows = recorded_.num_tokens;
     if constexpr (HasRows<Args>::value) rows = args.*Args::kRows;
     if (rows % recorded_.num_tokens != 0) throw std::invalid_argument("a call's rows are no multiple of the tokens");

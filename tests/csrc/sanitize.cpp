@@ -439,6 +439,81 @@ void latents(Run& run) {
   }
 }
 
+// Sequences with recurrent states. A sequence may have no rows, read zeros, or drop its state; half of them save a state.
+struct StateRows {
+  explicit StateRows(Random& random) : count(1 + random.below(4)), slots(3 * count), start((count + 1) * 4), read(count * 4), write(count * 4) {
+    start.as<int32_t>()[0] = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const auto tokens = static_cast<int32_t>(random.below(4) == 0 ? random.below(150) : random.below(9)), first = static_cast<int32_t>(rows);
+      rows += tokens;
+      start.as<int32_t>()[i + 1] = static_cast<int32_t>(rows);
+      const auto slot = static_cast<int32_t>(3 * i);
+      read.as<int32_t>()[i] = random.below(3) == 0 ? -1 : slot;
+      write.as<int32_t>()[i] = random.below(3) == 0 ? -1 : slot + static_cast<int32_t>(random.below(2));
+      if (tokens == 0 || random.below(2) == 0) continue;
+      saved.push_back(first + static_cast<int32_t>(random.below(tokens)));
+      saved_slots.push_back(slot + 2);
+    }
+  }
+  StateBatchArgs batch() const {
+    return {start.as<int32_t>(), count, read.as<int32_t>(), write.as<int32_t>(), saved.data(), saved_slots.data(), static_cast<int64_t>(saved.size())};
+  }
+
+  int64_t count, slots, rows = 0;
+  Memory start, read, write;
+  std::vector<int32_t> saved, saved_slots;
+};
+
+// Computes rows into the first bytes of `out`, and advances a copy of the states, which follows.
+template <class F>
+void advance(Run& run, const std::string& what, const Memory& states, int64_t bytes, const F& make) {
+  const int64_t rounded = up(bytes, 64) * 64;
+  run.same(what, rounded + states.bytes(), [&](ThreadPool& pool, const Memory& out) {
+    char* state = out.as<char>() + rounded;
+    std::memcpy(state, states.as(), static_cast<size_t>(states.bytes()));
+    make(pool, out.as(), state);
+  });
+}
+
+void advance_states(Run& run, DType type) {
+  Random& random = run.random;
+  const StateRows of(random);
+  const int64_t rows = of.rows, item = size_of(type), gap = random.below(9);
+  const int64_t groups = 1 + random.below(2), heads = groups * (1 + random.below(3)), depth = 1 + random.below(70), tiles = 1 + random.below(5);
+  const int64_t width = heads * tiles * kStateColumns, size = width + 2 * groups * depth, channels = 1 + random.below(700), taps = 2 + random.below(7);
+  const auto made = [&](const Memory& memory, int64_t stride) { return Rows{memory.as(), type, stride}; };
+  const auto apart = [&](int64_t columns) { return random.reals(type, rows == 0 ? 0 : (rows - 1) * (columns + gap) + columns); };
+  const Memory x = apart(size), steps = random.reals(type, rows * heads);
+  const Memory of_heads = random.floats(heads), states = random.floats(of.slots * width * depth);
+  const auto* numbers = of_heads.as<float>();
+  const auto matrices = [&](char* state) {
+    return MatrixStates{reinterpret_cast<float*>(state), width * depth, of.slots, heads, tiles, depth};
+  };
+  advance(run, "gated_delta", states, rows * width * item, [&](ThreadPool& pool, void* out, char* state) {
+    run.table.gated_delta(pool, {{of.batch()}, made(x, size + gap), made(steps, heads), made(steps, heads), numbers, numbers, matrices(state), groups,
+                                 taps % 2 == 0, {out, type, width}, rows});
+  });
+  advance(run, "mamba2", states, rows * width * item, [&](ThreadPool& pool, void* out, char* state) {
+    run.table.mamba2(pool, {{of.batch()}, made(x, size + gap), made(steps, heads), numbers, numbers, numbers, 0.1f, 2.0f, matrices(state), groups,
+                            {out, type, width}, rows});
+  });
+  const Memory inputs = apart(channels), weight = random.floats(taps * channels), bias = random.floats(channels);
+  const Memory old = random.reals(type, of.slots * (taps - 1) * channels);
+  advance(run, "short_conv", old, rows * channels * item, [&](ThreadPool& pool, void* out, char* state) {
+    run.table.short_conv(pool, {{of.batch()}, made(inputs, channels + gap), weight.as<float>(), taps % 2 == 0 ? nullptr : bias.as<float>(),
+                                {state, type, (taps - 1) * channels}, of.slots, groups == 1, {out, type, channels}, rows, channels, taps});
+  });
+  const Memory gates = random.reals(type, rows * width), weights = random.reals(type, width / heads);
+  run.same("gated_norm", rows * width * item, [&](ThreadPool& pool, const Memory& out) {
+    run.table.gated_norm(pool, {made(x, size + gap), made(gates, width), weights.as(), type, 0, 1e-6f, width / heads, groups == 1,
+                                {out.as(), type, width}, rows, width});
+  });
+}
+
+void recurrent(Run& run) {
+  for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) advance_states(run, type);
+}
+
 // Packed weights of one shape, as grouped_linear.h reads them.
 struct Weights {
   Weights(Run& run, DType type, int64_t count, int64_t n, int64_t k, bool has_biases)
@@ -629,6 +704,7 @@ int main(int argc, char** argv) {
       elementwise(run);
       attention(run);
       latents(run);
+      recurrent(run);
       mixtures(run);
       sampling(run);
       hash = Xxh64::of(reinterpret_cast<const uint8_t*>(&hash), sizeof(hash), run.hash());

@@ -21,6 +21,7 @@ from octavo.kernels.panels import DTYPE_NUMBERS, PANEL_COLUMNS, PanelWeight
 from octavo.kernels.quantization import GROUP_MULTIPLE, Int4Weight, Int8Weight, QuantizedWeight, minima_pay
 from octavo.kernels.recording import NotRecordableError, RecordedForward, Recorder, Rehearsal, with_all_rows
 from octavo.kernels.reference import grouped_linear, head_linear, pack_groups
+from octavo.kernels.state_batch import StateBatch, state_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -142,12 +143,15 @@ class CpuKernels:
         self.kernel_set.set_num_threads(num_threads)
 
     def compute(self, operation: Operation[*Arguments], *args: *Arguments) -> None:
-        """See `Kernels`. Raises `ValueError` if the kernel does not accept a tensor."""
+        """See `Kernels`.
+
+        Raises `ValueError` if the kernel does not accept a tensor, and `IndexError` for invalid rows or slots.
+        """
         call = getattr(self._calls, operation.name, None)
         if call is None:
             operation.reference(*args)
         else:
-            call(*(described(each) if isinstance(each, torch.Tensor) else each for each in args))
+            call(*map(_passed, args))
 
     def round_weight(self, weight: Tensor, bits: int, group_size: int = GROUP_MULTIPLE) -> QuantizedWeight:
         """See `Kernels`."""
@@ -492,6 +496,12 @@ class CpuKernels:
             values.data_ptr(), values.shape[0], values.shape[1], k, largest.data_ptr(), ids.data_ptr()
         )
         return largest, ids
+
+
+def _passed(argument: Any) -> Any:
+    if isinstance(argument, StateBatch):
+        return state_arrays(argument)
+    return described(argument) if isinstance(argument, torch.Tensor) else argument
 
 
 def described(tensor: Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from octavo.kernels.block_weight import BlockWeight
     from octavo.kernels.operation import Arguments, Operation
     from octavo.kernels.quantization import QuantizedWeight
+    from octavo.kernels.state_batch import StateBatch
 
     WeightToPack = Tensor | Sequence[Tensor] | QuantizedWeight | Sequence[BlockWeight]
 
@@ -87,6 +88,7 @@ class AttentionBatch:
     outputs      rows that need hidden states; None for all
     more_groups  the same rows in KV groups 1, 2, ...
     rotary_positions int64 [num_dims, num_tokens]   positions of M-RoPE
+    states       the same rows, for layers with recurrent states
 
     Padding sequences come last, with length 0 and at most one row. If `has_padding_rows`, rows without a sequence
     follow. Padding rows have slot -1 and write no KV. Attention returns zeros for them.
@@ -102,6 +104,7 @@ class AttentionBatch:
     more_groups: tuple[AttentionBatch, ...] = ()
     has_padding_rows: bool = False
     rotary_positions: Tensor | None = None
+    states: StateBatch | None = None
 
     def of_group(self, index: int) -> AttentionBatch:
         """Return the batch of KV group `index`."""

@@ -16,8 +16,8 @@ Arguments = TypeVarTuple("Arguments")
 class Operation(Generic[*Arguments]):
     """A kernel called as `soft_cap(kernels, logits, 30.0)`. Decorates its torch version.
 
-    Changes tensors in place. A row's result depends only on the row. Kernels have the same name in `csrc/kernels.h`,
-    and as module and function in `octavo.kernels.triton`.
+    Changes tensors in place. A row's result depends only on the row and, with a `StateBatch`, on the earlier rows of
+    its sequence. Kernels have the same name in `csrc/kernels.h`, and as module and function in `octavo.kernels.triton`.
     """
 
     def __init__(self, reference: Callable[[*Arguments], None]) -> None:

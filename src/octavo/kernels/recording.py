@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from octavo.kernels.interface import AttentionBatch, OutputRows
+from octavo.kernels.state_batch import state_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,6 +178,7 @@ def _step(token_ids: Tensor, batch: AttentionBatch, outputs: OutputRows) -> tupl
         outputs.rows.data_ptr(),
         outputs.rows.shape[0],
         _arrays_of_groups(outputs.attention),
+        state_arrays(batch.states),
     )
 
 

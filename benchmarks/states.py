@@ -1,0 +1,113 @@
+"""Median times of the kernels with recurrent states, as fractions of peaks measured in the same run.
+
+    python benchmarks/states.py [--threads 2] [--rounds 9] [--isa avx512] [--only delta]
+
+The shapes are those of a layer of Qwen3.5-9B (short_conv, gated_delta, gated_norm) and of Granite 4 H Small (mamba2).
+A prompt has 1,024 rows. Decodes are 64 sequences of one row; GB/s counts each state as read once and written once. The
+peaks are fused multiply-adds in registers, and reading 512 MB; the best of their rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from kernels import Case, case, report
+
+from octavo.kernels.cpu import CpuKernels
+from octavo.kernels.operations.gated_delta import gated_delta
+from octavo.kernels.operations.gated_norm import gated_norm
+from octavo.kernels.operations.mamba2 import mamba2
+from octavo.kernels.operations.short_conv import short_conv
+from octavo.kernels.state_batch import StateBatch, matrix_states
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from octavo.kernels import Kernels
+
+KEY_HEADS, HEADS, DIM, WIDTH = 16, 32, 128, 4
+CHANNELS = 2 * KEY_HEADS * DIM + HEADS * DIM
+MAMBA_HEADS, MAMBA_DIM, MAMBA_STATE = 128, 64, 128
+BATCHES = {"prompt of 1024": [1024], "64 decodes": [1] * 64}
+DELTA_FLOPS, MAMBA_FLOPS = 7, 5  # for each element of a state and row
+
+
+def state_batch(lengths: list[int]) -> StateBatch:
+    """Return a batch of sequences that read and write the slot of their number."""
+    slots, none = torch.arange(len(lengths), dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    return StateBatch(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), slots, slots, none, none)
+
+
+def peak_cases(kernels: CpuKernels) -> Iterator[Case]:
+    """Yield the cases for the peaks of the instruction set, under the names that `report` expects."""
+    spins, data = 1 << 16, kernels.allocate(512 << 20).fill_(1)
+    flops, read = kernels.kernel_set.spin_fma(spins), kernels.kernel_set.read_memory
+    yield case("peak: float32 product", kernels, lambda _: kernels.kernel_set.spin_fma(spins), flops, 0)
+    yield case("peak: read", kernels, lambda _: read(data.data_ptr(), data.nbytes), 0, data.nbytes)
+
+
+def cases(kernels: Kernels) -> Iterator[Case]:
+    """Yield every kernel with both batches."""
+    weight, none = torch.randn(WIDTH, CHANNELS), torch.zeros(0)
+    decay, dt_bias, norm = -torch.rand(MAMBA_HEADS), torch.randn(MAMBA_HEADS), torch.ones(DIM)
+    for name, lengths in BATCHES.items():
+        rows, batch = sum(lengths), state_batch(lengths)
+        inputs = torch.randn(rows, CHANNELS).to(torch.bfloat16)
+        convolved, gate, out = (torch.empty_like(each) for each in (inputs, *[inputs[:, : HEADS * DIM]] * 2))
+        a, b = torch.randn(2, rows, HEADS).to(torch.bfloat16)
+        gate.copy_(inputs[:, : HEADS * DIM])
+        old = torch.zeros(len(lengths), WIDTH - 1, CHANNELS, dtype=torch.bfloat16)
+        state = matrix_states(len(lengths), HEADS, DIM, DIM)
+        xbc = torch.randn(rows, MAMBA_HEADS * MAMBA_DIM + 2 * MAMBA_STATE).to(torch.bfloat16)
+        dt, result = torch.randn(rows, MAMBA_HEADS), torch.empty(rows, MAMBA_HEADS * MAMBA_DIM, dtype=torch.bfloat16)
+        ssm = matrix_states(len(lengths), MAMBA_HEADS, MAMBA_STATE, MAMBA_DIM)
+
+        def conv(_: int, x=inputs, old=old, batch=batch, out=convolved) -> object:  # noqa: ANN001
+            return short_conv(kernels, x, weight, none, old, batch, True, out)
+
+        def delta(_: int, x=inputs, a=a, b=b, state=state, batch=batch, out=out) -> object:  # noqa: ANN001
+            numbers = decay[:HEADS], dt_bias[:HEADS]
+            return gated_delta(kernels, x, a, b, *numbers, state, batch, KEY_HEADS, False, out)
+
+        def mamba(_: int, x=xbc, dt=dt, state=ssm, batch=batch, out=result) -> object:  # noqa: ANN001
+            return mamba2(kernels, x, dt, dt_bias, decay, dt_bias, 0.0, 9.0, state, batch, 1, out)
+
+        def normed(_: int, x=out, gate=gate) -> object:  # noqa: ANN001
+            return gated_norm(kernels, x, gate, norm, 1e-6, DIM, False, x)
+
+        moved = 2 * inputs.nbytes + 2 * old.nbytes
+        yield case(f"short_conv, {name}", kernels, conv, 2 * WIDTH * inputs.numel(), moved)
+        flops = DELTA_FLOPS * rows * HEADS * DIM * DIM
+        yield case(f"gated_delta, {name}", kernels, delta, flops, 2 * state.nbytes)
+        yield case(f"gated_norm, {name}", kernels, normed, 0, 3 * gate.nbytes)
+        flops = MAMBA_FLOPS * rows * MAMBA_HEADS * MAMBA_DIM * MAMBA_STATE
+        yield case(f"mamba2, {name}", kernels, mamba, flops, 2 * ssm.nbytes)
+
+
+def main() -> None:
+    """Run every case in interleaved rounds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--isa", default="auto", choices=["auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]
+    )
+    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    kernels = CpuKernels(options.isa, options.threads)
+    measured = [*peak_cases(kernels), *(each for each in cases(kernels) if options.only in each.name)]
+    for each in measured:
+        each.run()
+        each.times.clear()  # the first call allocates
+    for _ in range(options.rounds):
+        for each in measured:
+            each.run()
+    report(measured)
+
+
+if __name__ == "__main__":
+    main()

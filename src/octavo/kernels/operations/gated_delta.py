@@ -1,0 +1,68 @@
+"""The gated delta rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from octavo.kernels.operation import Operation
+from octavo.kernels.state_steps import StateSteps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.kernels.state_batch import StateBatch
+
+_LEAST_SQUARES = 1e-6
+
+
+@Operation
+def gated_delta(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    batch: StateBatch,
+    num_key_heads: int,
+    is_tiled: bool,
+    out: Tensor,
+) -> None:
+    """Write the gated delta rule's results into `out`, and advance `state`.
+
+    Yang et al., "Gated Delta Networks" (arXiv 2412.06464). Of each head's state S [key_dim, value_dim], in float32:
+    S *= exp(decay * softplus(a + dt_bias)); S += k (sigmoid(b) * (v - S^T k))^T; out = S^T q.
+
+    qkv [num_tokens, 2 * num_key_heads * key_dim + num_heads * value_dim]: queries, keys, values after the convolution.
+    q is divided by |q| * sqrt(key_dim), k by |k|.
+    a, b [num_tokens, num_heads], of any float dtype. decay (negative), dt_bias float32 [num_heads].
+    state float32 [num_slots, num_heads, value_dim / 16, key_dim, 16]: see `matrix_states`; any slot stride.
+    out [num_tokens, num_heads * value_dim] of qkv's dtype. Tokens may have any stride.
+    is_tiled: value head h uses key head h % num_key_heads (GGUF), not h // (num_heads / num_key_heads).
+    """
+    num_heads, depth = state.shape[1], state.shape[3]
+    width = num_key_heads * depth
+    query, key, value = qkv.float().split_with_sizes([width, width, qkv.shape[1] - 2 * width], dim=1)
+    heads = torch.arange(num_heads, device=qkv.device)
+    of_head = heads % num_key_heads if is_tiled else heads // (num_heads // num_key_heads)
+    query, key = (_normalized(each.view(-1, num_key_heads, depth))[:, of_head] for each in (query, key))
+    query = query * depth**-0.5
+    value = value.view(-1, *state.shape[1:3], 1, state.shape[4])
+    decays = (decay * F.softplus(a.float() + dt_bias)).exp()[:, :, None, None, None]
+    beta = b.float().sigmoid()[:, :, None, None, None]
+    query, key = query[:, :, None, :, None], key[:, :, None, :, None]
+    for steps in StateSteps.of(batch):
+        values = steps.read(state)  # [num_heads, value_dim / 16, key_dim, 16]
+        for row in range(steps.rows.start, steps.rows.stop):
+            values *= decays[row]
+            change = (value[row] - (values * key[row]).sum(dim=2, keepdim=True)) * beta[row]
+            values += key[row] * change
+            out[row] = (values * query[row]).sum(dim=2).flatten().to(out.dtype)
+            steps.write(state, row - steps.rows.start, values)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + _LEAST_SQUARES)
