@@ -7,6 +7,7 @@
 
 #include "add.h"
 #include "attention.h"
+#include "attention_gate.h"
 #include "divide.h"
 #include "elementwise.h"
 #include "experts.h"
@@ -44,6 +45,8 @@
   KERNEL(gate, GateArgs)                    \
   KERNEL(add, AddArgs)                      \
   KERNEL(soft_cap, SoftCapArgs)             \
+  KERNEL(copy_rows, CopyRowsArgs)           \
+  KERNEL(sigmoid_gate, SigmoidGateArgs)     \
   KERNEL(divide, DivideArgs)                \
   KERNEL(rope_and_write_kv, RopeArgs)       \
   KERNEL(rope_and_write_latents, LatentArgs) \

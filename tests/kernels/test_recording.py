@@ -13,7 +13,11 @@ from octavo.kernels.operations.add import add
 from octavo.kernels.operations.soft_cap import soft_cap
 from octavo.kernels.quantization import quantize_int4, quantize_int8
 from octavo.kernels.reference import ReferenceKernels
+from octavo.kernels.state_batch import StateBatch
 from octavo.models.expert_layer import ExpertBranches, Experts
+from octavo.models.gated_attention import GatedAttentionConfig
+from octavo.models.gated_delta import GatedDeltaConfig
+from octavo.models.kv_layout import StateShape
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -48,8 +52,15 @@ def step_of(lengths, generator, starts):
         positions=positions,
         slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
         block_size=BLOCK_SIZE,
+        states=states_of(query_start, first),
     )
     return torch.randint(0, 512, (sum(lengths),), generator=generator), batch
+
+
+def states_of(query_start, first):
+    """Return slots of sequences, which continue if they do not start at 0. A repeated step reads the same states."""
+    slots, nothing = torch.arange(len(first), dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    return StateBatch(query_start, torch.where(first > 0, slots, -1).int(), slots + NUM_BLOCKS // 2, nothing, nothing)
 
 
 def with_outputs(batch, counts):
@@ -77,6 +88,9 @@ class Cache:
             if spec.shared_layer is not None:
                 self.layers.append(self.layers[spec.shared_layer])
                 continue
+            if isinstance(spec, StateShape):
+                self.layers.append(tuple(part.fill_(0.25) for part in spec.make(NUM_BLOCKS, model.dtype)))
+                continue
             size = spec.block_bytes(BLOCK_SIZE, dtype) // model.dtype.itemsize
             self.layers.append(spec.views(torch.zeros(NUM_BLOCKS, size, dtype=model.dtype), BLOCK_SIZE))
 
@@ -93,10 +107,15 @@ def load(path, kernels, dtype, quantization):
 
 def calls_of_layer(kernels, config, layer, dtype):
     """Return the number of kernel calls of one layer, with both of its norms."""
-    is_latent = isinstance(config.attention, LatentAttentionConfig)
-    calls = 8 if is_latent else 6 if config.attention.qk_norm else 4
-    if not is_latent:
-        calls += -1 if config.attention.is_shared else config.attention.v_norm
+    mixer = config.attention
+    if isinstance(mixer, LatentAttentionConfig):
+        calls = 8
+    elif isinstance(mixer, GatedDeltaConfig):
+        calls = 6
+    else:
+        calls = 6 if mixer.qk_norm else 4
+        calls += -1 if mixer.is_shared else mixer.v_norm
+        calls += 3 * isinstance(mixer, GatedAttentionConfig)
     calls += config.stream_scale
     mlp = layer.mlp
     if isinstance(mlp, ExpertBranches):

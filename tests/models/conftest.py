@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from octavo.kernels.interface import AttentionBatch
+from octavo.kernels.state_batch import StateBatch
+from octavo.models.kv_layout import StateShape
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,9 @@ class OneSequenceCache:
         for spec in model.architecture.kv_layout.layers:
             if spec.shared_layer is not None:
                 self.layers.append(self.layers[spec.shared_layer])
+                continue
+            if isinstance(spec, StateShape):
+                self.layers.append(spec.make(1, model.dtype))
                 continue
             size = spec.block_bytes(block_size, dtype) // model.dtype.itemsize
             self.layers.append(spec.views(torch.full((num_blocks, size), float("nan"), dtype=model.dtype), block_size))
@@ -47,13 +52,16 @@ def prompt_logits():
         for start in range(0, len(token_ids), step):
             end = min(start + step, len(token_ids))
             positions = torch.arange(start, end)
+            query_start, nothing = torch.tensor([0, end - start], dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+            slots = (torch.tensor([slot], dtype=torch.int32) for slot in (0 if start else -1, 0))
             batch = AttentionBatch(
-                query_start=torch.tensor([0, end - start], dtype=torch.int32),
+                query_start=query_start,
                 seq_lens=torch.tensor([end], dtype=torch.int32),
                 block_tables=table[None],
                 positions=positions,
                 slot_mapping=table[positions // block_size].long() * block_size + positions % block_size,
                 block_size=block_size,
+                states=StateBatch(query_start, *slots, nothing, nothing),
             )
             hidden.append(model.forward(torch.tensor(token_ids[start:end]), batch, cache))
         return model.compute_logits(torch.cat(hidden))

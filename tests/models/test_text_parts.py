@@ -206,6 +206,30 @@ WHOLES = {  # text parts of other models, and the configurations around them; ro
             },
         },
     ),
+    "qwen3.5": (
+        "Qwen3_5ForConditionalGeneration",
+        tiny_config("Qwen3_5ForCausalLM")
+        | {
+            "mtp_num_hidden_layers": 1,
+            "rope_parameters": {
+                "rope_theta": 1e4,
+                "rope_type": "default",
+                "partial_rotary_factor": 0.5,
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+        {
+            "model_type": "qwen3_5",
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "depth": 1,
+                "out_hidden_size": 64,
+            },
+        },
+    ),
     "qwen3-vl": (
         "Qwen3VLForConditionalGeneration",
         tiny_config("Qwen3ForCausalLM")
@@ -251,6 +275,16 @@ def test_text_logits_equal_transformers_multimodal_model(name, tmp_path, prompt_
         expected = oracle(input_ids=torch.tensor([IDS])).logits[0]
         ours = logits_of(tmp_path, prompt_logits)
     assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_layers_of_multi_token_prediction_are_not_loaded(tmp_path, caplog):
+    """Qwen3.5 stores them after the other layers."""
+    path = write_checkpoint(tmp_path / "model", tiny_config("Qwen3_5ForCausalLM"))
+    tensors = load_file(path / "model.safetensors") | {"mtp.fc.weight": torch.zeros(64, 128)}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("INFO"):
+        FolderWeights(path).open().check(read_architecture(path).stored_tensors())
+    assert "mtp is not loaded" in caplog.text
 
 
 def test_text_config_keys_are_read_from_top_level(tmp_path):

@@ -271,8 +271,55 @@ CASES = (
     Case("mistral-7-per-kv-head-20", "Mistral", 4, heads(112, 7, 1, 20) | {"num_hidden_layers": 3}, ("theta",)),
 )
 
+
 # Their seeds are not picked: comparisons of tokens skip choices that are too close.
+def linear_heads(num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
+    return {
+        "linear_num_key_heads": num_key_heads,
+        "linear_num_value_heads": num_value_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+    }
+
+
 MORE_CASES = (
+    Case(
+        "qwen3_5-5-layers-2-values-per-key",
+        "Qwen3_5",
+        0,
+        heads(96, 6, 3, 32) | linear_heads(3, 6, 16, 32) | {"num_hidden_layers": 5, "layer_types": None},
+        ("decay", "taps", "delta_gate", "output_gate", "rates", "key_heads", "delta_norm"),
+    ),
+    Case(
+        "qwen3_5-short-conv-tied",
+        "Qwen3_5",
+        0,
+        heads(64, 4, 2, 40)
+        | linear_heads(2, 2, 40, 16)
+        | TIED
+        | {"linear_conv_kernel_dim": 2, "layer_types": None}
+        | {"full_attention_interval": 2},
+        ("decay", "taps", "delta_gate", "output_gate", "tied"),
+    ),
+    Case(
+        "qwen3_5-7-per-kv-bias-long-conv",
+        "Qwen3_5",
+        0,
+        heads(112, 7, 1, 16)
+        | linear_heads(1, 5, 8, 48)
+        | {"attention_bias": True, "linear_conv_kernel_dim": 7}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ("decay", "taps", "output_gate", "bias", "partial", "qk_norm"),
+    ),
+    Case(
+        "qwen3_5-recurrent-last",
+        "Qwen3_5",
+        0,
+        heads(160, 2, 2, 80)
+        | linear_heads(2, 8, 24, 16)
+        | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        ("decay", "rates", "key_heads", "theta"),
+    ),
     Case(
         "gemma-head-96-tied",
         "Gemma",

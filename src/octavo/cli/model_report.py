@@ -40,7 +40,7 @@ class ModelDetails:
 
     active_parameters: Number used for each token. memory_bytes: Bytes of weights by precision. window: Tokens that
     sliding-window layers see. The KV of an older token takes `kv_bytes_before_window` bytes. text: Remarks by topic.
-    ranks: None for one process.
+    state_bytes_per_request: Of recurrent layers. ranks: None for one process.
     """
 
     parameters: int
@@ -54,6 +54,7 @@ class ModelDetails:
     window: int | None
     kv_bytes_before_window: int
     text: dict[str, str]
+    state_bytes_per_request: int = 0
     ranks: RanksDetails | None = None
 
 
@@ -217,6 +218,7 @@ def _details(checkpoint: Checkpoint) -> ModelDetails:
         stored_as=(", ".join(checkpoint.weights.types) or dtype) if stored is None else stored.summary,
         memory_bytes={each or as_it_is: weight_bytes(architecture, dtype, None, each) for each in _PRECISIONS},
         kv_bytes_per_token=layout.bytes_per_token(dtype),
+        state_bytes_per_request=layout.state_bytes(dtype),
         window=layout.window,
         kv_bytes_before_window=layout.bytes_before_window(dtype),
         text=_look_at_text(checkpoint, architecture),

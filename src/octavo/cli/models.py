@@ -141,12 +141,18 @@ def _show_closer(report: ModelReport) -> None:
             "stored as": details.stored_as,
             "memory": ", ".join(f"{name} {show_size(size)}" for name, size in details.memory_bytes.items()),
             "KV of a token": show_size(details.kv_bytes_per_token) + _before_window(details),
+            "state": _state(details),
             **details.text,
             **_on_ranks(details),
         }
     for key, text in lines.items():
         if text:
             typer.echo(f"  {key:14}{text}")
+
+
+def _state(details: ModelDetails) -> str:
+    size = details.state_bytes_per_request
+    return f"{show_size(size)} for each running request" if size else ""
 
 
 def _on_ranks(details: ModelDetails) -> dict[str, str]:

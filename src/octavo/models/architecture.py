@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.models.attention import AttentionConfig
-from octavo.models.declared import Linear, Norm, Table, in_order
+from octavo.models.declared import Linear, Norm, Table, VectorPart, in_order
 from octavo.models.experts import ExpertsConfig
 from octavo.models.kv_layout import KVLayout
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.quantization_config import read_quantization_config
-from octavo.models.split import Share, split_layer
+from octavo.models.split import RowsPart, Share, split_layer
 from octavo.models.stored_floats import StoredFloats
 from octavo.models.stored_quantization import SCALE_NAMES, StoredQuantization, StoredTensor
 
@@ -122,6 +122,11 @@ class Architecture:
     def embeddings(self) -> PerLayerEmbeddings | None:
         """The layers' common per-layer embeddings."""
         return self.layers[0].embeddings
+
+    @property
+    def has_parts(self) -> bool:
+        """True if some declared tensors are parts of stored ones."""
+        return any(isinstance(each, RowsPart | VectorPart) for each in in_order(self.tensors()))
 
     @property
     def tables(self) -> list[Table]:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _RESIDENT_BYTES = 32 << 20  # of resident tensors, in addition to the last one
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _PREDICTION = "eh_proj."  # a tensor of multi-token prediction only
+_PREDICTOR = "mtp."  # Qwen3.5's layers of multi-token prediction
 # Tensors that octavo computes itself.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|attn\.(masked_)?bias)$")
 
@@ -115,6 +116,8 @@ class CheckpointFiles:
     def _without_prediction_layers(self, extra: list[str]) -> list[str]:
         """Remove multi-token prediction (DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2)."""
         layers = tuple(dict.fromkeys(name.partition(_PREDICTION)[0] for name in extra if _PREDICTION in name))
+        if any(name.startswith(_PREDICTOR) for name in extra):
+            layers = (*layers, _PREDICTOR)
         if layers:
             names = ", ".join(layer.removesuffix(".") for layer in layers)
             logger.info("%s: %s is not loaded: octavo does not predict several tokens", self.directory, names)

@@ -93,6 +93,18 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
+class Taps(Vector):
+    """The weights of a depthwise convolution, `width` neighbouring ones for each channel."""
+
+    width: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Linear`."""
+        return {self.name: (self.size // self.width, 1, self.width)}
+
+
+@dataclass(frozen=True, slots=True)
 class VectorPart(Vector):
     """Neighbouring numbers of a stored vector. first: index of the first one. whole_size: numbers in the file."""
 

@@ -12,6 +12,8 @@ from octavo.errors import ModelError
 from octavo.models.attention import AttentionConfig
 from octavo.models.config_file import ConfigFile
 from octavo.models.experts import ExpertsConfig
+from octavo.models.gated_attention import GatedAttentionConfig
+from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.registry import architecture_of
 
@@ -128,6 +130,8 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
         yield Part("multi-head latent attention")
         yield from _changed("attention", layer.attention)
         yield from _rope_parts(layer.attention.rope)
+    elif isinstance(layer.attention, GatedDeltaConfig):
+        yield Part("gated delta net")
     else:
         yield Part("attention")
     yield from _mlp_parts(layer.mlp)
@@ -153,6 +157,8 @@ def _mlp_parts(mlp: MLPConfig) -> Iterator[Part]:
 def _attention_parts(attention: AttentionConfig) -> Iterator[Part]:
     if attention.num_kv_heads < attention.num_heads:
         yield Part("grouped-query attention")
+    if isinstance(attention, GatedAttentionConfig):
+        yield Part("gated attention output")
     yield from _changed("attention", attention)
     if attention.rope is None:
         yield Part("no rotary embedding")

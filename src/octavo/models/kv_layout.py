@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +11,7 @@ from octavo.data.kv_groups import FullAttention, SlidingWindow
 if TYPE_CHECKING:
     from typing import Any
 
+    import torch
     from torch import Tensor
 
     from octavo.data.kv_groups import KVGroupKind
@@ -147,6 +149,61 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """A recurrent state per sequence, instead of data per position.
+
+    inputs: shapes of parts in the activations' dtype. numbers: shapes of float32 parts.
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    numbers: tuple[tuple[int, ...], ...]
+    shared_layer: int | None = None
+
+    @property
+    def kind(self) -> KVGroupKind:
+        """See `CacheSpec`."""
+        return FullAttention()
+
+    @property
+    def keeping_all(self) -> StateShape:
+        """See `CacheSpec`."""
+        return self
+
+    def block_bytes(self, block_size: int, dtype: str) -> int:
+        """Return 0."""
+        del block_size, dtype
+        return 0
+
+    def slot_bytes(self, dtype: str) -> int:
+        """Return the bytes of a sequence's state. dtype: of activations."""
+        inputs, numbers = (sum(map(math.prod, shapes)) for shapes in (self.inputs, self.numbers))
+        return inputs * _VALUE_BYTES[dtype] + numbers * _VALUE_BYTES["float32"]
+
+    def make(self, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+        """Allocate states, undefined at first. dtype: of activations."""
+        import torch  # noqa: PLC0415 - architectures are read without torch
+
+        inputs = (torch.empty(num_slots, *shape, dtype=dtype, device=device) for shape in self.inputs)
+        numbers = (torch.empty(num_slots, *shape, device=device) for shape in self.numbers)
+        return (*inputs, *numbers)
+
+    def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
+        """Return nothing."""
+        del part, block_size
+        return ()
+
+    def match(self, own: Any, whole_spec: StateShape, whole: Any) -> tuple[Any, Any]:
+        """See `CacheSpec`. Blocks have no states."""
+        assert self == whole_spec
+        return own, whole
+
+    def obstacle(self, dtype: str) -> str | None:
+        """Return None."""
+        del dtype
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers of one KV group."""
 
@@ -176,11 +233,20 @@ class KVLayout:
         return specs
 
     @property
+    def states(self) -> dict[int, StateShape]:
+        """Recurrent states, by layer."""
+        return {index: spec for index, spec in enumerate(self.layers) if isinstance(spec, StateShape)}
+
+    def state_bytes(self, dtype: str) -> int:
+        """Return the bytes of a sequence's states. dtype: of activations."""
+        return sum(spec.slot_bytes(dtype) for spec in self.states.values())
+
+    @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """One group per kind. The first reads all positions, and may be empty."""
         groups: dict[KVGroupKind, list[int]] = {FullAttention(): []}
         for index, spec in enumerate(self.layers):
-            if spec.shared_layer is None:
+            if spec.shared_layer is None and not isinstance(spec, StateShape):
                 groups.setdefault(spec.kind, []).append(index)
         return tuple(LayerGroup(kind, tuple(numbers)) for kind, numbers in groups.items())
 

@@ -86,7 +86,7 @@ def load_model(
     start_vector_math()
     is_dummy = load_format == "dummy"
     source = _open_source(weights, architecture.whole or architecture, kernels, dtype, seed if is_dummy else None)
-    if architecture.share is not None:
+    if architecture.has_parts:
         source = SplitTensors(source, architecture)
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")
@@ -239,7 +239,7 @@ class _Packer:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.source = source
-        self.stored = architecture.stored
+        self.stored, self.is_share = architecture.stored, architecture.share is not None
         self.has_integers = bool(quantization or architecture.stored or architecture.block_bytes)
         self.keeps_format = _keeps_format(architecture, kernels, quantization)
         self.unchecked_scales = architecture.scale_names()
@@ -319,7 +319,7 @@ class _Packer:
     def _round_quantized(self, name: str, weight: Tensor, bits: int) -> QuantizedWeight:
         if self.quantization == "fp8":
             return quantize_fp8(weight)
-        if bits == 4 and isinstance(self.source, SplitTensors) and self.source.divides(name):
+        if bits == 4 and self.is_share and isinstance(self.source, SplitTensors) and self.source.divides(name):
             kernels = cast("RanksKernels", self.kernels)
             return kernels.round_rows_to_int4(weight, self.source.whole.tensor(name), self.group_size)
         return self.kernels.round_weight(weight, bits, self.group_size)

@@ -22,6 +22,7 @@ from octavo.models.architecture import is_vocabulary
 from octavo.models.config_file import ConfigFile
 from octavo.models.experts import is_router
 from octavo.models.float_weights import open_tensors
+from octavo.models.gated_delta import is_rate
 from octavo.models.latent_attention import is_absorbed
 from octavo.models.quantized_weights import describe_stored, refuse_broken_scales, stored_tensors
 from octavo.models.registry import read_architecture
@@ -42,6 +43,7 @@ MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
 _ROUTERS = (r"re:.*\.mlp\.(gate|router)$", r"re:.*\.shared_expert_gate$")
 _ABSORBED = (r"re:.*\.kv_b_proj$",)
+_RATES = (r"re:.*\.linear_attn\.in_proj_[ab]$",)
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")
 
 
@@ -76,7 +78,8 @@ def quantize_checkpoint(
     config = text_part(ConfigFile.read(source / "config.json")).values
     config.pop("compression_config", None)  # an older name of quantization_config
     names = architecture.tensor_shapes()
-    ignored = [*(_ROUTERS if any(map(is_router, names)) else ()), *(_ABSORBED if any(map(is_absorbed, names)) else ())]
+    kinds = ((_ROUTERS, is_router), (_ABSORBED, is_absorbed), (_RATES, is_rate))
+    ignored = [pattern for patterns, is_of in kinds if any(map(is_of, names)) for pattern in patterns]
     config["quantization_config"] = describe_stored(precision, group_size, ["lm_head", *ignored])
     try:
         # Only complete files are renamed. config.json comes last.

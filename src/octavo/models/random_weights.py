@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 DEFAULT_STD = 0.02
 _TABLE_ROWS = 4096
+# Recurrent layers with these means remember tens of tokens, and their results are not small.
+_MEANS = (("_scalar", 1.0), ("scale", 1.0), (".A_log", -2.0), (".linear_attn.norm.weight", 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,9 @@ class RandomWeights:
     def _random(self, name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        mean = self.norm_mean if is_norm(name) else 1.0 if name.endswith(("_scalar", "scale")) else 0.0
+        mean = next(
+            (mean for ending, mean in _MEANS if name.endswith(ending)), self.norm_mean if is_norm(name) else 0.0
+        )
         return torch.empty(shape).normal_(mean, self.std, generator=generator).to(self.dtype)
 
 
@@ -195,6 +199,15 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "Qwen2MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96},
     "Qwen3MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "Qwen3_5ForCausalLM": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 24,
+        "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    },
     "Olmo3ForCausalLM": {
         "rope_parameters": {"full_attention": _NO_SCALING, "sliding_attention": _NO_SCALING},
         "sliding_window": 37,

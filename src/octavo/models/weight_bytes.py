@@ -9,6 +9,7 @@ from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.models.architecture import DTYPE_BYTES, is_norm, is_vocabulary
 from octavo.models.declared import Linear, Vector, in_order
 from octavo.models.experts import is_router
+from octavo.models.gated_delta import is_rate
 from octavo.models.latent_attention import is_absorbed
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ def rounded_bits(matrix_name: str, quantization: str | None) -> int | None:
 
 
 def is_never_rounded(matrix_name: str) -> bool:
-    """Return True for routers and absorbed weights."""
-    return is_router(matrix_name) or is_absorbed(matrix_name)
+    """Return True for routers, absorbed weights, and the rates of recurrent layers."""
+    return is_router(matrix_name) or is_absorbed(matrix_name) or is_rate(matrix_name)
 
 
 def _order_bytes(architecture: Architecture) -> int:

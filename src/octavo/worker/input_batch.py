@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from octavo.kernels.interface import AttentionBatch, OutputRows
+from octavo.kernels.state_batch import StateBatch
 from octavo.worker.host_copies import SharedMemory
 from octavo.worker.sampler import SamplingColumns
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from octavo.structured_output.grammars import Matcher
     from octavo.worker.grammar_walks import Walk
     from octavo.worker.host_copies import HostCopies
+
+_ZERO_STATE = -1  # see `StateBatch.read_slots`
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +87,7 @@ class InputBatch:
     block_tables: [max_num_seqs, blocks] per KV group, undefined for released blocks.
     num_changes: how often requests were removed or failed.
     num_position_dims: dimensions of a position; after the prompt, all dimensions continue from its largest position.
+    has_states: True if layers have recurrent states. A request's slot is its row.
     """
 
     def __init__(
@@ -96,7 +100,9 @@ class InputBatch:
         num_scratch_blocks: int = 0,
         num_groups: int = 1,
         num_position_dims: int = 1,
+        has_states: bool = False,
     ) -> None:
+        self.has_states, self._no_rows = has_states, torch.zeros(0, dtype=torch.int32)
         copies = copies or SharedMemory()
         self.block_size = block_size
         self._tensors = copies.to_device_together
@@ -304,6 +310,8 @@ class InputBatch:
             token_ids.astype(np.int64),
             *self._attention_arrays(query_start, seq_lens, rows, row_of_token, positions, width, num_groups),
         ]
+        if self.has_states:
+            arrays += [np.where(first > 0, rows, _ZERO_STATE).astype(np.int32), rows.astype(np.int32)]
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:
             num_outputs = np.diff(output_start)
@@ -316,6 +324,9 @@ class InputBatch:
         tensors = iter(self._tensors([*arrays, *others]))
         fed = self._fed(token_ids, next(tensors))
         attention = self._attention(tensors, num_groups)
+        if self.has_states:
+            states = StateBatch(attention.query_start, next(tensors), next(tensors), self._no_rows, self._no_rows)
+            attention = replace(attention, states=states)
         if is_cut:
             outputs = OutputRows(next(tensors), self._attention(tensors, num_groups))
             attention = replace(attention, outputs=outputs)

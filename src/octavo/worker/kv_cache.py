@@ -62,7 +62,8 @@ class PagedKVCache:
 
     dtype: int8, float8_e4m3fn, or the activations' dtype. With int8 and float8_e4m3fn, float32 scales follow each
     head's rows in a block. num_host_blocks: each group's number of blocks in host memory. num_scratch_blocks:
-    additional blocks of each group, which the scheduler does not use.
+    additional blocks of each group, which the scheduler does not use. num_state_slots: recurrent states of each layer
+    that has them. state_dtype: of their inputs.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class PagedKVCache:
         device: torch.device,
         num_host_blocks: int = 0,
         num_scratch_blocks: int = 0,
+        num_state_slots: int = 0,
+        state_dtype: torch.dtype = torch.float32,
         allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.block_size, self.device, self.num_host_blocks = block_size, device, num_host_blocks
@@ -90,6 +93,8 @@ class PagedKVCache:
             for number in group.layers:
                 start, end = (each // dtype.itemsize for each in (columns[number].start, columns[number].stop))
                 self._layers[number] = layout.layers[number].views(blocks[:, start:end], block_size)
+        for number, state in layout.states.items():
+            self._layers[number] = state.make(num_state_slots, state_dtype, device)
         for number, spec in enumerate(layout.layers):
             if spec.shared_layer is not None:
                 self._layers[number] = self._layers[spec.shared_layer]

@@ -351,6 +351,8 @@ class Worker:
             block_size=self.cache_config.block_size,
             dtype=getattr(torch, kv_dtype),
             device=self.device,
+            num_state_slots=self.scheduler_config.max_num_seqs,
+            state_dtype=self.model.dtype,
             allocate=self.kernels.allocate if self.device.type == "cpu" else None,
             **more_blocks,
         )
@@ -362,9 +364,11 @@ class Worker:
         if self.draft is not None:
             of_drafts += self.draft.num_bytes(num_tokens, self.kernels)
         of_graphs = 0 if self._decodes is None else self._decodes.num_bytes
+        of_states = self.scheduler_config.max_num_seqs * architecture.kv_layout.state_bytes(self.dtype)
         return (
             of_drafts
             + of_graphs
+            + of_states
             + kernel_scratch_bytes(architecture, self.kernels, max_seq_len=self.max_model_len, max_tokens=num_tokens)
         )
 

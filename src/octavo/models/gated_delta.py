@@ -1,0 +1,115 @@
+"""The gated delta net (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from octavo.models.declared import Linear, Taps, Vector
+from octavo.models.kv_layout import StateShape
+
+if TYPE_CHECKING:
+    from octavo.models.config_file import ConfigFile
+    from octavo.models.gated_delta_layer import GatedDelta
+    from octavo.models.layers import ModelContext
+
+_COLUMNS = 16  # octavo.kernels.state_batch
+_MOST_TAPS = 8  # csrc/short_conv.h
+
+
+class GatedDeltaTensors(NamedTuple):
+    """A layer's tensors. inputs: queries, keys, values and the output's gate. rates: b and a."""
+
+    inputs: Linear
+    rates: Linear
+    conv: Taps
+    decay: Vector
+    dt_bias: Vector
+    norm: Vector
+    out: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaConfig:
+    """A layer whose heads have a state [key_dim, value_dim] instead of keys and values.
+
+    num_taps  width of the convolution before the heads
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    num_taps: int
+
+    @classmethod
+    def read(cls, config: ConfigFile) -> GatedDeltaConfig:
+        """Read the sizes."""
+        num_key_heads, num_heads = config.count("linear_num_key_heads", 16), config.count("linear_num_value_heads", 32)
+        value_dim, num_taps = config.count("linear_value_head_dim", 128), config.count("linear_conv_kernel_dim", 4)
+        if num_heads % num_key_heads:
+            raise config.error(
+                "linear_num_value_heads", f"must be a multiple of linear_num_key_heads = {num_key_heads}"
+            )
+        if value_dim % _COLUMNS:
+            raise config.error("linear_value_head_dim", f"must be a multiple of {_COLUMNS}, not {value_dim}")
+        if not 2 <= num_taps <= _MOST_TAPS:
+            raise config.error("linear_conv_kernel_dim", f"must be 2 to {_MOST_TAPS}, not {num_taps}")
+        return cls(
+            num_key_heads=num_key_heads,
+            num_value_heads=num_heads,
+            key_dim=config.count("linear_key_head_dim", 128),
+            value_dim=value_dim,
+            num_taps=num_taps,
+        )
+
+    def within(self, max_model_len: int) -> GatedDeltaConfig:
+        """See `TokenMixerConfig`."""
+        del max_model_len
+        return self
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_values
+
+    @property
+    def num_values(self) -> int:
+        """Values of all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def cache_spec(self) -> StateShape:
+        """See `TokenMixerConfig`."""
+        matrix = self.num_value_heads, self.value_dim // _COLUMNS, self.key_dim, _COLUMNS
+        return StateShape(((self.num_taps - 1, self.num_channels),), (matrix,))
+
+    @property
+    def width(self) -> int:
+        """See `TokenMixerConfig`."""
+        return 2 * self.num_channels + 3 * self.num_values
+
+    def tensors(self, name: str, hidden_size: int) -> GatedDeltaTensors:
+        """See `TokenMixerConfig`."""
+        name, num_heads = f"{name}.linear_attn", self.num_value_heads
+        inputs = (f"{name}.in_proj_qkv", self.num_channels), (f"{name}.in_proj_z", self.num_values)
+        return GatedDeltaTensors(
+            inputs=Linear(inputs, hidden_size),
+            rates=Linear(((f"{name}.in_proj_b", num_heads), (f"{name}.in_proj_a", num_heads)), hidden_size),
+            conv=Taps(f"{name}.conv1d.weight", self.num_channels * self.num_taps, self.num_taps),
+            decay=Vector(f"{name}.A_log", num_heads),
+            dt_bias=Vector(f"{name}.dt_bias", num_heads),
+            norm=Vector(f"{name}.norm.weight", self.value_dim),
+            out=Linear(((f"{name}.out_proj", hidden_size),), self.num_values),
+        )
+
+    def build(self, context: ModelContext, tensors: GatedDeltaTensors) -> GatedDelta:
+        """See `TokenMixerConfig`."""
+        from octavo.models.gated_delta_layer import GatedDelta  # noqa: PLC0415
+
+        return GatedDelta(context, self, tensors)
+
+
+def is_rate(matrix_name: str) -> bool:
+    """Return True for the small matrices of b and a."""
+    return matrix_name.removesuffix(".weight").endswith((".in_proj_b", ".in_proj_a"))

@@ -1,0 +1,56 @@
+"""Qwen3.5, 3.6 and 3.8: gated delta nets in most layers, gated attention in the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from octavo.models.architecture import Architecture, read_decoder
+from octavo.models.attention import AttentionConfig
+from octavo.models.decoder_layer import LayerConfig
+from octavo.models.gated_attention import GatedAttentionConfig
+from octavo.models.gated_delta import GatedDeltaConfig
+from octavo.models.gated_mlp import GatedMLPConfig
+from octavo.models.layer_types import FULL
+from octavo.models.rope_config import read_rope
+
+if TYPE_CHECKING:
+    from octavo.models.config_file import ConfigFile
+
+MODELS = {"Qwen3_5ForCausalLM": "Qwen3.5, Qwen3.6, Qwen3.8"}
+_LINEAR, _PARTIAL = "linear_attention", "partial_rotary_factor"
+
+
+def read_architecture(config: ConfigFile, name: str) -> Architecture:
+    """See `Family`. Layers for multi-token prediction are not loaded."""
+    config.mark("mtp_num_hidden_layers")
+    attention, max_context_tokens = _read_attention(config)
+    delta, mlp = GatedDeltaConfig.read(config), GatedMLPConfig.read(config)
+    layers = tuple(LayerConfig(attention=attention if kind == FULL else delta, mlp=mlp) for kind in _read_kinds(config))
+    architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
+    return replace(architecture, norm_offset=1.0)
+
+
+def _read_attention(config: ConfigFile) -> tuple[GatedAttentionConfig, int]:
+    max_positions = config.count("max_position_embeddings", 32768)
+    section = config.section("rope_parameters") or config.section("rope_scaling")
+    if section is None or not section.has(_PARTIAL):
+        config = config.with_defaults(**{_PARTIAL: 0.25})
+    rope, bias = read_rope(config, max_positions, is_partial=True), config.flag("attention_bias", default=False)
+    plain = AttentionConfig.read(
+        config, rope=rope, default_head_dim=256, default_num_kv_heads=4, qkv_bias=bias, o_bias=bias, qk_norm="head"
+    )
+    return GatedAttentionConfig.of(plain), rope.max_context_tokens(max_positions)
+
+
+def _read_kinds(config: ConfigFile) -> list[str]:
+    num_layers, interval = config.count("num_hidden_layers"), config.count("full_attention_interval", 4)
+    if not config.has("layer_types"):
+        return [_LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
+    kinds = config.values.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config.error("layer_types", f"must list num_hidden_layers = {num_layers} entries")
+    for kind in kinds:
+        if kind not in {FULL, _LINEAR}:
+            raise config.error("layer_types", f"octavo supports {FULL} and {_LINEAR} in this family, not {kind!r}")
+    return kinds

@@ -1,0 +1,140 @@
+"""Models with recurrent layers: tokens are `==` in every schedule, and unsupported features are refused or off."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from kernels_available import INSTRUCTION_SETS
+from test_exactness import SCHEDULES, Schedule, answers, check, make_engine, make_requests, needs_kernels
+from test_kv_stores import engine_over, node
+from typer.testing import CliRunner
+
+from octavo import LLM, CacheConfig, LLMEngine, ModelConfig, SamplingParams, StructuredOutputsParams
+from octavo.assets import built_in_model_path
+from octavo.cli import app
+from octavo.errors import ConfigError
+from octavo.kv_transfer.memory import GlobalKVPool
+from octavo.models.random_weights import tiny_config, write_checkpoint
+from octavo.worker import sample_tasks
+from octavo.worker.grammar_walks import GrammarWalks
+
+pytestmark = needs_kernels
+NUM_TRIED = 12
+CHOSEN = {
+    "crowd",
+    "chunks_of_1",
+    "chunks_of_7",
+    "blocks_of_32",
+    "few_blocks",
+    "swapped",
+    "warm_cache",
+    "ahead_few_blocks",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    config = tiny_config("Qwen3_5ForCausalLM", num_hidden_layers=3, layer_types=layers, vocab_size=1500)
+    return write_checkpoint(tmp_path_factory.mktemp("recurrent") / "model", config, std=0.1)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    known = {}
+
+    def run(dtype, isa):
+        if (dtype, isa) not in known:
+            engine = make_engine(checkpoint, dtype, Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu", isa)
+            known[dtype, isa] = answers(engine, make_requests()[:NUM_TRIED])
+        return known[dtype, isa]
+
+    return run
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV"])
+@pytest.mark.parametrize("schedule", [each for each in SCHEDULES if each.name in CHOSEN], ids=lambda each: each.name)
+def test_recurrent_model_gives_equal_tokens_in_every_schedule(checkpoint, alone, schedule, dtype):
+    engine = make_engine(checkpoint, dtype, schedule, "cpu")
+    assert answers(engine, make_requests()[:NUM_TRIED]) == alone(dtype, "auto")
+    assert (engine.core.metrics.stats.num_preemptions > 0) == (schedule.num_blocks is not None)
+    assert engine.core.metrics.stats.prefix_cache_hits == 0
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_recurrent_model_gives_equal_tokens_with_every_instruction_set(checkpoint, alone, isa, num_threads):
+    schedule = Schedule("chunks_of_7", threshold=7, num_threads=num_threads)
+    check(make_engine(checkpoint, "bfloat16", schedule, "cpu", isa), schedule, alone("bfloat16", isa))
+
+
+def test_slow_grammar_delays_the_step_instead_of_computing_its_row_again(tmp_path, monkeypatch):
+    """A row that is computed twice would advance the states twice."""
+    expected, run = constrained_tokens(tmp_path), GrammarWalks._run_all
+
+    def run_late(self):
+        time.sleep(0.05)
+        run(self)
+
+    monkeypatch.setattr(GrammarWalks, "_run_all", run_late)
+    assert constrained_tokens(tmp_path) == expected
+    assert len(expected[0]) > 4
+
+
+def test_request_with_a_grammar_that_takes_too_long_fails_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_tasks, "_MOST_S", 0.01)
+    monkeypatch.setattr(GrammarWalks, "_run_all", lambda self: time.sleep(0.2))
+    assert constrained_tokens(tmp_path) == [[], []]
+
+
+def constrained_tokens(folder):
+    path = write_checkpoint(folder / "model", tiny_config("Qwen3_5ForCausalLM", vocab_size=4096), std=0.1)
+    llm = LLM(
+        str(path), tokenizer=str(built_in_model_path()), max_model_len=128, kv_cache_memory_bytes=4 << 20,
+        num_threads=1, packed_cache_bytes=0,
+    )  # fmt: skip
+    letters = StructuredOutputsParams(regex="[a-z]{5,30}")
+    params = SamplingParams(max_tokens=12, temperature=0.0, structured_outputs=letters)
+    outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 2, params, use_tqdm=False)
+    llm.llm_engine.shutdown()
+    return [each.outputs[0].token_ids for each in outputs]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1 does not work with recurrent layers yet"),
+        ({"kv_disk_dir": "/tmp/octavo-of-states"}, "KV stores and prefill/decode hand-over do not work with recurrent"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative method ngram does not work with recurrent layers"),
+        ({"speculative_config": {"method": "quantized"}}, "speculative method quantized does not work"),
+    ],
+)
+def test_unsupported_options_are_refused(checkpoint, options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(checkpoint), skip_tokenizer_init=True, max_model_len=64, **options)
+
+
+def test_store_of_the_caller_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match="do not work with recurrent layers"):
+        engine_over(node(GlobalKVPool(10)), checkpoint)
+
+
+def test_allocated_states_have_the_planned_size(checkpoint):
+    engine = LLMEngine(
+        ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=64, dtype="bfloat16"),
+        cache_config=CacheConfig(num_gpu_blocks=8),
+    )
+    worker = engine.core.executor.worker
+    layout, cache = worker.model.architecture.kv_layout, worker.kv_cache
+    allocated = sum(part.nbytes for number in layout.states for part in cache.layer(number))
+    assert list(layout.states) == [0, 2]
+    assert allocated == worker.scheduler_config.max_num_seqs * layout.state_bytes("bfloat16")
+
+
+def test_models_command_shows_the_state_of_a_request(checkpoint):
+    shown = CliRunner().invoke(app, ["models", str(checkpoint)]).output
+    assert re.search(r"state +[\d.]+ KiB for each running request", shown)
