@@ -23,7 +23,7 @@ from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
 from octavo.models.weight_source import FolderWeights
-from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.kv_cache import PagedKVCache, make_states
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 16, 24, 96
 # Numbers of tokens of each sequence in a step: decodes, chunks, both, the largest step.
@@ -89,7 +89,7 @@ class Cache:
                 self.layers.append(self.layers[spec.shared_layer])
                 continue
             if isinstance(spec, StateShape):
-                self.layers.append(tuple(part.fill_(0.25) for part in spec.make(NUM_BLOCKS, model.dtype)))
+                self.layers.append(tuple(part.fill_(0.25) for part in make_states(spec, NUM_BLOCKS, model.dtype)))
                 continue
             size = spec.block_bytes(BLOCK_SIZE, dtype) // model.dtype.itemsize
             self.layers.append(spec.views(torch.zeros(NUM_BLOCKS, size, dtype=model.dtype), BLOCK_SIZE))

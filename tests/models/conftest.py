@@ -6,6 +6,7 @@ import torch
 from octavo.kernels.interface import AttentionBatch
 from octavo.kernels.state_batch import StateBatch
 from octavo.models.kv_layout import StateShape
+from octavo.worker.kv_cache import make_states
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ class OneSequenceCache:
                 self.layers.append(self.layers[spec.shared_layer])
                 continue
             if isinstance(spec, StateShape):
-                self.layers.append(spec.make(1, model.dtype))
+                self.layers.append(make_states(spec, 1, model.dtype))
                 continue
             size = spec.block_bytes(block_size, dtype) // model.dtype.itemsize
             self.layers.append(spec.views(torch.full((num_blocks, size), float("nan"), dtype=model.dtype), block_size))

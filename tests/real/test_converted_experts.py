@@ -11,8 +11,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
+from quantized_files import store_as_mxfp4
 from real.conftest import HOME, SCALE, drawn, found
-from test_expert_checkpoints import rewrite_as_mxfp4
 
 from octavo import LLMEngine, ModelConfig, SamplingParams
 from octavo.models.random_weights import tiny_config, write_checkpoint
@@ -65,7 +65,7 @@ def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_
         config["layer_types"] = (config["layer_types"] * 2)[: SIZES["num_hidden_layers"]]
     folder, file = write_checkpoint(tmp_path / "folder", config, std=0.1), tmp_path / "model.gguf"
     if "MXFP4" in case:
-        rewrite_as_mxfp4(folder, pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors)
+        store_as_mxfp4(folder)
     if family == "Gemma4":  # the converter counts the tokens
         tokenizer = {"model": {"vocab": {str(index): index for index in range(VOCAB_SIZE)}}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -11,7 +11,6 @@ from octavo.data.kv_groups import FullAttention, SlidingWindow
 if TYPE_CHECKING:
     from typing import Any
 
-    import torch
     from torch import Tensor
 
     from octavo.data.kv_groups import KVGroupKind
@@ -178,14 +177,6 @@ class StateShape:
         """Return the bytes of a sequence's state. dtype: of activations."""
         inputs, numbers = (sum(map(math.prod, shapes)) for shapes in (self.inputs, self.numbers))
         return inputs * _VALUE_BYTES[dtype] + numbers * _VALUE_BYTES["float32"]
-
-    def make(self, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-        """Allocate states, undefined at first. dtype: of activations."""
-        import torch  # noqa: PLC0415 - architectures are read without torch
-
-        inputs = (torch.empty(num_slots, *shape, dtype=dtype, device=device) for shape in self.inputs)
-        numbers = (torch.empty(num_slots, *shape, device=device) for shape in self.numbers)
-        return (*inputs, *numbers)
 
     def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
         """Return nothing."""

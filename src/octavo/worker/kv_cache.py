@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from octavo.data.kv_groups import KVGroupKind
     from octavo.data.scheduler_output import BlockCopies
-    from octavo.models.kv_layout import KVLayout
+    from octavo.models.kv_layout import KVLayout, StateShape
 
 # Version of stored blocks. Each KV group after the first adds 1. Stores ignore other versions.
 LAYOUT_VERSION = 1
@@ -94,7 +94,7 @@ class PagedKVCache:
                 start, end = (each // dtype.itemsize for each in (columns[number].start, columns[number].stop))
                 self._layers[number] = layout.layers[number].views(blocks[:, start:end], block_size)
         for number, state in layout.states.items():
-            self._layers[number] = state.make(num_state_slots, state_dtype, device)
+            self._layers[number] = make_states(state, num_state_slots, state_dtype, device)
         for number, spec in enumerate(layout.layers):
             if spec.shared_layer is not None:
                 self._layers[number] = self._layers[spec.shared_layer]
@@ -157,6 +157,14 @@ class PagedKVCache:
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """See `CacheSpec.views`."""
         return self._layers[index]
+
+
+def make_states(
+    shape: StateShape, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Tensor, ...]:
+    """Allocate a layer's states, undefined at first. dtype: of activations."""
+    inputs = (torch.empty(num_slots, *each, dtype=dtype, device=device) for each in shape.inputs)
+    return *inputs, *(torch.empty(num_slots, *each, device=device) for each in shape.numbers)
 
 
 def time_mark(device: torch.device) -> TimeMark:
