@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 
+import numpy as np
 import pytest
 from kernels_available import INSTRUCTION_SETS
 from test_exactness import SCHEDULES, Schedule, answers, check, make_engine, make_requests, needs_kernels
@@ -17,7 +18,8 @@ from octavo.cli import app
 from octavo.errors import ConfigError
 from octavo.kv_transfer.memory import GlobalKVPool
 from octavo.models.random_weights import tiny_config, write_checkpoint
-from octavo.worker import sample_tasks
+from octavo.models.registry import read_architecture
+from octavo.worker import sample_tasks, worker
 from octavo.worker.grammar_walks import GrammarWalks
 
 pytestmark = needs_kernels
@@ -85,7 +87,7 @@ def test_slow_grammar_delays_the_step_instead_of_computing_its_row_again(tmp_pat
     assert len(expected[0]) > 4
 
 
-def test_request_with_a_grammar_that_takes_too_long_fails_alone(tmp_path, monkeypatch):
+def test_requests_with_grammars_that_take_too_long_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(sample_tasks, "_MOST_S", 0.01)
     monkeypatch.setattr(GrammarWalks, "_run_all", lambda self: time.sleep(0.2))
     assert constrained_tokens(tmp_path) == [[], []]
@@ -111,6 +113,7 @@ def constrained_tokens(folder):
         ({"kv_disk_dir": "/tmp/octavo-of-states"}, "KV stores and prefill/decode hand-over do not work with recurrent"),
         ({"speculative_config": {"method": "ngram"}}, "speculative method ngram does not work with recurrent layers"),
         ({"speculative_config": {"method": "quantized"}}, "speculative method quantized does not work"),
+        ({"kernels": "triton"}, "models with recurrent layers run only on CPUs yet"),
     ],
 )
 def test_unsupported_options_are_refused(checkpoint, options, message):
@@ -138,3 +141,45 @@ def test_allocated_states_have_the_planned_size(checkpoint):
 def test_models_command_shows_the_state_of_a_request(checkpoint):
     shown = CliRunner().invoke(app, ["models", str(checkpoint)]).output
     assert re.search(r"state +[\d.]+ KiB for each running request", shown)
+
+
+def test_model_with_recurrent_layers_cannot_draft(checkpoint, tmp_path):
+    target = write_checkpoint(
+        tmp_path / "target", tiny_config("Qwen3ForCausalLM", vocab_size=1500, num_hidden_layers=9)
+    )
+    with pytest.raises(ConfigError, match="has recurrent layers, which cannot draft yet"):
+        LLM(
+            str(target),
+            skip_tokenizer_init=True,
+            max_model_len=64,
+            speculative_config={"method": "draft_model", "model": str(checkpoint)},
+        )
+
+
+def test_fewer_requests_run_if_their_states_do_not_fit(checkpoint, monkeypatch, caplog):
+    size = read_architecture(checkpoint).kv_layout.state_bytes("float32")
+    monkeypatch.setattr(worker, "free_bytes", lambda _: 10 * size)
+    engine = engine_with(checkpoint)
+    assert engine.core.executor.worker.scheduler_config.max_num_seqs == 5
+    assert "max_num_seqs is lowered from 64 to 5" in caplog.text
+    monkeypatch.setattr(worker, "free_bytes", lambda _: size)
+    with pytest.raises(ConfigError, match="no space for the states of a request"):
+        engine_with(checkpoint)
+
+
+def engine_with(checkpoint):
+    return LLMEngine(
+        ModelConfig(model=str(checkpoint), skip_tokenizer_init=True, max_model_len=64),
+        cache_config=CacheConfig(num_gpu_blocks=8),
+    )
+
+
+def test_state_that_would_get_a_token_twice_fails_the_step(checkpoint):
+    """No path of the scheduler does this; the check keeps wrong tokens from a later one."""
+    engine = engine_with(checkpoint)
+    batch = engine.core.executor.worker.runner.batch
+    engine.add_request("r", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=8, ignore_eos=True))
+    engine.step()
+    batch.num_computed_tokens[batch.requests["r"].row] -= 1
+    with pytest.raises(AssertionError, match="a state would get a token twice"):
+        batch.gather(np.array([batch.requests["r"].row]), np.array([2]), np.array([1]), np.array([0, 1]), num_groups=1)

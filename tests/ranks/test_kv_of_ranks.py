@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from dataclasses import replace
 
@@ -15,8 +16,10 @@ from test_kv_stores import DTYPES, NUM_TRIED, SCHEDULES, Schedule, alone, checkp
 from octavo import LLM, SamplingParams
 from octavo.data import events
 from octavo.data.events import EventLog
+from octavo.data.scheduler_output import CachedRequestData, KVTransfer, SchedulerOutput, TransferDirection
 from octavo.errors import EngineDeadError
-from octavo.kv_transfer.memory import GlobalKVPool
+from octavo.kv_transfer.memory import GlobalKVPool, MemoryStore
+from octavo.kv_transfer.tiers import TieredStore
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.models.split import Share
@@ -24,6 +27,7 @@ from octavo.ranks import leader, messages, shared_kv
 from octavo.ranks.shared_kv import BlocksOfRanks, SharedKV
 from octavo.worker.host_copies import Passed
 from octavo.worker.kv_cache import PagedKVCache
+from octavo.worker.transfer_threads import KVTransferThreads
 
 __all__ = ["alone", "checkpoint"]  # fixtures
 pytestmark = needs_kernels
@@ -121,7 +125,7 @@ def test_processes_of_ranks_start_again_with_kv_on_disk(tmp_path, monkeypatch):
 
 
 class Ranks:
-    """Blocks of two ranks without processes. copied: number of steps whose copies rank 1 has done."""
+    """Blocks of two ranks without processes, and their leader."""
 
     def __init__(self, path):
         whole = read_architecture(path).within(64)
@@ -132,8 +136,15 @@ class Ranks:
         self.memory = shared_kv.create_kv_memory()
         own = self.memory, shares[1].kv_layout, [5], 4, "bfloat16"
         self.rank, self.seen = SharedKV.of(*own), SharedKV.of(*own)
-        self.num_steps, self.error = 0, None
-        self.blocks = BlocksOfRanks(shares[0], self.cache, [self.seen], lambda: self.num_steps, lambda: self.error)
+        self.num_steps, self.error, self.timeout_s, self.dead = 0, None, 60.0, []
+        self.blocks = BlocksOfRanks(shares[0], self.cache, [self.seen], self)
+
+    def end_of_steps(self):
+        return self.error
+
+    def declare_dead(self, rank):
+        self.dead.append(rank)
+        return EngineDeadError(f"rank {rank} is dead", rank=rank)
 
 
 @pytest.fixture
@@ -165,6 +176,14 @@ def test_transfer_waits_for_block_copies_of_rank_1(ranks):
     assert is_over.is_set()
 
 
+def test_rank_that_copies_no_blocks_is_declared_dead(ranks):
+    """A step with transfers only has no exchange, whose deadline would end the wait."""
+    ranks.num_steps, ranks.timeout_s = 1, 0.05
+    with pytest.raises(EngineDeadError, match="rank 1 is dead"):
+        ranks.blocks.wait(ranks.blocks.mark())
+    assert ranks.dead == [1]
+
+
 @pytest.mark.parametrize("method", ["read", "write"])
 def test_transfer_ends_if_a_rank_fails(ranks, method):
     ranks.num_steps, ranks.error = 1, EngineDeadError("rank 1 failed", rank=1)
@@ -183,6 +202,24 @@ def test_transfer_ends_after_shutdown(checkpoint):
     engine.core.executor.shutdown()
     with pytest.raises(EngineDeadError, match="the ranks have ended"):
         mark.synchronize()
+
+
+def test_cancel_does_not_wait_for_block_copies_of_another_rank(ranks):
+    """It holds up the step that rank 0 is about to send."""
+    ranks.num_steps, ended = 1, queue.SimpleQueue()
+    store = MemoryStore(GlobalKVPool(10), "a", ranks.blocks.block_bytes)
+    threads = KVTransferThreads(ranks.blocks, TieredStore([store]), ended.put, num_threads=1)
+    order = KVTransfer(1, TransferDirection.SAVE, [bytes(32)], [[2]])
+    scheduled = SchedulerOutput(1, [], CachedRequestData.make_empty(), {}, 0, kv_transfers=[order], kv_cancels=[1])
+    waits, wait = threading.Event(), ranks.blocks.wait
+    ranks.blocks.wait = lambda mark: (waits.set(), wait(mark))
+    threads.begin(scheduled)
+    waits.wait()
+    threads.cancel(scheduled)
+    ranks.rank.note_copied(1)
+    threads.shutdown()
+    assert ended.empty()
+    assert store.stats().num_blocks == 0
 
 
 def test_transfers_are_cancelled_before_other_ranks_start_the_step(checkpoint, monkeypatch):

@@ -182,7 +182,8 @@ def test_rank_failures_are_counted_in_service_and_while_the_engine_process_resta
 
 
 @pytest.mark.parametrize(
-    ("slow", "activity"), [("load_model", "loading weights"), ("weights_checksum", "allocating KV")]
+    ("slow", "activity"),
+    [("load_model", "loading weights"), ("weights_checksum", "allocating KV and checking weights")],
 )
 def test_wait_for_slow_rank_is_logged_with_its_number(checkpoint, monkeypatch, caplog, slow, activity):
     """The rank is slow until the log names it and no other rank."""

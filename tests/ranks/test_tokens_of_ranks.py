@@ -27,7 +27,7 @@ from test_exactness import (
 )
 
 from octavo import LLM, SamplingParams
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, EngineDeadError
 from octavo.kernels import SamplingRows, ranked
 from octavo.kernels.cpu import CpuKernels
 from octavo.models import packed_cache
@@ -355,6 +355,26 @@ def watch_drafts(llm):
 
     proposer.propose = record
     return drafts
+
+
+@pytest.mark.parametrize("part", ["gather", "sampling"])
+def test_fault_in_a_pass_of_drafts_ends_all_ranks(part, tmp_path, monkeypatch):
+    """Without an end, rank 0's next step would meet the other ranks' pass of drafts, which has the same sizes."""
+    path = write_checkpoint(tmp_path / "model", tiny_config("Qwen3ForCausalLM", vocab_size=500), std=0.1)
+    llm = LLM(
+        str(path), tensor_parallel_size=2, skip_tokenizer_init=True, max_model_len=160, kv_cache_memory_bytes=8 << 20,
+        num_threads=1, rank_timeout_s=2.0, speculative_config={"method": "quantized"}, packed_cache_bytes=0,
+    )  # fmt: skip
+    runner = llm.llm_engine.core.executor.worker.runner.draft_runner
+
+    def fail(*_args, **_options):
+        raise MemoryError("no memory for drafts")
+
+    target, name = (runner._tasks, "make_for_drafts") if part == "sampling" else (runner, "_choose_after")
+    monkeypatch.setattr(target, name, fail)
+    with pytest.raises(EngineDeadError, match="rank 0 failed in a step: MemoryError"):
+        llm.generate([{"prompt_token_ids": PROMPTS[2]}], SamplingParams(max_tokens=24, top_p=0.9), use_tqdm=False)
+    llm.llm_engine.shutdown()
 
 
 @pytest.mark.turn(4)

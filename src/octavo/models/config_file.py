@@ -71,6 +71,12 @@ class ConfigFile:
         other._read_keys = self._read_keys
         return other
 
+    def with_values(self, values: dict[str, Any]) -> ConfigFile:
+        """Return a copy with other values."""
+        other = ConfigFile(self.path, self.values | values, self.prefix)
+        other._read_keys = self._read_keys
+        return other
+
     def error(self, key: str, problem: str) -> ModelError:
         """Make an error about `key`."""
         shown = repr(self.values.get(key))

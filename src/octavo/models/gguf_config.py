@@ -183,6 +183,8 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
+        if architecture == "qwen35":
+            raise ModelError(f"{file.path}: octavo runs Qwen3.5 from safetensors only; choose such a checkpoint")
         raise ModelError(
             f"{file.path}: general.architecture = {architecture!r}; the supported architectures of GGUF "
             f"files are {known}"

@@ -13,12 +13,13 @@ from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.gated_mlp import GatedMLPConfig
 from octavo.models.layer_types import FULL
 from octavo.models.rope_config import read_rope
+from octavo.models.text_part import without_mrope
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
 
 MODELS = {"Qwen3_5ForCausalLM": "Qwen3.5, Qwen3.6, Qwen3.8"}
-_LINEAR, _PARTIAL = "linear_attention", "partial_rotary_factor"
+_LINEAR, _PARTIAL, _ROPES = "linear_attention", "partial_rotary_factor", ("rope_parameters", "rope_scaling")
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
@@ -33,6 +34,8 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
 
 def _read_attention(config: ConfigFile) -> tuple[GatedAttentionConfig, int]:
     max_positions = config.count("max_position_embeddings", 32768)
+    ropes = {key: without_mrope(each) for key in _ROPES if isinstance(each := config.values.get(key), dict)}
+    config = config.with_values(ropes)
     section = config.section("rope_parameters") or config.section("rope_scaling")
     if section is None or not section.has(_PARTIAL):
         config = config.with_defaults(**{_PARTIAL: 0.25})
@@ -45,12 +48,14 @@ def _read_attention(config: ConfigFile) -> tuple[GatedAttentionConfig, int]:
 
 def _read_kinds(config: ConfigFile) -> list[str]:
     num_layers, interval = config.count("num_hidden_layers"), config.count("full_attention_interval", 4)
-    if not config.has("layer_types"):
-        return [_LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
-    kinds = config.values.get("layer_types")
+    kinds = [_LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
+    if config.has("layer_types"):
+        kinds = config.values["layer_types"]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise config.error("layer_types", f"must list num_hidden_layers = {num_layers} entries")
     for kind in kinds:
         if kind not in {FULL, _LINEAR}:
             raise config.error("layer_types", f"octavo supports {FULL} and {_LINEAR} in this family, not {kind!r}")
+    if FULL not in kinds:
+        raise config.error("layer_types", f"octavo needs at least one layer with {FULL}")
     return kinds

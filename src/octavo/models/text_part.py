@@ -53,11 +53,11 @@ def _part_of(config: ConfigFile, whole: str) -> ConfigFile:
     values = part.values | {key: config.values[key] for key in _OF_WHOLE if config.has(key)}
     tied = [each.flag(_TIED) for each in (config, part) if each.has(_TIED)]
     values |= {_TIED: any(tied)} if tied else {}
-    values |= {key: _of_text(values[key]) for key in _ROPES if isinstance(values.get(key), dict)}
+    values |= {key: without_mrope(values[key]) for key in _ROPES if isinstance(values.get(key), dict)}
     return ConfigFile(config.path, values | {"architectures": [kinds[kind]]}, part.prefix)
 
 
-def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
+def without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Replace mrope by plain rotation, because a text's position dimensions are equal."""
     kept = {key: value for key, value in rope.items() if key not in {"mrope_section", "mrope_interleaved"}}
     return kept | {key: "default" for key in ("rope_type", "type") if rope.get(key) == "mrope"}

@@ -52,13 +52,6 @@ class Leader:
         count = config.device.tensor_parallel_size
         self.share = Share(0, count, config.device.enable_expert_parallel)
         self.num_threads = threads_of_rank(count, config.device.num_threads)
-        self._kv_memory: list[int] = []
-        try:
-            memory = create_shared_memory()
-            self._kv_memory += (create_kv_memory() for _ in range(1, count) if shares_kv)
-        except OSError as error:
-            raise ConfigError(f"the system gives ranks no shared memory: {error.strerror}") from None
-        self.group = RankGroup(memory, 0, count, config.device.rank_timeout_s, cores_of_rank(0, count))
         self._timeout_s = config.device.rank_timeout_s
         self._model = messages.model_digest(architecture)
         self._why = ""
@@ -67,16 +60,24 @@ class Leader:
         self.checksums: list[tuple[str, str]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ends: list[socket.socket] = []
+        self._kv_memory: list[int] = []
         self._is_over = threading.Event()
         self._finalizer = weakref.finalize(self, _end, self._processes, self._ends, self._kv_memory, self._is_over)
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.shutdown)
+            memory = self._create_memory(shares_kv=shares_kv)
+            with contextlib.closing(os.fdopen(memory)):
+                self.group = RankGroup(memory, 0, count, self._timeout_s, cores_of_rank(0, count))
+                for rank in range(1, count):
+                    self._start(rank, config, memory, dtype, draft)
+            failing.pop_all()
+
+    def _create_memory(self, *, shares_kv: bool) -> int:
         try:
-            for rank in range(1, count):
-                self._start(rank, config, memory, dtype, draft)
-        except BaseException:
-            self.shutdown()
-            raise
-        finally:
-            os.close(memory)
+            self._kv_memory += (create_kv_memory() for _ in range(1, self.share.count) if shares_kv)
+            return create_shared_memory()
+        except OSError as error:
+            raise ConfigError(f"the system gives ranks no shared memory: {error.strerror}") from None
 
     def _start(self, rank: int, config: EngineConfig, memory: int, dtype: str, draft: str | None) -> None:
         own, other = socket.socketpair()
@@ -135,7 +136,7 @@ class Leader:
             num_scratch_blocks,
         )
         self._send(messages.encode(order))
-        for rank, ready in sorted(self._receive_each("allocating KV"), key=lambda each: each[0]):
+        for rank, ready in sorted(self._receive_each("allocating KV and checking weights"), key=lambda each: each[0]):
             if isinstance(ready, messages.Ready):
                 self.checksums.append((ready.weights, ready.draft))
             self._ends[rank - 1].settimeout(self._timeout_s)
@@ -148,7 +149,7 @@ class Leader:
             SharedKV.of(memory, rank.kv_layout, num_blocks, *size)
             for memory, rank in zip(self._kv_memory, architecture.ranks[1:], strict=True)
         ]
-        return BlocksOfRanks(architecture, kv_cache, others, lambda: self._num_steps, self._end_of_steps)
+        return BlocksOfRanks(architecture, kv_cache, others, self)
 
     def announce(self, scheduled: SchedulerOutput) -> None:
         """Send a step to all ranks. Call it before rank 0 computes the step. Raises `EngineDeadError`."""
@@ -188,8 +189,24 @@ class Leader:
             return None
         return EngineDeadError(self._why or f"rank {rank} failed", rank=rank)
 
-    def _end_of_steps(self) -> EngineDeadError | None:
+    @property
+    def num_steps(self) -> int:
+        """Number of messages of steps and drafts so far."""
+        return self._num_steps
+
+    def end_of_steps(self) -> EngineDeadError | None:
+        """Return an error if a rank has failed, or if the ranks have been shut down."""
         return self.failure() or (EngineDeadError("the ranks have ended") if self._is_over.is_set() else None)
+
+    def declare_dead(self, rank: int) -> EngineDeadError:
+        """End all ranks, because a rank does not do the block copies of a step. Return the error to raise."""
+        self._fail(rank, f"rank {rank} has not copied blocks for {self._timeout_s:g} s")
+        return self.failed(TimeoutError())
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest wait for a rank."""
+        return self._timeout_s
 
     def _fail(self, rank: int, why: str) -> None:
         self._why = self._why or why

@@ -11,7 +11,7 @@ import operator
 import os
 import time
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from octavo.data.scheduler_output import need_parts
 from octavo.worker.stored_blocks import HostBuffer, HostPart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -38,6 +38,24 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 2e-3
 def create_kv_memory() -> int:
     """Return an inheritable descriptor for `SharedKV`. Raises `OSError`."""
     return os.memfd_create("octavo-kv")
+
+
+class StepSender(Protocol):
+    """The part of `octavo.ranks.leader.Leader` that transfers use. timeout_s: longest wait for a rank."""
+
+    @property
+    def num_steps(self) -> int: ...  # noqa: D102 - see Leader
+
+    @property
+    def timeout_s(self) -> float: ...  # noqa: D102 - above
+
+    def end_of_steps(self) -> EngineDeadError | None:
+        """Return an error if no further step is computed."""
+        ...
+
+    def declare_dead(self, rank: int) -> EngineDeadError:
+        """End all ranks. Return the error to raise."""
+        ...
 
 
 class SharedKV:
@@ -81,20 +99,14 @@ class SharedKV:
 class BlocksOfRanks:
     """The `TransferredBlocks` of all ranks, for rank 0.
 
-    architecture: rank 0's share. followers: KV of ranks 1, 2, ... num_steps(): number of the newest step that they were
-    sent. failure(): an error if a rank has failed or ended.
+    architecture: rank 0's share. followers: KV of ranks 1, 2, ... leader: sends them the steps.
     """
 
     def __init__(
-        self,
-        architecture: Architecture,
-        kv_cache: PagedKVCache,
-        followers: Sequence[SharedKV],
-        num_steps: Callable[[], int],
-        failure: Callable[[], EngineDeadError | None],
+        self, architecture: Architecture, kv_cache: PagedKVCache, followers: Sequence[SharedKV], leader: StepSender
     ) -> None:
         assert architecture.whole is not None
-        self._followers, self._num_steps, self._failure = followers, num_steps, failure
+        self._followers, self._leader = followers, leader
         self._whole, self._layouts = architecture.whole.kv_layout, [each.kv_layout for each in architecture.ranks]
         self._size = kv_cache.block_size, kv_cache.dtype_name
         group_bytes = self._whole.block_bytes(*self._size)
@@ -127,7 +139,11 @@ class BlocksOfRanks:
 
     def mark(self) -> Mark:
         """See `TransferredBlocks`."""
-        return _CopiesMark(self._followers, self._num_steps(), self._failure)
+        return _CopiesMark(self._followers, self._leader)
+
+    def wait(self, mark: Mark) -> None:
+        """See `TransferredBlocks`."""
+        mark.synchronize()
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
         """See `TransferredBlocks`."""
@@ -137,18 +153,19 @@ class BlocksOfRanks:
 class _CopiesMark:
     """A mark after the block copies of a step on all ranks. They have computed all earlier steps then."""
 
-    def __init__(
-        self, followers: Sequence[SharedKV], num_steps: int, failure: Callable[[], EngineDeadError | None]
-    ) -> None:
-        self._followers, self._num_steps, self._failure = followers, num_steps, failure
+    def __init__(self, followers: Sequence[SharedKV], leader: StepSender) -> None:
+        self._followers, self._leader, self._num_steps = followers, leader, leader.num_steps
 
     def synchronize(self) -> None:
-        """Wait. Raises `EngineDeadError` if a rank fails."""
-        pause_s = _FIRST_PAUSE_S
-        while any(follower.num_copied_steps < self._num_steps for follower in self._followers):
-            if (failure := self._failure()) is not None:
+        """Wait. Raises `EngineDeadError` if a rank fails, or if it does no copies for too long."""
+        pause_s, waited_s = _FIRST_PAUSE_S, 0.0  # without the time in which this process was stopped
+        while late := [i for i, each in enumerate(self._followers, 1) if each.num_copied_steps < self._num_steps]:
+            if (failure := self._leader.end_of_steps()) is not None:
                 raise failure
+            if waited_s > self._leader.timeout_s:
+                raise self._leader.declare_dead(late[0])
             time.sleep(pause_s)
+            waited_s += pause_s
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 

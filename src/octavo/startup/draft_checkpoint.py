@@ -101,6 +101,8 @@ def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> Dra
 def _check_shapes(name: str, draft: Architecture, target: Architecture) -> None:
     if not draft.has_head:
         raise ConfigError(f"model of speculative_config: {name} computes embeddings, not tokens (it has no lm_head)")
+    if draft.kv_layout.states:
+        raise ConfigError(f"model of speculative_config: {name} has recurrent layers, which cannot draft yet")
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
             f"model of speculative_config: {name} has a vocabulary of {draft.vocab_size:,} tokens, but the model has "

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
+from octavo.worker.device import resolve_device
 
 if TYPE_CHECKING:
     from octavo.config import EngineConfig
@@ -19,12 +20,14 @@ def for_recurrent_layers(config: EngineConfig, architecture: Architecture, *, ha
     """Return the configuration without features that would need states of earlier positions.
 
     These are the prefix cache, swapping and looked-up drafts. Raises `ConfigError` if the user asked for drafts, KV
-    stores or ranks.
+    stores, ranks or a GPU.
     """
     if not architecture.kv_layout.states:
         return config
     if config.device.tensor_parallel_size > 1:
         raise ConfigError("tensor_parallel_size above 1 does not work with recurrent layers yet")
+    if resolve_device(config.device.device).type != "cpu" or config.device.kernels == "triton":
+        raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
     if has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both":
         raise ConfigError("KV stores and prefill/decode hand-over do not work with recurrent layers yet")
     if config.speculative.is_requested:
@@ -32,7 +35,9 @@ def for_recurrent_layers(config: EngineConfig, architecture: Architecture, *, ha
             f"speculative method {config.speculative.method} does not work with recurrent layers yet: choose none"
         )
     cache, speculative = config.cache, replace(config.speculative, method="none")
+    if cache.swap_space_bytes:
+        logger.warning("swap_space_bytes has no effect: requests of a model with recurrent layers are not swapped yet")
     if cache.enable_prefix_caching or cache.swap_space_bytes:
-        logger.info("the model has recurrent layers: common prefixes are computed again, and requests are not swapped")
+        logger.info("the model has recurrent layers: common prefixes are computed again")
         cache = replace(cache, enable_prefix_caching=False, swap_space_bytes=0)
     return replace(config, cache=cache, speculative=speculative)

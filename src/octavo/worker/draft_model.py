@@ -162,10 +162,22 @@ class DraftRunner:
         counts = num_tokens - first
         most = self.forward_pass.max_tokens
         if counts.sum() > most:
+            assert self._leader is None, "other ranks do not take part"
             return self._catch_up(indices, _within(most, counts))
-        if self._leader is not None:
-            names = [self._requests[index].request_id for index in indices.tolist()]
+        if self._leader is None:
+            return self._choose_after(indices, counts)
+        assert (counts == 1).all()
+        names = [self._requests[index].request_id for index in indices.tolist()]
+        try:
             self._leader.announce_drafts(names, self._batch.token_ids[rows, first].tolist(), first.tolist())
+            return self._choose_after(indices, counts)
+        except BaseException as error:  # the other ranks wait in this pass
+            raise self._leader.failed(error) from error
+
+    def _choose_after(
+        self, indices: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        rows, first, num_tokens = self._rows[indices], self._num_computed[indices], self._num_tokens[indices]
         token_ids, attention, (known_there,) = self._batch.gather(
             rows,
             first,

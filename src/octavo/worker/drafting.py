@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from octavo.errors import EngineDeadError
 from octavo.runtime.faults import is_fault
 from octavo.speculative.interface import DraftTask, EndedRequest
 
@@ -110,7 +111,7 @@ class Drafting:
             proposed = self.proposer.propose(tasks)
             self.num_passes, self.computed = self.proposer.num_passes, self.proposer.computed
         except BaseException as error:
-            if not is_fault(error):
+            if not is_fault(error) or isinstance(error, EngineDeadError):
                 raise
             logger.exception("no tokens are drafted in this step")
             self.forget(task.request_id for task in tasks)

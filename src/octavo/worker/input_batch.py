@@ -103,6 +103,7 @@ class InputBatch:
         has_states: bool = False,
     ) -> None:
         self.has_states, self._no_rows = has_states, torch.zeros(0, dtype=torch.int32)
+        self._state_lengths = np.zeros(max_num_seqs, dtype=np.int64)  # tokens in each slot's state
         copies = copies or SharedMemory()
         self.block_size = block_size
         self._tensors = copies.to_device_together
@@ -311,6 +312,8 @@ class InputBatch:
             *self._attention_arrays(query_start, seq_lens, rows, row_of_token, positions, width, num_groups),
         ]
         if self.has_states:
+            assert ((first == 0) | (first == self._state_lengths[rows])).all(), "a state would get a token twice"
+            self._state_lengths[rows] = seq_lens
             arrays += [np.where(first > 0, rows, _ZERO_STATE).astype(np.int32), rows.astype(np.int32)]
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:

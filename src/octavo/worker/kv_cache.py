@@ -162,9 +162,9 @@ class PagedKVCache:
 def make_states(
     shape: StateShape, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, ...]:
-    """Allocate a layer's states, undefined at first. dtype: of activations."""
-    inputs = (torch.empty(num_slots, *each, dtype=dtype, device=device) for each in shape.inputs)
-    return *inputs, *(torch.empty(num_slots, *each, device=device) for each in shape.numbers)
+    """Allocate a layer's states, all zero. dtype: of activations."""
+    inputs = (torch.zeros(num_slots, *each, dtype=dtype, device=device) for each in shape.inputs)
+    return *inputs, *(torch.zeros(num_slots, *each, device=device) for each in shape.numbers)
 
 
 def time_mark(device: torch.device) -> TimeMark:

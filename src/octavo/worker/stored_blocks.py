@@ -142,6 +142,10 @@ class TransferredBlocks(Protocol):
         """Return a mark after all enqueued steps and the newest step's block copies."""
         ...
 
+    def wait(self, mark: Mark) -> None:
+        """Wait for other processes to reach a mark, so that copies do not wait for them with a lock."""
+        ...
+
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
         """Return, for each block, whether the content of all KV groups is needed, not only the first group's."""
         ...
@@ -176,6 +180,9 @@ class StoredBlocks:
     def mark(self) -> Mark:
         """See `TransferredBlocks`."""
         return mark_steps(self._device)
+
+    def wait(self, mark: Mark) -> None:
+        """Do nothing, because there is one process."""
 
     def need_all(self, block_ids: list[list[int]]) -> list[bool]:
         """See `TransferredBlocks`."""

@@ -162,6 +162,7 @@ class KVTransferThreads:
         keys, block_ids = self._piece(moving, first)
         views, needs_all = buffer.views(len(keys)), self._blocks.need_all(block_ids)
         count = group_parts.load(self._store, keys, views, needs_all, self._blocks.part_bytes, moving.tally)
+        self._blocks.wait(moving.begun)
         with moving.lock:
             if moving.is_cancelled:
                 return False
@@ -171,6 +172,7 @@ class KVTransferThreads:
 
     def _save(self, moving: _Moving, first: int, buffer: PieceBuffer) -> bool:
         keys, block_ids = self._piece(moving, first)
+        self._blocks.wait(moving.begun)
         with moving.lock:
             if moving.is_cancelled:
                 return False

@@ -14,6 +14,7 @@ from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.data.fingerprint import EngineFingerprint
 from octavo.data.kv_groups import KVGroupSpec
 from octavo.data.worker_info import KVGroupInfo, WorkerInfo
+from octavo.errors import ConfigError
 from octavo.kernels import create_kernels
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.machine import default_num_threads
@@ -30,6 +31,7 @@ from octavo.worker.memory import (
     block_bytes,
     decide_kv_size,
     decide_num_host_blocks,
+    free_bytes,
     kernel_scratch_bytes,
     largest_batch,
 )
@@ -168,6 +170,7 @@ class Worker:
         self._decodes = self._plan_decodes(
             self.model, num_rows=sorted({1, 1 + self.num_speculative_tokens}), max_model_len=self.max_model_len
         )
+        self._take_states_that_fit()
         self._take_steps_that_fit()
         self.info = self._describe(*self._decide_num_blocks())
         return self.info
@@ -371,6 +374,21 @@ class Worker:
             + of_states
             + kernel_scratch_bytes(architecture, self.kernels, max_seq_len=self.max_model_len, max_tokens=num_tokens)
         )
+
+    def _take_states_that_fit(self) -> None:
+        """Lower max_num_seqs if recurrent states would take more than half of the free memory."""
+        size, wanted = self.model.architecture.kv_layout.state_bytes(self.dtype), self.scheduler_config.max_num_seqs
+        if not size:
+            return
+        most = free_bytes(self.device) // 2 // size
+        if most < 1:
+            raise ConfigError(f"free memory leaves no space for the states of a request, which take {size:,} bytes")
+        if most < wanted:
+            logger.warning(
+                "max_num_seqs is lowered from %d to %d: the states of a request take %d bytes", wanted, most, size
+            )
+            self.scheduler_config = replace(self.scheduler_config, max_num_seqs=most)
+        logger.info("recurrent states: %d bytes", self.scheduler_config.max_num_seqs * size)
 
     def _take_steps_that_fit(self) -> None:
         num_tokens, wanted = self._largest_batch(), self.scheduler_config.max_num_batched_tokens
