@@ -219,7 +219,8 @@ class Sampler:
         """Choose a token per row of float32 [n, vocab]. Mutates logits. sample: replaces `Kernels.sample`."""
         copies = self._copies
         if not tasks:
-            return self.read_choices((sample or self._kernels.sample)(logits, rows))
+            token_ids = (sample or self._kernels.sample)(logits, rows)
+            return Choices(token_ids, copies.to_host(token_ids), [], None, [], {})
         with_logprobs = [row for row, task in tasks.items() if task.sampling_params.logprobs is not None]
         indices = copies.to_device(np.array(with_logprobs)) if with_logprobs else None
         raw_logprobs = None if indices is None else logits[indices]
