@@ -8,9 +8,6 @@ namespace octavo {
 // Tokens of heads [tokens, heads, head_dim]: a token's heads are contiguous, and tokens may have any stride.
 struct TokenHeads {
   void* data;
-  DType dtype;
-  int64_t tokens;
-  int64_t size;    // elements of a token
   int64_t stride;  // elements between tokens
 
   static TokenHeads of(const Tensor& tensor, const char* name) {
@@ -18,39 +15,25 @@ struct TokenHeads {
                       (tensor.shape[1] == 1 || tensor.strides[1] == tensor.shape[2]);
     const bool is_float = tensor.dtype == DType::kFloat32 || tensor.dtype == DType::kBFloat16;
     if (!fits || !is_float) throw std::invalid_argument(std::string(name) + " is not [tokens, heads, head_dim] of float32 or bfloat16");
-    return {at<void>(tensor.address), tensor.dtype, tensor.shape[0], tensor.shape[1] * tensor.shape[2], tensor.strides[0]};
+    return {at<void>(tensor.address), tensor.strides[0]};
   }
+};
 
-  void expect_like(const TokenHeads& other) const {
-    if (dtype != other.dtype || tokens != other.tokens || size != other.size) {
+// Of copy_rows, x and out; of sigmoid_gate, x and gate.
+struct TwoHeadsArgs {
+  TokenHeads x;
+  TokenHeads other;
+  DType dtype;  // of both
+  int64_t rows;
+  int64_t size;  // elements of a token
+
+  static constexpr auto kRows = &TwoHeadsArgs::rows;
+  static TwoHeadsArgs of(const Tensor& x, const Tensor& other) {
+    const TokenHeads first = TokenHeads::of(x, "x"), second = TokenHeads::of(other, "the other tensor");
+    if (x.dtype != other.dtype || x.shape != other.shape) {
       throw std::invalid_argument("the tensors have different shapes or dtypes");
     }
-  }
-};
-
-struct CopyRowsArgs {
-  TokenHeads x;
-  TokenHeads out;
-  int64_t rows;
-
-  static constexpr auto kRows = &CopyRowsArgs::rows;
-  static CopyRowsArgs of(const Tensor& x, const Tensor& out) {
-    const CopyRowsArgs args{TokenHeads::of(x, "x"), TokenHeads::of(out, "out"), x.shape.empty() ? 0 : x.shape[0]};
-    args.x.expect_like(args.out);
-    return args;
-  }
-};
-
-struct SigmoidGateArgs {
-  TokenHeads x;
-  TokenHeads gate;
-  int64_t rows;
-
-  static constexpr auto kRows = &SigmoidGateArgs::rows;
-  static SigmoidGateArgs of(const Tensor& x, const Tensor& gate) {
-    const SigmoidGateArgs args{TokenHeads::of(x, "x"), TokenHeads::of(gate, "gate"), x.shape.empty() ? 0 : x.shape[0]};
-    args.x.expect_like(args.gate);
-    return args;
+    return {first, second, x.dtype, x.shape[0], x.shape[1] * x.shape[2]};
   }
 };
 
@@ -65,25 +48,25 @@ struct SigmoidGateArgs {
 
 namespace octavo::OCTAVO_ISA {
 
-inline void copy_rows(ThreadPool& pool, const CopyRowsArgs& args) {
-  const int64_t item = args.x.dtype == DType::kFloat32 ? 4 : 2;
-  parallel_ranges(pool, args.rows, divide_up(kLeastElements, args.x.size), [&](int64_t first, int64_t last) {
+inline void copy_rows(ThreadPool& pool, const TwoHeadsArgs& args) {
+  const int64_t item = args.dtype == DType::kFloat32 ? 4 : 2;
+  parallel_ranges(pool, args.rows, divide_up(kLeastElements, args.size), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      std::memcpy(static_cast<uint8_t*>(args.out.data) + row * args.out.stride * item,
-                  static_cast<const uint8_t*>(args.x.data) + row * args.x.stride * item, args.x.size * item);
+      std::memcpy(static_cast<uint8_t*>(args.other.data) + row * args.other.stride * item,
+                  static_cast<const uint8_t*>(args.x.data) + row * args.x.stride * item, args.size * item);
     }
   });
 }
 
 template <class T>
-void sigmoid_gate_of(ThreadPool& pool, const SigmoidGateArgs& args) {
-  parallel_ranges(pool, args.rows, divide_up(kLeastElements, args.x.size), [&](int64_t first, int64_t last) {
+void sigmoid_gate_of(ThreadPool& pool, const TwoHeadsArgs& args) {
+  parallel_ranges(pool, args.rows, divide_up(kLeastElements, args.size), [&](int64_t first, int64_t last) {
     const Vec one = splat(1.0f);
     for (int64_t row = first; row < last; ++row) {
       T* x = static_cast<T*>(args.x.data) + row * args.x.stride;
-      const T* gate = static_cast<const T*>(args.gate.data) + row * args.gate.stride;
-      for (int64_t i = 0; i < args.x.size; i += kLanes) {
-        const int64_t count = args.x.size - i;
+      const T* gate = static_cast<const T*>(args.other.data) + row * args.other.stride;
+      for (int64_t i = 0; i < args.size; i += kLanes) {
+        const int64_t count = args.size - i;
         const Vec factor = one / (one + exp(splat(0.0f) - load_first(gate + i, count)));
         store_first(x + i, load_first(x + i, count) * factor, count);
       }
@@ -91,8 +74,8 @@ void sigmoid_gate_of(ThreadPool& pool, const SigmoidGateArgs& args) {
   });
 }
 
-inline void sigmoid_gate(ThreadPool& pool, const SigmoidGateArgs& args) {
-  if (args.x.dtype == DType::kFloat32) {
+inline void sigmoid_gate(ThreadPool& pool, const TwoHeadsArgs& args) {
+  if (args.dtype == DType::kFloat32) {
     sigmoid_gate_of<float>(pool, args);
   } else {
     sigmoid_gate_of<bf16>(pool, args);

@@ -45,8 +45,8 @@
   KERNEL(gate, GateArgs)                    \
   KERNEL(add, AddArgs)                      \
   KERNEL(soft_cap, SoftCapArgs)             \
-  KERNEL(copy_rows, CopyRowsArgs)           \
-  KERNEL(sigmoid_gate, SigmoidGateArgs)     \
+  KERNEL(copy_rows, TwoHeadsArgs)           \
+  KERNEL(sigmoid_gate, TwoHeadsArgs)        \
   KERNEL(divide, DivideArgs)                \
   KERNEL(rope_and_write_kv, RopeArgs)       \
   KERNEL(rope_and_write_latents, LatentArgs) \

@@ -318,9 +318,9 @@ void elementwise(Run& run) {
       run.table.take_rows(pool, {x.as(), size * item, taken.as<int64_t>(), count, size * item, out.as()});
     });
     run.same("copy_rows and sigmoid_gate", rows * size * item, [&](ThreadPool& pool, const Memory& out) {
-      const TokenHeads source{x.as(), type, rows, size, size}, target{out.as(), type, rows, size, size};
-      run.table.copy_rows(pool, {source, target, rows});
-      run.table.sigmoid_gate(pool, {target, source, rows});
+      const TokenHeads source{x.as(), size}, target{out.as(), size};
+      run.table.copy_rows(pool, {source, target, type, rows, size});
+      run.table.sigmoid_gate(pool, {target, source, type, rows, size});
     });
   }
   const int64_t count = 1 + random.below(5000);

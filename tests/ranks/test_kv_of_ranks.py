@@ -197,7 +197,7 @@ def test_transfer_ends_after_shutdown(checkpoint):
     engine = engine_over(node(GlobalKVPool(100)), checkpoint, num_ranks=2)
     worker = engine.core.executor.worker
     blocks = worker._leader.blocks_of_ranks(worker.model.architecture, worker.kv_cache)
-    worker._leader._num_steps += 1
+    worker._leader.num_steps += 1
     mark = blocks.mark()
     engine.core.executor.shutdown()
     with pytest.raises(EngineDeadError, match="the ranks have ended"):

@@ -42,8 +42,9 @@ class Leader:
     """Rank 0's connection to the other ranks.
 
     draft: see `messages.Launch`. shares_kv: True if rank 0 transfers the KV of all ranks. group, share: rank 0's.
-    num_threads: of each rank. checksums: see `StepLeader`. After a rank has ended or hangs, steps raise
-    `EngineDeadError`. Raises `ConfigError` if a process cannot be started, and `ModelError` if it ends immediately.
+    num_threads: of each rank. checksums: see `StepLeader`. num_steps: messages of steps and drafts so far. timeout_s:
+    longest wait for a rank. After a rank has ended or hangs, steps raise `EngineDeadError`. Raises `ConfigError` if a
+    process cannot be started, and `ModelError` if it ends immediately.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class Leader:
         count = config.device.tensor_parallel_size
         self.share = Share(0, count, config.device.enable_expert_parallel)
         self.num_threads = threads_of_rank(count, config.device.num_threads)
-        self._timeout_s = config.device.rank_timeout_s
+        self.timeout_s = config.device.rank_timeout_s
         self._model = messages.model_digest(architecture)
         self._why = ""
         self._sampled: dict[str, list[int]] = {}
-        self._num_steps = 0
+        self.num_steps = 0
         self.checksums: list[tuple[str, str]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ends: list[socket.socket] = []
@@ -67,7 +68,7 @@ class Leader:
             failing.callback(self.shutdown)
             memory = self._create_memory(shares_kv=shares_kv)
             with contextlib.closing(os.fdopen(memory)):
-                self.group = RankGroup(memory, 0, count, self._timeout_s, cores_of_rank(0, count))
+                self.group = RankGroup(memory, 0, count, self.timeout_s, cores_of_rank(0, count))
                 for rank in range(1, count):
                     self._start(rank, config, memory, dtype, draft)
             failing.pop_all()
@@ -139,7 +140,7 @@ class Leader:
         for rank, ready in sorted(self._receive_each("allocating KV and checking weights"), key=lambda each: each[0]):
             if isinstance(ready, messages.Ready):
                 self.checksums.append((ready.weights, ready.draft))
-            self._ends[rank - 1].settimeout(self._timeout_s)
+            self._ends[rank - 1].settimeout(self.timeout_s)
 
     def blocks_of_ranks(self, architecture: Architecture, kv_cache: PagedKVCache) -> BlocksOfRanks:
         """See `StepLeader`. Call it after `allocate`, and only if `shares_kv` is True."""
@@ -166,8 +167,8 @@ class Leader:
     def _next_number(self) -> int:
         if (failure := self.failure()) is not None:
             raise failure
-        self._num_steps += 1
-        return self._num_steps
+        self.num_steps += 1
+        return self.num_steps
 
     def take_sampled(self, tokens: dict[str, list[int]]) -> None:
         """Send these tokens with the next step."""
@@ -189,24 +190,14 @@ class Leader:
             return None
         return EngineDeadError(self._why or f"rank {rank} failed", rank=rank)
 
-    @property
-    def num_steps(self) -> int:
-        """Number of messages of steps and drafts so far."""
-        return self._num_steps
-
     def end_of_steps(self) -> EngineDeadError | None:
         """Return an error if a rank has failed, or if the ranks have been shut down."""
         return self.failure() or (EngineDeadError("the ranks have ended") if self._is_over.is_set() else None)
 
     def declare_dead(self, rank: int) -> EngineDeadError:
         """End all ranks, because a rank does not do the block copies of a step. Return the error to raise."""
-        self._fail(rank, f"rank {rank} has not copied blocks for {self._timeout_s:g} s")
+        self._fail(rank, f"rank {rank} has not copied blocks for {self.timeout_s:g} s")
         return self.failed(TimeoutError())
-
-    @property
-    def timeout_s(self) -> float:
-        """Longest wait for a rank."""
-        return self._timeout_s
 
     def _fail(self, rank: int, why: str) -> None:
         self._why = self._why or why

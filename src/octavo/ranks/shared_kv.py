@@ -41,13 +41,10 @@ def create_kv_memory() -> int:
 
 
 class StepSender(Protocol):
-    """The part of `octavo.ranks.leader.Leader` that transfers use. timeout_s: longest wait for a rank."""
+    """The part of `octavo.ranks.leader.Leader` that transfers use."""
 
-    @property
-    def num_steps(self) -> int: ...  # noqa: D102 - see Leader
-
-    @property
-    def timeout_s(self) -> float: ...  # noqa: D102 - above
+    num_steps: int
+    timeout_s: float
 
     def end_of_steps(self) -> EngineDeadError | None:
         """Return an error if no further step is computed."""
