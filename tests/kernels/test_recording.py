@@ -20,6 +20,7 @@ from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.kv_layout import StateShape
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.loader import load_model
+from octavo.models.mamba2 import Mamba2Config
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import FAMILIES, read_architecture
 from octavo.models.weight_source import FolderWeights
@@ -112,6 +113,8 @@ def calls_of_layer(kernels, config, layer, dtype):
         calls = 8
     elif isinstance(mixer, GatedDeltaConfig):
         calls = 6
+    elif isinstance(mixer, Mamba2Config):
+        calls = 5
     else:
         calls = 6 if mixer.qk_norm else 4
         calls += -1 if mixer.is_shared else mixer.v_norm

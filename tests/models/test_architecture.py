@@ -94,6 +94,11 @@ def test_new_config_style_equals_old_style(name, tmp_path):
     assert dataclasses.replace(read_architecture(tmp_path), dtype="bfloat16") == expected
 
 
+_RENAMED = {
+    ".block_sparse_moe.": ".mlp.",
+    ".shared_mlp.input_linear.": ".mlp.gate_up_proj.",
+    ".shared_mlp.output_linear.": ".mlp.down_proj.",
+}
 _GEMMA4 = re.compile(r"(layers\.\d+)\.(router|experts)(?:\.proj)?(?=\.)")
 
 
@@ -101,13 +106,15 @@ _GEMMA4 = re.compile(r"(layers\.\d+)\.(router|experts)(?:\.proj)?(?=\.)")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_tensor_shapes_equal_transformers(name, tied, tmp_path):
-    """Only Granite-MoE and Gemma 4 have other names."""
+    """Only Granite-MoE, Granite 4 and Gemma 4 have other names."""
     config = tiny_config(name, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
     architecture = read_architecture(write(tmp_path, config))
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     expected = {}
     for key, parameter in model.named_parameters():
-        ours = _GEMMA4.sub(r"\1.mlp.\2", key.replace(".block_sparse_moe.", ".mlp."))
+        ours = _GEMMA4.sub(r"\1.mlp.\2", key)
+        for theirs, own in _RENAMED.items():
+            ours = ours.replace(theirs, own)
         expected |= shapes_of_experts(ours, tuple(parameter.shape), is_transposed=name == "GptOssForCausalLM")
     names = ("score_correction_bias", "layer_scalar")
     biases = {key: tuple(each.shape) for key, each in model.named_buffers() if key.endswith(names)}

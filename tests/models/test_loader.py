@@ -66,7 +66,7 @@ LINEARS = (
 )  # fmt: skip
 NORMS = (
     "added", "stream", "q_norm", "k_norm", "kv_norm", "sinks", "choice_bias", "expert_scale", "router_norm", "norm",
-    "taps", "decay", "dt_bias",
+    "taps", "decay", "dt_bias", "conv_bias", "skip",
 )  # fmt: skip
 
 

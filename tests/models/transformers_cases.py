@@ -282,7 +282,63 @@ def linear_heads(num_key_heads: int, num_value_heads: int, key_dim: int, value_d
     }
 
 
+def mamba_heads(num_heads: int, head_dim: int, state_size: int, num_groups: int) -> dict[str, int]:
+    return {
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": head_dim,
+        "mamba_d_state": state_size,
+        "mamba_n_groups": num_groups,
+    }
+
+
+MAMBA = ("decay", "taps", "mamba_gate", "mamba_inputs", "mamba_steps", "mamba_norm")
 MORE_CASES = (
+    Case(
+        "granite-4-h-3-of-7-experts",
+        "GraniteMoeHybrid",
+        0,
+        heads(96, 6, 3, 16)
+        | GRANITE
+        | mamba_heads(12, 16, 40, 1)
+        | {"num_local_experts": 7, "num_experts_per_tok": 3, "num_hidden_layers": 5}
+        | {"layer_types": ["mamba", "mamba", "attention", "mamba", "mamba"]},
+        (*MAMBA, "mamba_skip", "granite_experts", "granite_router", "shared_mlp", "residual", "attention_scale"),
+        altered_logits=("logits_scaling",),
+    ),
+    Case(
+        "granite-4-h-dense-tied-groups-biases",
+        "GraniteMoeHybrid",
+        0,
+        heads(64, 4, 2, 40)
+        | GRANITE
+        | mamba_heads(8, 16, 8, 4)
+        | TIED
+        | {"num_local_experts": 0, "shared_intermediate_size": 512, "mamba_proj_bias": True, "mamba_d_conv": 7}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        (*MAMBA, "mamba_bias", "conv_bias", "shared_mlp", "tied"),
+    ),
+    Case(
+        "granite-4-h-step-limits-no-conv-bias",
+        "GraniteMoeHybrid",
+        0,
+        heads(112, 7, 1, 16)
+        | GRANITE
+        | mamba_heads(2, 112, 33, 2)
+        | {"num_local_experts": 0, "mamba_conv_bias": False, "mamba_d_conv": 2, "time_step_limit": [0.6, 0.75]}
+        | {"attention_bias": True, "layer_types": ["full_attention", "linear_attention"]},
+        ("decay", "taps", "step_limits", "mamba_inputs", "mamba_skip", "bias"),
+    ),
+    Case(
+        "granite-4-without-mamba-rope",
+        "GraniteMoeHybrid",
+        0,
+        heads(160, 4, 2, 40)
+        | GRANITE
+        | mamba_heads(8, 40, 8, 1)
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "rope_theta": 1e4}
+        | {"layer_types": ["attention"] * 3, "num_hidden_layers": 3},
+        ("shared_mlp", "theta", "rotation", "residual", "attention_scale", "grouping"),
+    ),
     Case(
         "qwen3_5-5-layers-2-values-per-key",
         "Qwen3_5",

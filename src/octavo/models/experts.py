@@ -120,6 +120,7 @@ class ExpertsConfig:
     """The weighted sum of the chosen experts' outputs, plus a shared expert's output.
 
     has_shared_gate: a linear layer's sigmoid multiplies the shared expert's output. has_bias: of the experts.
+    is_shared_fused: the checkpoint stores the shared expert's gate and up projections in one tensor.
     router_name, shared_name: names in the checkpoint, after "mlp.". branches: separate norms of the residual stream for
     shared expert, experts and router.
     """
@@ -132,6 +133,7 @@ class ExpertsConfig:
     has_shared_gate: bool = False
     has_bias: bool = False
     has_shared_bias: bool = False
+    is_shared_fused: bool = False
     router_name: str = "gate"
     shared_name: str = "shared_expert"
     branches: BranchNorms | None = None
@@ -171,7 +173,9 @@ class ExpertsConfig:
         ]
         shared, shared_name = None, f"{name}.{self.shared_name}" if self.shared_name else name
         if self.shared_size is not None:
-            shared = _expert(shared_name, hidden_size, self.shared_size, self.has_shared_bias)
+            shared = _expert(
+                shared_name, hidden_size, self.shared_size, self.has_shared_bias, is_fused=self.is_shared_fused
+            )
         router, choice_bias, expert_scale = f"{name}.{self.router_name}", None, None
         if self.router.has_choice_bias:
             choice_bias = Vector(f"{router}.e_score_correction_bias", num_experts)
@@ -200,8 +204,11 @@ def is_router(tensor_name: str) -> bool:
     return tensor_name.endswith(tuple(f".{each}.weight" for each in ROUTERS))
 
 
-def _expert(name: str, hidden_size: int, expert_size: int, has_bias: bool = False) -> GatedMLPTensors:
-    gate_up = ((f"{name}.gate_proj", expert_size), (f"{name}.up_proj", expert_size))
+def _expert(
+    name: str, hidden_size: int, expert_size: int, has_bias: bool = False, *, is_fused: bool = False
+) -> GatedMLPTensors:
+    apart = ((f"{name}.gate_proj", expert_size), (f"{name}.up_proj", expert_size))
+    gate_up = ((f"{name}.gate_up_proj", 2 * expert_size),) if is_fused else apart
     return GatedMLPTensors(
         gate_up=Linear(gate_up, hidden_size, has_bias),
         down=Linear(((f"{name}.down_proj", hidden_size),), expert_size, has_bias),

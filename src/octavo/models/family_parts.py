@@ -15,6 +15,7 @@ from octavo.models.experts import ExpertsConfig
 from octavo.models.gated_attention import GatedAttentionConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.latent_attention import LatentAttentionConfig
+from octavo.models.mamba2 import Mamba2Config
 from octavo.models.registry import architecture_of
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ _DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
 }
+_GRANITE_HYBRID: dict[str, Any] = {
+    "layer_types": [*["linear_attention"] * 5, "full_attention"] * 2,
+    "num_local_experts": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "shared_intermediate_size": 96,
+}
+_HYBRIDS = {"GraniteMoeHybridForCausalLM": _GRANITE_HYBRID}
 _OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite"))
 _WITH_EXPERTS = frozenset(
     f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
@@ -67,11 +76,14 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}},
     {"tie_word_embeddings": True},
     {"attention_k_eq_v": True},
+    {"mamba_proj_bias": True},
+    {"time_step_limit": [0.001, 10.0]},
     {"num_kv_shared_layers": 4},
     {"hidden_size_per_layer_input": 16},
+    {"num_local_experts": 8, "num_experts_per_tok": 2},
     {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
 )
-_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split"})
+_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split", "stores_decay"})
 _NAMED = {"shared_layer": "KV of an earlier layer", "embeddings": "per-layer embeddings"}
 _OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})
 
@@ -105,7 +117,7 @@ def parts_of(architecture: Architecture) -> list[Part]:
 def family_parts(name: str) -> tuple[list[str], list[str]]:
     """Return a family's constant and optional parts."""
     sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
-    sample |= _DEEPSEEK if name in _OF_DEEPSEEK else {}
+    sample |= _DEEPSEEK if name in _OF_DEEPSEEK else _HYBRIDS.get(name, {})
     try:
         always = _names_of(sample | _ROPE)
         sample |= _ROPE
@@ -132,6 +144,9 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
         yield from _rope_parts(layer.attention.rope)
     elif isinstance(layer.attention, GatedDeltaConfig):
         yield Part("gated delta net")
+    elif isinstance(layer.attention, Mamba2Config):
+        yield Part("Mamba-2")
+        yield from _changed("Mamba-2", layer.attention)
     else:
         yield Part("attention")
     yield from _mlp_parts(layer.mlp)

@@ -148,15 +148,13 @@ class LatentShape:
 
 
 @dataclass(frozen=True, slots=True)
-class StateShape:
-    """A recurrent state per sequence, instead of data per position.
+class NothingStored:
+    """No data per position."""
 
-    inputs: shapes of parts in the activations' dtype. numbers: shapes of float32 parts.
-    """
-
-    inputs: tuple[tuple[int, ...], ...]
-    numbers: tuple[tuple[int, ...], ...]
-    shared_layer: int | None = None
+    @property
+    def shared_layer(self) -> None:
+        """See `CacheSpec`."""
+        return
 
     @property
     def kind(self) -> KVGroupKind:
@@ -164,7 +162,7 @@ class StateShape:
         return FullAttention()
 
     @property
-    def keeping_all(self) -> StateShape:
+    def keeping_all(self) -> NothingStored:
         """See `CacheSpec`."""
         return self
 
@@ -173,18 +171,13 @@ class StateShape:
         del block_size, dtype
         return 0
 
-    def slot_bytes(self, dtype: str) -> int:
-        """Return the bytes of a sequence's state. dtype: of activations."""
-        inputs, numbers = (sum(map(math.prod, shapes)) for shapes in (self.inputs, self.numbers))
-        return inputs * _VALUE_BYTES[dtype] + numbers * _VALUE_BYTES["float32"]
-
     def views(self, part: Tensor, block_size: int) -> tuple[Tensor, ...]:
         """Return nothing."""
         del part, block_size
         return ()
 
-    def match(self, own: Any, whole_spec: StateShape, whole: Any) -> tuple[Any, Any]:
-        """See `CacheSpec`. Blocks have no states."""
+    def match(self, own: Any, whole_spec: NothingStored, whole: Any) -> tuple[Any, Any]:
+        """See `CacheSpec`."""
         assert self == whole_spec
         return own, whole
 
@@ -192,6 +185,22 @@ class StateShape:
         """Return None."""
         del dtype
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape(NothingStored):
+    """A recurrent state per sequence, instead of data per position.
+
+    inputs: shapes of parts in the activations' dtype. numbers: shapes of float32 parts.
+    """
+
+    inputs: tuple[tuple[int, ...], ...]
+    numbers: tuple[tuple[int, ...], ...]
+
+    def slot_bytes(self, dtype: str) -> int:
+        """Return the bytes of a sequence's state. dtype: of activations."""
+        inputs, numbers = (sum(map(math.prod, shapes)) for shapes in (self.inputs, self.numbers))
+        return inputs * _VALUE_BYTES[dtype] + numbers * _VALUE_BYTES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +242,17 @@ class KVLayout:
         return sum(spec.slot_bytes(dtype) for spec in self.states.values())
 
     @property
+    def last_writer(self) -> int:
+        """The last layer that stores something."""
+        stores = (spec.shared_layer is None and spec != NothingStored() for spec in self.layers)
+        return max(index for index, each in enumerate(stores) if each)
+
+    @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
         """One group per kind. The first reads all positions, and may be empty."""
         groups: dict[KVGroupKind, list[int]] = {FullAttention(): []}
         for index, spec in enumerate(self.layers):
-            if spec.shared_layer is None and not isinstance(spec, StateShape):
+            if spec.shared_layer is None and not isinstance(spec, NothingStored):
                 groups.setdefault(spec.kind, []).append(index)
         return tuple(LayerGroup(kind, tuple(numbers)) for kind, numbers in groups.items())
 

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 DEFAULT_STD = 0.02
 _TABLE_ROWS = 4096
 # Recurrent layers with these means remember tens of tokens, and their results are not small.
-_MEANS = (("_scalar", 1.0), ("scale", 1.0), (".A_log", -2.0), (".linear_attn.norm.weight", 1.0))
+_MEANS = (
+    ("_scalar", 1.0), ("scale", 1.0), (".A_log", -2.0), (".linear_attn.norm.weight", 1.0), (".mamba.D", 1.0),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,21 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 2.0,
     },
+    "GraniteMoeHybridForCausalLM": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 96,
+        "layer_types": ["linear_attention", "full_attention"],
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 24,
+        "mamba_n_groups": 1,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    },
     "GptOssForCausalLM": {
         "model_type": "gpt_oss",
         "num_local_experts": 4,
@@ -221,12 +238,18 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
+_WITH_JOINED_EXPERTS = {
+    "GptOssForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM", "Gemma4ForCausalLM",
+}  # fmt: skip
+_GRANITE_MOE = {
+    "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "mlp.router": "block_sparse_moe.router.layer",
+}
 _STORED_NAMES = {
-    "GraniteMoeForCausalLM": {
-        "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
-        "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
-        "mlp.router": "block_sparse_moe.router.layer",
-    },
+    "GraniteMoeForCausalLM": _GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": _GRANITE_MOE
+    | {".mlp.gate_up_proj.": ".shared_mlp.input_linear.", ".mlp.down_proj.": ".shared_mlp.output_linear."},
     "Gemma4ForCausalLM": {
         ".mlp.experts": ".experts",
         ".mlp.router.weight": ".router.proj.weight",
@@ -283,7 +306,7 @@ def write_checkpoint(
     weights = RandomWeights(shapes, getattr(torch, architecture.dtype), seed, std, 1.0 - architecture.norm_offset)
     shards: list[dict[str, Tensor]] = [{}]
     tensors = {name: weights.tensor(name) for name in shapes}
-    if (family := config["architectures"][0]) in {"GptOssForCausalLM", "GraniteMoeForCausalLM", "Gemma4ForCausalLM"}:
+    if (family := config["architectures"][0]) in _WITH_JOINED_EXPERTS:
         tensors = _with_joined_experts(tensors, family)
     for name, tensor in tensors.items():
         full = max_shard_bytes is not None and _num_bytes(shards[-1]) + tensor.nbytes > max_shard_bytes

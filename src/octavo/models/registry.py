@@ -32,6 +32,7 @@ FAMILIES = {
     "GptOssForCausalLM": "octavo.models.gpt_oss",
     "GraniteForCausalLM": "octavo.models.granite",
     "GraniteMoeForCausalLM": "octavo.models.granite",
+    "GraniteMoeHybridForCausalLM": "octavo.models.granite_hybrid",
     "LlamaForCausalLM": "octavo.models.llama",
     "MistralForCausalLM": "octavo.models.mistral",
     "MinistralForCausalLM": "octavo.models.ministral",

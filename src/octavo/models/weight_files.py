@@ -27,6 +27,8 @@ _GRANITE_PARTS = {
     "output_linear.weight": "experts.down_proj",
     "router.layer": "router",
 }
+_SHARED = re.compile(r"\.shared_mlp\.(input|output)_linear(?=\.)")
+_SHARED_PARTS = {"input": "gate_up_proj", "output": "down_proj"}
 _GEMMA = re.compile(r"(\.layers\.\d+)\.(router|experts)(?:\.proj(?=\.))?(?=\.)")
 _MIXTRAL_PARTS = {"gate": "gate", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -112,4 +114,6 @@ def _of_experts(name: str) -> str:
         return name.replace(match[0], f".mlp.{match[1] or ''}{_MIXTRAL_PARTS[match[2]]}")
     if match := _GRANITE.search(name):
         return name.replace(match[0], f".mlp.{_GRANITE_PARTS.get(match[1], match[1])}")
+    if match := _SHARED.search(name):
+        return name.replace(match[0], f".mlp.{_SHARED_PARTS[match[1]]}")
     return _GEMMA.sub(r"\1.mlp.\2", name)
