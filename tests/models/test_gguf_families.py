@@ -19,6 +19,7 @@ from octavo.models.gguf_weights import GGUFWeights
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import architecture_of
 from octavo.models.rope import make_cos_sin
+from octavo.models.rope_config import RopeConfig
 
 PATH = Path("model.gguf")
 BY_NAME = {case.name: case for case in (*CASES, *MORE_CASES)}
@@ -28,7 +29,7 @@ ARCHITECTURES = {
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
-    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe",
+    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "GraniteMoeHybrid": "granitehybrid",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -41,7 +42,7 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "gpt-oss-5-experts-of-which-3", "deepseek-v2-2-of-4-groups", "deepseek-v2-lite-3-of-5",
     "deepseek-v3-yarn-choice-bias", "glm-4.5-3-of-5-groups-dense-first", "granite-moe-3-of-7",
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
-    "gemma4-one-expert-shared-kv-embeddings",
+    "gemma4-one-expert-shared-kv-embeddings", "granite-4-h-3-of-7-experts", "granite-4-h-dense-tied-groups-biases",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -49,6 +50,8 @@ _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_paramete
 }}  # fmt: skip
 CONFIGS["deepseek-v3-yarn-choice-bias"]["rope_parameters"]["mscale"] = 0.8  # files have no value of its own
 CONFIGS["deepseek-v2-lite-3-of-5"]["kv_b_is_split"] = True  # as in today's files
+for _name in ("granite-4-h-3-of-7-experts", "granite-4-h-dense-tied-groups-biases"):
+    CONFIGS[_name] |= {"stores_decay": True, "mlp_is_fused": False}
 CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no other value than head_dim
 CONFIGS |= {
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
@@ -74,9 +77,10 @@ def converted(config):
     architecture = ARCHITECTURES[name]
     ropes = config.get("rope_parameters") or {"rope_type": "default"}
     rope = dict(ropes.get("full_attention", ropes)) | dict(config.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta", expected.layers[-1].attention.rope.theta))
+    own_rope = getattr(expected.layers[-1].attention, "rope", None) or RopeConfig()
+    rope.setdefault("rope_theta", config.get("rope_theta", own_rope.theta))
     kind = rope.get("type", rope.get("rope_type"))
-    partial = expected.layers[-1].attention.rope.partial_rotary_factor
+    partial = own_rope.partial_rotary_factor
     said = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -112,6 +116,7 @@ def converted(config):
 
 def stored_name(names, name):
     """Return llama.cpp's name of a tensor; of an expert's matrix the one that octavo gives its part of the tensor."""
+    name = name.replace(".mamba.decay", ".mamba.A_log").replace(".mamba.dt_bias", ".mamba.dt_proj.bias")
     if match := re.fullmatch(r"(.*\.mlp\.experts\.)(\d+)\.(.*)\.(weight|bias)", name):
         whole = names.get_name(match[1] + match[3]) or f"blk.{name.split('.')[2]}.ffn_{match[3][:-5]}_exps"
         return f"{whole}.{match[2]}.{match[4]}"
@@ -157,15 +162,18 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             }
             return keys | {"nextn_predict_layers": 1, "block_count": config["num_hidden_layers"] + 1}
         case "Granite" | "GraniteMoe":
-            experts = {
-                "expert_count": config.get("num_local_experts"),
-                "expert_used_count": config.get("num_experts_per_tok"),
-            }
-            return {key: value for key, value in experts.items() if value} | {
-                "attention.scale": config["attention_multiplier"],
-                "embedding_scale": config["embedding_multiplier"],
-                "residual_scale": config["residual_multiplier"],
-                "logit_scale": config["logits_scaling"],
+            return granite_keys(config)
+        case "GraniteMoeHybrid":
+            is_full = ["attention" in kind.removeprefix("linear_attention") for kind in config["layer_types"]]
+            return granite_keys(config) | {
+                "attention.head_count_kv": [config["num_key_value_heads"] * each for each in is_full],
+                "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+                "rope.scaling.finetuned": False,
+                "ssm.conv_kernel": config["mamba_d_conv"],
+                "ssm.state_size": config["mamba_d_state"],
+                "ssm.group_count": config["mamba_n_groups"],
+                "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
+                "ssm.time_step_rank": config["mamba_n_heads"],
             }
         case "Qwen2Moe" | "Qwen3Moe" | "Mixtral" | "Olmoe":
             keys = {
@@ -220,6 +228,19 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return {"rope.scaling.yarn_log_multiplier": log_multiplier, "attention.temperature_scale": beta}
         case _:
             return {}
+
+
+def granite_keys(config):
+    experts = {
+        "expert_count": config.get("num_local_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+    }
+    return {key: value for key, value in experts.items() if value} | {
+        "attention.scale": config["attention_multiplier"],
+        "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"],
+        "logit_scale": config["logits_scaling"],
+    }
 
 
 def gemma4_keys(config):
@@ -349,6 +370,33 @@ def test_configs_cover_every_gguf_family():
     assert {ARCHITECTURES[config["architectures"][0].removesuffix("ForCausalLM")] for config in CONFIGS.values()} == {
         *_FAMILIES
     }
+
+
+def test_granite_4_without_mamba_is_read_as_granite():
+    """Its conversion also writes the keys of Mamba-2, and the MLP's size as that of a shared expert."""
+    said = {"ssm.conv_kernel": 4, "ssm.inner_size": 280, "expert_shared_feed_forward_length": 88, "expert_count": 0}
+    file, expected = with_keys(CONFIGS["granite-7-per-kv-head-20"], **said)
+    read = architecture_of(ConfigFile(PATH, config_of(file)))
+    assert read.name == "GraniteForCausalLM"
+    assert {each.mlp.intermediate_size for each in read.layers} == {88}
+    assert [each.attention for each in read.layers] == [each.attention for each in expected.layers]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention.head_count_kv", [3, 3, 0, 3, 1], "must be 0 in layers of Mamba-2, and one other number"),
+        ("attention.head_count_kv", [0, 0, 0, 0, 0], "head_count_kv = 0: must be an integer from 1"),
+        ("attention.head_count_kv", [0, 3], "must have 5 integers above -1"),
+        ("ssm.inner_size", 100, "inner_size = 100: must be a multiple of ssm.time_step_rank = 12"),
+        ("ssm.group_count", 5, "mamba_n_groups = 5: must divide mamba_n_heads = 12"),
+        ("ssm.dt_b_c_rms", True, "dt_b_c_rms = True: octavo does not support this"),
+    ],
+)
+def test_other_granite_hybrid_metadata_is_refused(key, value, words):
+    file, _ = with_keys(CONFIGS["granite-4-h-3-of-7-experts"], **{key: value})
+    with pytest.raises(ModelError, match=words):
+        architecture_of(ConfigFile(PATH, config_of(file)))
 
 
 @pytest.mark.parametrize(

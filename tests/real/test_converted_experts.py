@@ -1,4 +1,4 @@
-"""Mixtures of experts that llama.cpp's own converter has written give the tokens of their folders."""
+"""Mixtures of experts and hybrids that llama.cpp's own converter has written give the tokens of their folders."""
 
 import json
 import random
@@ -21,7 +21,8 @@ VOCAB_SIZE, NUM_TOKENS = 288, 24
 PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
 FAMILIES = (
     "Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GptOss in MXFP4", "GraniteMoe", "Glm4Moe", "DeepseekV2",
-    "DeepseekV3", "Glm4MoeLite", "Gemma4", "Gemma4 without experts",
+    "DeepseekV3", "Glm4MoeLite", "Gemma4", "Gemma4 without experts", "GraniteMoeHybrid",
+    "GraniteMoeHybrid without experts", "GraniteMoeHybrid without Mamba",
 )  # fmt: skip
 LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 SIZES = {
@@ -57,7 +58,9 @@ def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_
         config["head_dim"] = SIZES["hidden_size"] // SIZES["num_attention_heads"]
     if "global_head_dim" in config:  # the converter needs another one than head_dim
         config["global_head_dim"] = 2 * SIZES["head_dim"]
-    if "without" in case:
+    if family == "GraniteMoeHybrid":
+        config |= granite_4(case)
+    elif "without" in case:
         config |= DENSE_GEMMA4
     if "mlp_layer_types" in config:
         config |= {"mlp_layer_types": ["dense", *["sparse"] * 3], "first_k_dense_replace": 1}
@@ -75,6 +78,16 @@ def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_
     tokens = tokens_of(folder)
     assert tokens_of(file) == tokens
     assert len({*map(tuple, tokens)}) == len(tokens)
+
+
+def granite_4(case):
+    """Return the changes of the configuration. The converter knows only these names of layers, and these sizes."""
+    config = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 12, "mamba_d_head": 16, "head_dim": 16}
+    if "without" in case:
+        config |= {"num_local_experts": 0, "num_experts_per_tok": 0}
+    if "Mamba" in case:
+        config |= {"layer_types": ["attention"] * 2, "position_embedding_type": "rope"}
+    return config
 
 
 def tokens_of(model):

@@ -41,7 +41,7 @@ _NOT_READ = (
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
 # llama.cpp stores these weights in wider types
-_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp")
+_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".ssm_a", ".ssm_conv1d", ".ssm_d", ".ssm_norm")
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
@@ -132,14 +132,14 @@ class GGUFFields:
             )
         return width
 
-    def counts(self, key: str) -> list[int]:
-        """Return a count for each layer."""
+    def counts(self, key: str, default: int | None = None, *, least: int = 1) -> list[int]:
+        """Return a count of at least `least` for each layer."""
         values = self.values.values.get(key)
         if not isinstance(values, list):
-            return [self.count(key)] * self.num_layers
+            return [self.count(key, default)] * self.num_layers
         self.values.mark(key)
-        if len(values) != self.num_layers or any(type(each) is not int or each < 1 for each in values):
-            raise self.values.error(key, f"must have {self.num_layers} integers above 0, one for each layer")
+        if len(values) != self.num_layers or any(type(each) is not int or each < least for each in values):
+            raise self.values.error(key, f"must have {self.num_layers} integers above {least - 1}, one for each layer")
         return values
 
     def window(self) -> int | None:
@@ -351,6 +351,53 @@ def _read_granite(fields: GGUFFields) -> dict[str, Any]:
     return {key: value for key, value in given.items() if value is not None}
 
 
+def _read_dense_granite(fields: GGUFFields) -> dict[str, Any]:
+    """The conversion of Granite 4 without Mamba-2 also writes Mamba-2's keys, and the MLP's size as a shared one."""
+    for key in fields.values.values:
+        if key.startswith("ssm."):
+            fields.values.mark(key)
+    size = fields.optional("expert_shared_feed_forward_length") or fields.count("feed_forward_length")
+    fields.values.mark("feed_forward_length")
+    return _read_granite(fields) | {"intermediate_size": int(size)}
+
+
+def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
+    key = "attention.head_count_kv"
+    kv_heads = fields.counts(key, least=0)
+    if len({*kv_heads}) != 2 or 0 not in kv_heads:
+        raise fields.values.error(key, "must be 0 in layers of Mamba-2, and one other number in layers of attention")
+    recurrent, full = kv_heads.index(0), kv_heads.index(max(kv_heads))
+    rotates = fields.values.flag("rope.scaling.finetuned", default=True)  # as in llama.cpp
+    experts, size = fields.optional("expert_count"), fields.optional("expert_shared_feed_forward_length")
+    return _read_granite(fields) | _read_mamba2(fields, recurrent) | {
+        "num_key_value_heads": max(kv_heads),
+        "attention_bias": fields.has(f"blk.{full}.attn_q.bias"),
+        "layer_types": ["full_attention" if each else "linear_attention" for each in kv_heads],
+        "position_embedding_type": "rope" if rotates else "nope",
+        "shared_intermediate_size": fields.count("feed_forward_length") if size is None else int(size),
+        "mlp_is_fused": False,
+        "num_local_experts": int(experts or 0),
+        "num_experts_per_tok": int(fields.optional("expert_used_count") or 0),
+    }  # fmt: skip
+
+
+def _read_mamba2(fields: GGUFFields, layer: int) -> dict[str, Any]:
+    """Read the keys of Mamba-2. layer: the first one of this kind."""
+    num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
+    if inner % num_heads:
+        raise fields.values.error("ssm.inner_size", f"must be a multiple of ssm.time_step_rank = {num_heads}")
+    return {
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner // num_heads,
+        "mamba_d_state": fields.count("ssm.state_size"),
+        "mamba_n_groups": fields.count("ssm.group_count"),
+        "mamba_d_conv": fields.count("ssm.conv_kernel"),
+        "mamba_proj_bias": fields.has(f"blk.{layer}.ssm_in.bias"),
+        "mamba_conv_bias": fields.has(f"blk.{layer}.ssm_conv1d.bias"),
+        "stores_decay": True,
+    }
+
+
 def _read_smollm3(fields: GGUFFields) -> dict[str, Any]:
     return {"no_rope_layers": [int((layer + 1) % _SMOLLM3_ROPE_PERIOD != 0) for layer in range(fields.num_layers)]}
 
@@ -533,6 +580,17 @@ _GEMMA4_NAMES = _GEMMA_NORMS | {
     "ffn_down_exps.scale": "mlp.router.per_expert_scale",
 }
 _POST_NORM, _ROUTER = {"post_attention_norm": "post_attention_layernorm"}, {"ffn_gate_inp": "mlp.router"}
+_MAMBA_NAMES = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a": "mamba.decay",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_SHARED_MLP = {f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+_GRANITE_HYBRID_NAMES = _ROUTER | _SHARED_MLP | _MAMBA_NAMES
 _GLM4_MOE_NAMES, _GPT_OSS_NAMES = _DEEPSEEK_NAMES | _POST_NORM, _POST_NORM | _ROUTER
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FAMILIES = {
@@ -552,7 +610,14 @@ _FAMILIES = {
     "mistral3": GGUFFamily("MistralForCausalLM", "mistral", _read_mistral3, rotates_pairs=True),
     "glm4moe": GGUFFamily("Glm4MoeForCausalLM", "glm4_moe", _read_glm4_moe, _GLM4_MOE_NAMES),
     "granitemoe": GGUFFamily("GraniteMoeForCausalLM", "granitemoe", _read_granite_moe, _ROUTER, rotates_pairs=True),
-    "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_granite, rotates_pairs=True),
+    "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_dense_granite, rotates_pairs=True),
+    "granitehybrid": GGUFFamily(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        _read_granite_hybrid,
+        _GRANITE_HYBRID_NAMES,
+        rotates_pairs=True,
+    ),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", _read_smollm3, rotates_pairs=True),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", _read_olmo, _OLMO_NORMS),
     "glm4": GGUFFamily("Glm4ForCausalLM", "glm4", names=_GLM_NAMES),

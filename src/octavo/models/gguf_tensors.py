@@ -65,7 +65,7 @@ class GGUFTensors:
             if name not in self._names:
                 continue
             stored = self._weights.file.tensors[self._names[name]]
-            if stored.shape != shape:
+            if not _fits(stored.shape, shape):
                 raise ModelError(
                     f"{stored.path}: {self._names[name]} has the shape {list(stored.shape)}, but the metadata requires "
                     f"{list(shape)}"
@@ -177,6 +177,13 @@ class ExpandedRows:
         if kind in _FLOATS:
             return chosen.view(_FLOATS[kind])
         return _expand(self.stored, chosen.view(-1, kind.block_bytes)).view(len(chosen), self.stored.shape[1])
+
+
+def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """llama.cpp stores some vectors as rows, and leaves out the dimension of 1 of convolutions."""
+    if len(shape) == 1:
+        return math.prod(found) == shape[0]
+    return found == (shape if len(shape) == 2 else tuple(size for size in shape if size != 1))
 
 
 def _forget(path: Path, rows: Tensor) -> None:

@@ -83,7 +83,8 @@ class GGUFWeights:
         if self.family.rotates_pairs:
             fields = GGUFFields(file, self.architecture)
             heads = fields.count("attention.head_count")
-            self._pairs = {"attn_q": heads, "attn_k": fields.count("attention.head_count_kv", heads)}
+            kv_heads = max(fields.counts("attention.head_count_kv", default=heads, least=0))
+            self._pairs = {"attn_q": heads, "attn_k": kv_heads}
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -147,6 +148,8 @@ def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
     match name.split("."):
         case ["blk", layer, part, kind] if (whole := parts.get(f"{part}.{kind}")) is not None:
             return f"model.layers.{layer}.{whole}"
+        case ["blk", layer, part] if part in parts:
+            return f"model.layers.{layer}.{parts[part]}"
         case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
         case ["blk", layer, part, expert, "weight" | "bias" as kind] if part in _EXPERT_NAMES:

@@ -193,6 +193,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "mamba_d_head": 16,
         "mamba_d_state": 24,
         "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.2,
