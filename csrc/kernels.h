@@ -20,6 +20,7 @@
 #include "packing.h"
 #include "rank_experts.h"
 #include "ranks.h"
+#include "relu_squared.h"
 #include "rounding.h"
 #include "sampling.h"
 #include "short_conv.h"
@@ -48,6 +49,7 @@
   KERNEL(copy_rows, TwoHeadsArgs)           \
   KERNEL(sigmoid_gate, TwoHeadsArgs)        \
   KERNEL(divide, DivideArgs)                \
+  KERNEL(relu_squared, ReluSquaredArgs)     \
   KERNEL(rope_and_write_kv, RopeArgs)       \
   KERNEL(rope_and_write_latents, LatentArgs) \
   KERNEL(paged_attention, AttentionArgs)    \

@@ -1,3 +1,3 @@
 """Families with recurrent layers, which ranks and Triton do not compute yet."""
 
-RECURRENT = frozenset({"GraniteMoeHybridForCausalLM", "Qwen3_5ForCausalLM"})
+RECURRENT = frozenset({"GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "Qwen3_5ForCausalLM"})

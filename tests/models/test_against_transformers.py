@@ -214,6 +214,7 @@ def without(model, *norms):
     return with_weights(model, tuple(f"{norm}.weight" for norm in norms), torch.zeros_like)
 
 
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight")
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -244,7 +245,7 @@ ALTERATIONS = {
     "expert_scale": lambda model: with_weights(model, ("router.per_expert_scale",), lambda p: 1 / p.roll(1) - 2),
     "branch_norms": lambda model: without(model, "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2"),
     "experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),
-    "router": lambda model: with_weights(model, ("mlp.gate.weight", "mlp.router.weight"), lambda p: p.roll(1, 0)),
+    "router": lambda model: with_weights(model, ROUTERS, lambda p: p.roll(1, 0)),
     "granite_experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),
     "granite_router": lambda model: with_weights(model, ("moe.router.weight",), lambda p: p.roll(1, 0)),
     "router_bias": lambda model: with_weights(model, ("mlp.router.bias",), lambda p: -3 * p),
@@ -277,13 +278,16 @@ ALTERATIONS = {
     "mamba_gate": lambda model: with_inputs(model, 0, lambda z: -z),
     "mamba_inputs": lambda model: with_inputs(model, 1, lambda xbc: xbc.roll(1, 0)),
     "mamba_steps": lambda model: with_inputs(model, 2, lambda dt: dt.roll(1, 0)),
-    "mamba_norm": lambda model: with_weights(model, ("mamba.norm.weight",), lambda p: p.roll(1)),
-    "mamba_skip": lambda model: with_weights(model, ("mamba.D",), torch.zeros_like),
+    "mamba_norm": lambda model: with_weights(model, ("mamba.norm.weight", "mixer.norm.weight"), lambda p: p.roll(1)),
+    "mamba_skip": lambda model: with_weights(model, ("mamba.D", "mixer.D"), torch.zeros_like),
     "mamba_bias": lambda model: with_weights(model, ("in_proj.bias", "out_proj.bias"), torch.zeros_like),
     "conv_bias": lambda model: with_weights(model, ("conv1d.bias",), torch.zeros_like),
     "step_bias": lambda model: with_weights(model, ("dt_bias",), lambda p: p + 2),
     "step_limits": lambda model: with_config(model, time_step_limit=(0.0, float("inf"))),
     "shared_mlp": lambda model: with_weights(model, ("shared_mlp.output_linear.weight",), torch.zeros_like),
+    "least_step": lambda model: with_config(model, time_step_min=1e-6),
+    "up_projection": lambda model: with_weights(model, ("mixer.up_proj.weight",), lambda p: -p),
+    "epsilon": lambda model: with_config(model, layer_norm_epsilon=1e-6),
     "rotation": lambda model: with_config(model, position_embedding_type=None),
     "short_factor": lambda model: with_rope(model, short_factor=model.config.rope_parameters["long_factor"]),
     "long_factor": lambda model: with_rope(model, long_factor=model.config.rope_parameters["short_factor"]),

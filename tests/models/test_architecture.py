@@ -95,29 +95,40 @@ def test_new_config_style_equals_old_style(name, tmp_path):
 
 
 _RENAMED = {
-    ".block_sparse_moe.": ".mlp.",
-    ".shared_mlp.input_linear.": ".mlp.gate_up_proj.",
-    ".shared_mlp.output_linear.": ".mlp.down_proj.",
+    r"(layers\.\d+)\.(router|experts)(?:\.proj)?(?=\.)": r"\1.mlp.\2",  # Gemma 4
+    r"\.block_sparse_moe\.": ".mlp.",
+    r"\.shared_mlp\.input_linear\.": ".mlp.gate_up_proj.",
+    r"\.shared_mlp\.output_linear\.": ".mlp.down_proj.",
+    r"model\.embeddings\.": "model.embed_tokens.",  # Nemotron-H
+    r"model\.norm_f\.": "model.norm.",
+    r"(layers\.\d+)\.norm\.": r"\1.input_layernorm.",
+    r"\.mixer\.(?=[qkvo]_proj)": ".self_attn.",
+    r"\.mixer\.(?=up_proj|down_proj|gate|experts|shared_experts)": ".mlp.",
+    r"\.mixer\.": ".mamba.",
 }
-_GEMMA4 = re.compile(r"(layers\.\d+)\.(router|experts)(?:\.proj)?(?=\.)")
+
+
+def renamed(name):
+    """Return octavo's name of a parameter of transformers."""
+    for theirs, ours in _RENAMED.items():
+        name = re.sub(theirs, ours, name)
+    return name
 
 
 @pytest.mark.sweep(20)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_tensor_shapes_equal_transformers(name, tied, tmp_path):
-    """Only Granite-MoE, Granite 4 and Gemma 4 have other names."""
+    """Transformers never ties the embeddings of Nemotron-H."""
+    tied = tied and name != "NemotronHForCausalLM"
     config = tiny_config(name, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
     architecture = read_architecture(write(tmp_path, config))
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     expected = {}
     for key, parameter in model.named_parameters():
-        ours = _GEMMA4.sub(r"\1.mlp.\2", key)
-        for theirs, own in _RENAMED.items():
-            ours = ours.replace(theirs, own)
-        expected |= shapes_of_experts(ours, tuple(parameter.shape), is_transposed=name == "GptOssForCausalLM")
+        expected |= shapes_of_experts(renamed(key), tuple(parameter.shape), is_transposed=name == "GptOssForCausalLM")
     names = ("score_correction_bias", "layer_scalar")
-    biases = {key: tuple(each.shape) for key, each in model.named_buffers() if key.endswith(names)}
+    biases = {renamed(key): tuple(each.shape) for key, each in model.named_buffers() if key.endswith(names)}
     assert architecture.tensor_shapes() == expected | biases
     assert architecture.num_parameters == model.num_parameters() + sum(map(math.prod, biases.values()))
 

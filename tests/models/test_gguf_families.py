@@ -29,7 +29,7 @@ ARCHITECTURES = {
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
-    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "GraniteMoeHybrid": "granitehybrid",
+    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "GraniteMoeHybrid": "granitehybrid", "NemotronH": "nemotron_h",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -43,6 +43,7 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "deepseek-v3-yarn-choice-bias", "glm-4.5-3-of-5-groups-dense-first", "granite-moe-3-of-7",
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
     "gemma4-one-expert-shared-kv-embeddings", "granite-4-h-3-of-7-experts", "granite-4-h-dense-tied-groups-biases",
+    "nemotron-h-wide-heads", "nemotron-h-neighbours-of-one-kind-biases", "nemotron-3-3-of-8-experts-in-groups",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -50,8 +51,9 @@ _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_paramete
 }}  # fmt: skip
 CONFIGS["deepseek-v3-yarn-choice-bias"]["rope_parameters"]["mscale"] = 0.8  # files have no value of its own
 CONFIGS["deepseek-v2-lite-3-of-5"]["kv_b_is_split"] = True  # as in today's files
-for _name in ("granite-4-h-3-of-7-experts", "granite-4-h-dense-tied-groups-biases"):
-    CONFIGS[_name] |= {"stores_decay": True, "mlp_is_fused": False}
+for _name in CONFIGS:
+    if _name.startswith(("granite-4-h", "nemotron")):
+        CONFIGS[_name] |= {"stores_decay": True, "mlp_is_fused": False}
 CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no other value than head_dim
 CONFIGS |= {
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
@@ -70,11 +72,17 @@ def config_of(file):
     return read_gguf_config(file, *find_gguf_family(file))
 
 
+def architecture_in_file(config):
+    name = config["architectures"][0].removesuffix("ForCausalLM")
+    has_experts = "moe" in config.get("layers_block_type", ())
+    return ARCHITECTURES[name] + ("_moe" if name == "NemotronH" and has_experts else "")
+
+
 def converted(config):
     """Return the file that llama.cpp's conversion would write, without weights; and the factors of longrope."""
     expected = architecture_of(ConfigFile(PATH, config))
     name = config["architectures"][0].removesuffix("ForCausalLM")
-    architecture = ARCHITECTURES[name]
+    architecture = architecture_in_file(config)
     ropes = config.get("rope_parameters") or {"rope_type": "default"}
     rope = dict(ropes.get("full_attention", ropes)) | dict(config.get("rope_scaling") or {})
     own_rope = getattr(expected.layers[-1].attention, "rope", None) or RopeConfig()
@@ -208,6 +216,8 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
                 "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"] / 10 if "mscale_all_dim" in rope else None,
             }
             return {key: value for key, value in keys.items() if value is not None}
+        case "NemotronH":
+            return nemotron_keys(config)
         case "GptOss":
             return {
                 "expert_count": config["num_local_experts"],
@@ -240,6 +250,40 @@ def granite_keys(config):
         "embedding_scale": config["embedding_multiplier"],
         "residual_scale": config["residual_multiplier"],
         "logit_scale": config["logits_scaling"],
+    }
+
+
+def nemotron_keys(config):
+    kinds = config.get("layers_block_type") or config["hybrid_override_pattern"]
+    is_full, is_moe = (
+        [each in {"*", "attention", "full_attention"} for each in kinds],
+        [each == "moe" for each in kinds],
+    )
+    sizes = [config["intermediate_size"] * (each == "-") for each in kinds]
+    keys = {
+        "attention.head_count_kv": [config["num_key_value_heads"] * each for each in is_full],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "feed_forward_length": sizes,
+        "ssm.conv_kernel": config.get("conv_kernel", 4),
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+    }
+    if not any(is_moe):
+        return keys
+    return keys | {
+        "feed_forward_length": [config["moe_intermediate_size"] * each for each in is_moe],
+        "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_shared_count": 1,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
     }
 
 
@@ -367,9 +411,7 @@ def test_yarn_keys_without_yarn_are_ignored_or_refused():
 
 
 def test_configs_cover_every_gguf_family():
-    assert {ARCHITECTURES[config["architectures"][0].removesuffix("ForCausalLM")] for config in CONFIGS.values()} == {
-        *_FAMILIES
-    }
+    assert {*map(architecture_in_file, CONFIGS.values())} == {*_FAMILIES}
 
 
 def test_granite_4_without_mamba_is_read_as_granite():
@@ -385,9 +427,8 @@ def test_granite_4_without_mamba_is_read_as_granite():
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("attention.head_count_kv", [3, 3, 0, 3, 1], "must be 0 in layers of Mamba-2, and one other number"),
         ("attention.head_count_kv", [0, 0, 0, 0, 0], "head_count_kv = 0: must be an integer from 1"),
-        ("attention.head_count_kv", [0, 3], "must have 5 integers above -1"),
+        ("attention.head_count_kv", [0, 3, 0, -1, 0], "must have integers of at least 0, and one above 0"),
         ("ssm.inner_size", 100, "inner_size = 100: must be a multiple of ssm.time_step_rank = 12"),
         ("ssm.group_count", 5, "mamba_n_groups = 5: must divide mamba_n_heads = 12"),
         ("ssm.dt_b_c_rms", True, "dt_b_c_rms = True: octavo does not support this"),

@@ -61,7 +61,7 @@ def load(path, dtype="float32", **options):
 
 
 LINEARS = (
-    "qkv", "o", "q_b", "k_b", "v_b", "gate_up", "down", "router", "shared_gate_up", "shared_down", "shared_gate",
+    "qkv", "o", "q_b", "k_b", "v_b", "gate_up", "up", "down", "router", "shared_gate_up", "shared_down", "shared_gate",
     "gate", "projection", "inputs", "rates", "out",
 )  # fmt: skip
 NORMS = (

@@ -291,6 +291,17 @@ def mamba_heads(num_heads: int, head_dim: int, state_size: int, num_groups: int)
     }
 
 
+def pattern(letters: str, num_heads: int, head_dim: int, state_size: int, num_groups: int) -> dict[str, Any]:
+    return {
+        "hybrid_override_pattern": letters,
+        "num_hidden_layers": len(letters),
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": head_dim,
+        "ssm_state_size": state_size,
+        "n_groups": num_groups,
+    }
+
+
 MAMBA = ("decay", "taps", "mamba_gate", "mamba_inputs", "mamba_steps", "mamba_norm")
 MORE_CASES = (
     Case(
@@ -327,6 +338,42 @@ MORE_CASES = (
         | {"num_local_experts": 0, "mamba_conv_bias": False, "mamba_d_conv": 2, "time_step_limit": [0.6, 0.75]}
         | {"attention_bias": True, "layer_types": ["full_attention", "linear_attention"]},
         ("decay", "taps", "step_limits", "mamba_inputs", "mamba_skip", "bias"),
+    ),
+    Case(
+        "nemotron-h-wide-heads",
+        "NemotronH",
+        0,
+        heads(96, 6, 3, 32) | pattern("M-M*-M-", 12, 16, 40, 2),
+        (*MAMBA, "mamba_skip", "conv_bias", "step_bias", "up_projection", "grouping"),
+    ),
+    Case(
+        "nemotron-h-neighbours-of-one-kind-biases",
+        "NemotronH",
+        0,
+        heads(64, 4, 2, 40)
+        | pattern("M---MM**-M", 2, 80, 7, 1)
+        | {"use_bias": True, "mlp_bias": True, "conv_kernel": 7, "layer_norm_epsilon": 1e-3},
+        (*MAMBA, "mamba_bias", "bias", "up_projection", "epsilon"),
+    ),
+    Case(
+        "nemotron-3-3-of-8-experts-in-groups",
+        "NemotronH",
+        0,
+        heads(112, 7, 1, 16)
+        | pattern("", 8, 32, 33, 8)
+        | {"layers_block_type": ["mamba", "moe", "linear_attention", "attention", "moe", "full_attention", "moe"]}
+        | {"num_hidden_layers": 7, "n_group": 4, "topk_group": 2},
+        (*MAMBA, "experts", "router", "shared_experts", "choice_bias", "groups", "routed_scale", "normalizing"),
+    ),
+    Case(
+        "nemotron-3-step-limit-every-kind",
+        "NemotronH",
+        0,
+        heads(160, 4, 4, 24)
+        | pattern("E*-M", 3, 48, 16, 3)
+        | {"use_conv_bias": False, "time_step_min": 0.7, "norm_topk_prob": False, "conv_kernel": 2}
+        | {"num_experts_per_tok": 1, "n_routed_experts": 5},
+        ("decay", "taps", "least_step", "experts", "router", "up_projection", "normalizing"),
     ),
     Case(
         "granite-4-without-mamba-rope",

@@ -22,7 +22,8 @@ PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
 FAMILIES = (
     "Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GptOss in MXFP4", "GraniteMoe", "Glm4Moe", "DeepseekV2",
     "DeepseekV3", "Glm4MoeLite", "Gemma4", "Gemma4 without experts", "GraniteMoeHybrid",
-    "GraniteMoeHybrid without experts", "GraniteMoeHybrid without Mamba",
+    "GraniteMoeHybrid without experts", "GraniteMoeHybrid without Mamba", "NemotronH",
+    "NemotronH without experts",
 )  # fmt: skip
 LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 SIZES = {
@@ -60,6 +61,8 @@ def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_
         config["global_head_dim"] = 2 * SIZES["head_dim"]
     if family == "GraniteMoeHybrid":
         config |= granite_4(case)
+    elif family == "NemotronH":
+        config |= {"hybrid_override_pattern": "M-*-" if "without" in case else "ME*E"}
     elif "without" in case:
         config |= DENSE_GEMMA4
     if "mlp_layer_types" in config:

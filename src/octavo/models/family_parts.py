@@ -16,6 +16,8 @@ from octavo.models.gated_attention import GatedAttentionConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.mamba2 import Mamba2Config
+from octavo.models.no_sublayer import NoSublayer
+from octavo.models.plain_mlp import PlainMLPConfig
 from octavo.models.registry import architecture_of
 
 if TYPE_CHECKING:
@@ -56,7 +58,13 @@ _GRANITE_HYBRID: dict[str, Any] = {
     "mamba_d_head": 16,
     "shared_intermediate_size": 96,
 }
-_HYBRIDS = {"GraniteMoeHybridForCausalLM": _GRANITE_HYBRID}
+_NEMOTRON_H: dict[str, Any] = {
+    "hybrid_override_pattern": "M-M-M*M-M-M*",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+}
+_HYBRIDS = {"GraniteMoeHybridForCausalLM": _GRANITE_HYBRID, "NemotronHForCausalLM": _NEMOTRON_H}
 _OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite"))
 _WITH_EXPERTS = frozenset(
     f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
@@ -77,6 +85,8 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"tie_word_embeddings": True},
     {"attention_k_eq_v": True},
     {"mamba_proj_bias": True},
+    {"use_bias": True},
+    {"hybrid_override_pattern": "MEMEM*MEMEM*"},
     {"time_step_limit": [0.001, 10.0]},
     {"num_kv_shared_layers": 4},
     {"hidden_size_per_layer_input": 16},
@@ -147,9 +157,12 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
     elif isinstance(layer.attention, Mamba2Config):
         yield Part("Mamba-2")
         yield from _changed("Mamba-2", layer.attention)
-    else:
+    elif not isinstance(layer.attention, NoSublayer):
         yield Part("attention")
     yield from _mlp_parts(layer.mlp)
+    if isinstance(layer.attention, NoSublayer) or isinstance(layer.mlp, NoSublayer):
+        yield Part("one sublayer per layer")
+        return
     places = [each.name for each in dataclasses.fields(layer.norms) if getattr(layer.norms, each.name) is not None]
     if places != ["before_attention", "before_mlp"]:
         yield Part(f"norms {' and '.join(map(_words, places))}")
@@ -157,6 +170,8 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
 
 
 def _mlp_parts(mlp: MLPConfig) -> Iterator[Part]:
+    if isinstance(mlp, PlainMLPConfig) or (isinstance(mlp, ExpertsConfig) and not mlp.is_gated):
+        yield Part("MLP without a gate")
     if not isinstance(mlp, ExpertsConfig):
         yield from _changed("MLP", mlp)
         return

@@ -132,15 +132,29 @@ class GGUFFields:
             )
         return width
 
-    def counts(self, key: str, default: int | None = None, *, least: int = 1) -> list[int]:
-        """Return a count of at least `least` for each layer."""
+    def counts(self, key: str) -> list[int]:
+        """Return a count for each layer."""
         values = self.values.values.get(key)
         if not isinstance(values, list):
-            return [self.count(key, default)] * self.num_layers
+            return [self.count(key)] * self.num_layers
         self.values.mark(key)
-        if len(values) != self.num_layers or any(type(each) is not int or each < least for each in values):
-            raise self.values.error(key, f"must have {self.num_layers} integers above {least - 1}, one for each layer")
+        if len(values) != self.num_layers or any(type(each) is not int or each < 1 for each in values):
+            raise self.values.error(key, f"must have {self.num_layers} integers above 0, one for each layer")
         return values
+
+    def largest(self, key: str, default: int | None = None) -> int:
+        """Return the largest count of a layer. Layers without the counted things have 0."""
+        values = self.values.values.get(key)
+        if not isinstance(values, list):
+            return self.count(key, default)
+        self.values.mark(key)
+        if not values or any(type(each) is not int or each < 0 for each in values) or not any(values):
+            raise self.values.error(key, "must have integers of at least 0, and one above 0")
+        return int(max(values))
+
+    def first_with(self, part: str) -> int | None:
+        """Return the first layer that has a tensor."""
+        return next((layer for layer in range(self.num_layers) if self.has(f"blk.{layer}.{part}")), None)
 
     def window(self) -> int | None:
         """Return the sliding window in tokens, or None."""
@@ -362,40 +376,76 @@ def _read_dense_granite(fields: GGUFFields) -> dict[str, Any]:
 
 
 def _read_granite_hybrid(fields: GGUFFields) -> dict[str, Any]:
-    key = "attention.head_count_kv"
-    kv_heads = fields.counts(key, least=0)
-    if len({*kv_heads}) != 2 or 0 not in kv_heads:
-        raise fields.values.error(key, "must be 0 in layers of Mamba-2, and one other number in layers of attention")
-    recurrent, full = kv_heads.index(0), kv_heads.index(max(kv_heads))
+    is_recurrent = [fields.has(f"blk.{layer}.ssm_in.weight") for layer in range(fields.num_layers)]
     rotates = fields.values.flag("rope.scaling.finetuned", default=True)  # as in llama.cpp
-    experts, size = fields.optional("expert_count"), fields.optional("expert_shared_feed_forward_length")
-    return _read_granite(fields) | _read_mamba2(fields, recurrent) | {
-        "num_key_value_heads": max(kv_heads),
-        "attention_bias": fields.has(f"blk.{full}.attn_q.bias"),
-        "layer_types": ["full_attention" if each else "linear_attention" for each in kv_heads],
+    size = fields.optional("expert_shared_feed_forward_length") or fields.count("feed_forward_length")
+    return _read_granite(fields) | _read_mamba2(fields, _GRANITE_MAMBA) | {
+        "num_key_value_heads": fields.largest("attention.head_count_kv"),
+        "attention_bias": fields.first_with("attn_q.bias") is not None,
+        "layer_types": ["linear_attention" if each else "full_attention" for each in is_recurrent],
         "position_embedding_type": "rope" if rotates else "nope",
-        "shared_intermediate_size": fields.count("feed_forward_length") if size is None else int(size),
+        "shared_intermediate_size": int(size),
         "mlp_is_fused": False,
-        "num_local_experts": int(experts or 0),
+        "num_local_experts": int(fields.optional("expert_count") or 0),
         "num_experts_per_tok": int(fields.optional("expert_used_count") or 0),
     }  # fmt: skip
 
 
-def _read_mamba2(fields: GGUFFields, layer: int) -> dict[str, Any]:
-    """Read the keys of Mamba-2. layer: the first one of this kind."""
+_GRANITE_MAMBA = (
+    "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv", "mamba_proj_bias",
+    "mamba_conv_bias",
+)  # fmt: skip
+_NEMOTRON_MAMBA = (
+    "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_bias", "use_conv_bias",
+)  # fmt: skip
+
+
+def _read_mamba2(fields: GGUFFields, names: tuple[str, ...]) -> dict[str, Any]:
+    """Read the keys of Mamba-2. names: the family's keys of config.json for the sizes and biases."""
     num_heads, inner = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
     if inner % num_heads:
         raise fields.values.error("ssm.inner_size", f"must be a multiple of ssm.time_step_rank = {num_heads}")
-    return {
-        "mamba_n_heads": num_heads,
-        "mamba_d_head": inner // num_heads,
-        "mamba_d_state": fields.count("ssm.state_size"),
-        "mamba_n_groups": fields.count("ssm.group_count"),
-        "mamba_d_conv": fields.count("ssm.conv_kernel"),
-        "mamba_proj_bias": fields.has(f"blk.{layer}.ssm_in.bias"),
-        "mamba_conv_bias": fields.has(f"blk.{layer}.ssm_conv1d.bias"),
-        "stores_decay": True,
+    sizes = (fields.count(f"ssm.{name}") for name in ("state_size", "group_count", "conv_kernel"))
+    biases = (fields.first_with(f"{part}.bias") is not None for part in ("ssm_in", "ssm_conv1d"))
+    values = (num_heads, inner // num_heads, *sizes, *biases)
+    return dict(zip(names, values, strict=True)) | {"stores_decay": True}
+
+
+def _read_nemotron_h(fields: GGUFFields) -> dict[str, Any]:
+    """The conversion's feed_forward_length is 0 for dense MLPs, so kinds and sizes come from the tensors."""
+    kinds = [_nemotron_kind(fields, layer) for layer in range(fields.num_layers)]
+    keys = _read_mamba2(fields, _NEMOTRON_MAMBA) | {
+        "layers_block_type": kinds,
+        "layer_norm_epsilon": fields.number("attention.layer_norm_rms_epsilon"),
+        "num_key_value_heads": fields.largest("attention.head_count_kv"),
+        "intermediate_size": 1,
+        "mlp_bias": any(fields.first_with(f"{part}.bias") is not None for part in ("ffn_up", "ffn_up_shexp")),
+        "moe_latent_size": fields.optional("moe_latent_size"),
     }
+    for key in ("feed_forward_length", "attention.layer_norm_epsilon"):
+        fields.values.mark(key)
+    if (dense := fields.first_with("ffn_up.weight")) is not None:
+        keys["intermediate_size"] = fields.file.tensors[f"blk.{dense}.ffn_up.weight"].shape[0]
+    if "moe" in kinds:
+        size = fields.count("expert_shared_feed_forward_length")
+        return _read_routed(fields, is_sigmoid=True) | keys | {"moe_shared_expert_intermediate_size": size}
+    for key in fields.values.values:
+        if key.startswith("expert_"):
+            fields.values.mark(key)
+    return keys
+
+
+def _nemotron_kind(fields: GGUFFields, layer: int) -> str:
+    kinds = {
+        "ssm_in": "linear_attention",
+        "attn_q": "full_attention",
+        "ffn_gate_inp": "moe",
+        "ffn_up": "mlp",
+    }
+    found = [kind for part, kind in kinds.items() if fields.has(f"blk.{layer}.{part}.weight")]
+    if len(found) != 1:
+        raise ModelError(f"{fields.file.path}: layer {layer} must have one of the tensors {', '.join(kinds)}")
+    return found[0]
 
 
 def _read_smollm3(fields: GGUFFields) -> dict[str, Any]:
@@ -449,10 +499,11 @@ _GLM_NAMES = {
 
 
 def _read_experts(fields: GGUFFields, **more: Any) -> dict[str, Any]:
+    size = "expert_feed_forward_length"
     return more | {
         "num_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),
-        "moe_intermediate_size": fields.count("expert_feed_forward_length", fields.count("feed_forward_length")),
+        "moe_intermediate_size": fields.count(size if fields.values.has(size) else "feed_forward_length"),
     }
 
 
@@ -591,6 +642,7 @@ _MAMBA_NAMES = {
 }
 _SHARED_MLP = {f"ffn_{part}_shexp": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _GRANITE_HYBRID_NAMES = _ROUTER | _SHARED_MLP | _MAMBA_NAMES
+_NEMOTRON_NAMES = _DEEPSEEK_NAMES | _MAMBA_NAMES
 _GLM4_MOE_NAMES, _GPT_OSS_NAMES = _DEEPSEEK_NAMES | _POST_NORM, _POST_NORM | _ROUTER
 _OLMO_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _FAMILIES = {
@@ -617,6 +669,12 @@ _FAMILIES = {
         _read_granite_hybrid,
         _GRANITE_HYBRID_NAMES,
         rotates_pairs=True,
+    ),
+    "nemotron_h": GGUFFamily(
+        "NemotronHForCausalLM", "nemotron_h", _read_nemotron_h, _NEMOTRON_NAMES, rotates_pairs=True
+    ),
+    "nemotron_h_moe": GGUFFamily(
+        "NemotronHForCausalLM", "nemotron_h", _read_nemotron_h, _NEMOTRON_NAMES, rotates_pairs=True
     ),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", _read_smollm3, rotates_pairs=True),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", _read_olmo, _OLMO_NORMS),

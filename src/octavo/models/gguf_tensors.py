@@ -180,7 +180,7 @@ class ExpandedRows:
 
 
 def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """llama.cpp stores some vectors as rows, and leaves out the dimension of 1 of convolutions."""
+    """llama.cpp stores some vectors as rows, and convolutions without their dimension of 1."""
     if len(shape) == 1:
         return math.prod(found) == shape[0]
     return found == (shape if len(shape) == 2 else tuple(size for size in shape if size != 1))

@@ -83,7 +83,7 @@ class GGUFWeights:
         if self.family.rotates_pairs:
             fields = GGUFFields(file, self.architecture)
             heads = fields.count("attention.head_count")
-            kv_heads = max(fields.counts("attention.head_count_kv", default=heads, least=0))
+            kv_heads = fields.largest("attention.head_count_kv", heads)
             self._pairs = {"attn_q": heads, "attn_k": kv_heads}
 
     @property

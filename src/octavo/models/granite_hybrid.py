@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 in most layers, attention in the others, and a shared MLP, often with experts."""
+"""Granite 4: Mamba-2 in most layers, attention in some, and a shared MLP, often with experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.models.rope_config import read_rope
 if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
     from octavo.models.config_file import ConfigFile
-    from octavo.models.decoder_layer import MLPConfig
+    from octavo.models.decoder_layer import MLPConfig, TokenMixerConfig
 
 MODELS = {"GraniteMoeHybridForCausalLM": "Granite 4, with Mamba-2 (H) and without"}
 _KEYS = Mamba2Keys("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
@@ -41,7 +41,9 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     attention, max_context_tokens = _read_attention(config)
     kinds = read_hybrid_types(config, old_names=_OLD_KINDS)
     mlp = _read_mlp(config)
-    mixers = {FULL: attention, **({LINEAR: _read_mamba(config)} if LINEAR in kinds else {})}
+    mixers: dict[str, TokenMixerConfig] = {FULL: attention}
+    if LINEAR in kinds:
+        mixers[LINEAR] = _read_mamba(config)
     layers = tuple(LayerConfig(attention=mixers[kind], mlp=mlp) for kind in kinds)
     return read_scaled(config, name, layers, max_context_tokens)
 

@@ -33,7 +33,7 @@ def read_hybrid_types(config: ConfigFile, *, old_names: Mapping[str, str] | None
         raise config.error("layer_types", f"must list num_hidden_layers = {num_layers} entries")
     kinds = [(old_names or {}).get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     for kind in kinds:
-        if kind not in {FULL, LINEAR}:
+        if kind not in (FULL, LINEAR):
             raise config.error("layer_types", f"octavo supports {FULL} and {LINEAR} in this family, not {kind!r}")
     if FULL not in kinds:
         raise config.error("layer_types", f"octavo needs at least one layer with {FULL}")

@@ -38,6 +38,7 @@ FAMILIES = {
     "MinistralForCausalLM": "octavo.models.ministral",
     "Ministral3ForCausalLM": "octavo.models.ministral",
     "MixtralForCausalLM": "octavo.models.mixtral",
+    "NemotronHForCausalLM": "octavo.models.nemotron_h",
     "Olmo2ForCausalLM": "octavo.models.olmo",
     "Olmo3ForCausalLM": "octavo.models.olmo",
     "OlmoeForCausalLM": "octavo.models.olmoe",

@@ -30,6 +30,13 @@ _GRANITE_PARTS = {
 _SHARED = re.compile(r"\.shared_mlp\.(input|output)_linear(?=\.)")
 _SHARED_PARTS = {"input": "gate_up_proj", "output": "down_proj"}
 _GEMMA = re.compile(r"(\.layers\.\d+)\.(router|experts)(?:\.proj(?=\.))?(?=\.)")
+# One sublayer per layer, and names of a backbone.
+_OUTSIDE = re.compile(r"^(?:backbone|model)\.(embeddings|norm_f)(?=\.)")
+_OUTSIDE_PARTS = {"embeddings": "embed_tokens", "norm_f": "norm"}
+_MIXER = re.compile(r"^(?:backbone|model)(\.layers\.\d+\.)(?:mixer\.(\w+)|norm)(?=\.|$)")
+_MIXER_PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(
+    ("up_proj", "down_proj", "gate", "experts", "shared_experts"), "mlp"
+)
 _MIXTRAL_PARTS = {"gate": "gate", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -110,6 +117,12 @@ def decoder_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def _of_experts(name: str) -> str:
+    if match := _OUTSIDE.match(name):
+        return f"model.{_OUTSIDE_PARTS[match[1]]}{name[match.end() :]}"
+    if match := _MIXER.match(name):
+        part, own = match[2], name[match.end() :]
+        kept = "input_layernorm" if part is None else f"{_MIXER_PARTS.get(part, 'mamba')}.{part}"
+        return f"model{match[1]}{kept}{own}"
     if match := _MIXTRAL.search(name):
         return name.replace(match[0], f".mlp.{match[1] or ''}{_MIXTRAL_PARTS[match[2]]}")
     if match := _GRANITE.search(name):
