@@ -85,6 +85,21 @@ def test_pattern_equals_list_of_kinds():
     assert read(NEMOTRON, layers_block_type=kinds, num_hidden_layers=None) == read(NEMOTRON)
 
 
+def test_modules_of_a_backbone_are_left_as_floats():
+    ignored = ["backbone.layers.0.mixer.in_proj", "backbone.layers.*.mixer.q_proj", "lm_head"]
+    config = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ignored}
+    stored = read(NEMOTRON, quantization_config=config).stored_floats
+    layers = "model.layers"
+    floats = [f"{layers}.0.mamba.in_proj", f"{layers}.2.self_attn.q_proj", f"{layers}.1.mlp.gate", "lm_head"]
+    assert not any(map(stored.covers, floats))
+    assert stored.covers(f"{layers}.0.mamba.out_proj")
+    assert stored.covers(f"{layers}.1.mlp.experts.0.up_proj")
+
+
+def test_older_name_of_head_dim_is_read():
+    assert read(NEMOTRON, head_dim=None, attention_head_dim=40).layers[2].attention.head_dim == 40
+
+
 def test_layers_without_a_mixer_store_nothing():
     layout = read(NEMOTRON, hybrid_override_pattern="M*-E", num_hidden_layers=4).kv_layout
     assert list(layout.states) == [0]

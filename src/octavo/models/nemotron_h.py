@@ -13,7 +13,7 @@ from octavo.models.experts import ExpertsConfig
 from octavo.models.mamba2 import Mamba2Config, Mamba2Keys
 from octavo.models.no_sublayer import NoSublayer
 from octavo.models.plain_mlp import PlainMLPConfig
-from octavo.models.routed_mlps import read_sigmoid_router
+from octavo.models.routed_mlps import read_sigmoid_router, with_float_routers
 
 if TYPE_CHECKING:
     from octavo.models.architecture import Architecture
@@ -50,9 +50,10 @@ def read_architecture(config: ConfigFile, name: str) -> Architecture:
     kinds = _read_kinds(config)
     layers = {kind: _read_layer(config, kind) for kind in dict.fromkeys(kinds)}
     max_context_tokens = config.count("max_position_embeddings")
-    return read_decoder(
+    architecture = read_decoder(
         config, name, layers=tuple(layers[kind] for kind in kinds), max_context_tokens=max_context_tokens
     )
+    return with_float_routers(architecture)
 
 
 def _read_kinds(config: ConfigFile) -> list[str]:
@@ -76,7 +77,8 @@ def _read_layer(config: ConfigFile, kind: str) -> LayerConfig:
         case "linear_attention":
             return LayerConfig(attention=_read_mamba(config), mlp=nothing, norms=norms)
         case "full_attention":
-            attention = AttentionConfig.read(config, rope=None, default_head_dim=128, default_num_kv_heads=8)
+            head_dim = config.count("attention_head_dim", 128)  # an older name
+            attention = AttentionConfig.read(config, rope=None, default_head_dim=head_dim, default_num_kv_heads=8)
             return LayerConfig(attention=attention, mlp=nothing, norms=norms)
         case "mlp":
             return LayerConfig(attention=nothing, mlp=PlainMLPConfig.read(config), norms=norms)

@@ -33,7 +33,7 @@ _GEMMA = re.compile(r"(\.layers\.\d+)\.(router|experts)(?:\.proj(?=\.))?(?=\.)")
 # One sublayer per layer, and names of a backbone.
 _OUTSIDE = re.compile(r"^(?:backbone|model)\.(embeddings|norm_f)(?=\.)")
 _OUTSIDE_PARTS = {"embeddings": "embed_tokens", "norm_f": "norm"}
-_MIXER = re.compile(r"^(?:backbone|model)(\.layers\.\d+\.)(?:mixer\.(\w+)|norm)(?=\.|$)")
+_MIXER = re.compile(r"^(?:backbone|model)(\.layers\.(?:\d+|\*)\.)(?:mixer\.(\w+)|norm)(?=\.|$)")
 _MIXER_PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn") | dict.fromkeys(
     ("up_proj", "down_proj", "gate", "experts", "shared_experts"), "mlp"
 )
@@ -113,10 +113,11 @@ def decoder_names(stored: Iterable[str]) -> dict[str, str]:
     stored = list(stored)
     if BARE_EMBEDDING in stored:
         return {f"model.{name}": name for name in stored}
-    return {_of_experts(_TEXT_PART.sub("", name)): name for name in stored if not _OTHER_PARTS.match(name)}
+    return {part_name(_TEXT_PART.sub("", name)): name for name in stored if not _OTHER_PARTS.match(name)}
 
 
-def _of_experts(name: str) -> str:
+def part_name(name: str) -> str:
+    """Return octavo's name of a layer's tensor or module."""
     if match := _OUTSIDE.match(name):
         return f"model.{_OUTSIDE_PARTS[match[1]]}{name[match.end() :]}"
     if match := _MIXER.match(name):
