@@ -15,7 +15,7 @@ from octavo.core.policy import is_prefill
 from octavo.core.scheduler import Scheduler
 from octavo.data import events
 from octavo.data.events import WaitReason
-from octavo.data.kv_groups import NO_BLOCK, KVGroupKind, KVGroupSpec, kind_named, num_blocks_read
+from octavo.data.kv_groups import NO_BLOCK, KVGroupKind, KVGroupSpec, RecurrentStates, kind_named, num_blocks_read
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import ContentSpan, Request, RequestStatus
@@ -118,13 +118,18 @@ class WorldConfig:
     max_num_mixed_prefill_tokens: int = 0
     attention_cost_tokens: float | None = None
     span_rate: float = 0.0
+    has_states: bool = False
+    num_spare_states: int = 0
+    checkpoint_interval: int | None = None
+    cache_point_rate: float = 0.0
     has_ranks: bool = False
     message_fault: str | None = None
 
     @property
     def kinds(self) -> tuple[KVGroupKind, ...]:
         """The kinds of the KV groups after the first."""
-        return tuple(kind_named(self.kind_name)(window) for window in (self.window, self.second_window) if window)
+        windows = (kind_named(self.kind_name)(window) for window in (self.window, self.second_window) if window)
+        return (*windows, *([RecurrentStates()] if self.has_states else []))
 
 
 def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
@@ -239,6 +244,21 @@ def draw_stored(rng: random.Random, num_steps: int = 300) -> WorldConfig:
     )
 
 
+def draw_recurrent(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw a configuration of a model with recurrent layers, in some cases with windows, too."""
+    config = rng.choice([draw_config, draw_async])(rng, num_steps)
+    return replace(
+        config,
+        has_states=True,
+        num_spare_states=rng.choice([0, 1, 2, rng.randint(1, 8), 40]),
+        checkpoint_interval=rng.choice([None, None, config.block_size, 3 * config.block_size]),
+        cache_point_rate=rng.choice([0.0, 0.5]),
+        num_host_blocks=0,
+        remote_rate=0.0,
+        pair_rate=0.0,
+    )
+
+
 def draw_window(rng: random.Random, size: int) -> int:
     """Draw a window smaller than a block, as long as one, several of them, or anything between."""
     window = rng.choice([rng.randint(1, size), size, size + 1, 2 * size, rng.randint(1, 4 * size), 40])
@@ -293,6 +313,9 @@ class Totals:
     window_saves: int = 0
     parts_saved: int = 0
     parts_loaded: int = 0
+    state_saves: int = 0
+    state_evictions: int = 0
+    state_hits: int = 0
     ahead: int = 0
     ahead_with_newcomers: int = 0
     in_vain: int = 0
@@ -348,6 +371,7 @@ class World:
         self.sample_rng = random.Random(seed + "samples")
         self.async_rng = random.Random(seed + "async")
         self.span_rng = random.Random(seed + "spans")
+        self.point_rng = random.Random(seed + "points")
         self.pipeline = Pipeline(self.worker, self.store, self.async_rng)
         self.nothing_free: tuple[list[list[int]], list[int]] = [[] for _ in self.worker.memory], []
         self.free = self.nothing_free
@@ -372,8 +396,15 @@ class World:
         """
         config, size = self.config, self.config.block_size
         num_more = -(-(config.max_num_batched_tokens - 1) // size) + config.num_spare_window_blocks
+        num_states = config.max_num_seqs + config.num_spare_states
         return [
-            KVGroupSpec(kind, min(config.num_blocks, num_blocks_read(kind, size) + num_more)) for kind in config.kinds
+            KVGroupSpec(
+                kind,
+                num_states
+                if isinstance(kind, RecurrentStates)
+                else min(config.num_blocks, num_blocks_read(kind, size) + num_more),
+            )
+            for kind in config.kinds
         ]
 
     def _make_scheduler(self) -> Scheduler:
@@ -390,6 +421,7 @@ class World:
                 block_size=c.block_size,
                 enable_prefix_caching=c.enable_prefix_caching,
                 cache_decoded_blocks=c.cache_decoded_blocks,
+                state_checkpoint_interval=c.checkpoint_interval,
             ),
             num_blocks=c.num_blocks,
             num_host_blocks=c.num_host_blocks,
@@ -445,6 +477,7 @@ class World:
             return 0
         on_device = [block for block in manager.pool.blocks if block.hash is not None]
         extra_keys, name, start, has_part = manager.prefix_cache.chains.of(request).extra_keys, None, 0, []
+        states = [0]  # numbers of tokens after which a request can start
         for blocks in (on_device, manager.host.cached_blocks()):
             cached = {(block.parent, block.token_ids, block.extra_keys): block for block in blocks}
             while start + size <= len(token_ids):
@@ -456,7 +489,11 @@ class World:
                 ids = [group.id_of(block) for group in manager.bounded] if is_on_device else []
                 has_part.append(None not in ids if is_on_device else len(block.groups) == len(manager.groups))
                 name, start = block.name, start + size
+                if manager.states is not None and is_on_device and manager.states.id_of(block) is not None:
+                    states.append(start)
         ends = [min(end, len(token_ids) - 1) for end in range(0, start + 1, size)]
+        if manager.states is not None:
+            ends = [end for end in ends if end in states]
         return max(end for end in ends if self._has_all_seen(end, has_part))
 
     def _has_all_seen(self, num_tokens: int, has_part: list[bool]) -> bool:
@@ -566,6 +603,7 @@ class World:
                 totals.window_loads += count
             else:
                 totals.window_saves += count
+        totals.state_saves += sum(map(len, scheduled.state_saves.values()))
         totals.behind_window += sum(any(request.sequence.first_held) for request in self.scheduler.running)
 
     def _collect(self, step: Submitted) -> None:
@@ -862,6 +900,7 @@ class World:
             tenant=rng.choice("xyz"),
             deadline=deadline,
             kv_transfer_params=pair,
+            cache_points=self._draw_cache_points(len(prompt)),
         )
         request.awaits_results = awaits
         try:
@@ -882,6 +921,11 @@ class World:
         tracked.features |= {config.policy, config.admission} & set(FEATURES)
         if config.policy == "fair" and request.priority:
             tracked.features.add("priority")
+
+    def _draw_cache_points(self, num_tokens: int) -> tuple[int, ...]:
+        rng = self.point_rng
+        is_drawn = rng.random() < self.config.cache_point_rate
+        return tuple(rng.randint(0, num_tokens + 3) for _ in range(rng.randint(1, 3))) if is_drawn else ()
 
     def _draw_pair(self, name: str) -> KVTransferParams | None:
         """Give some requests a pairing: another engine computes their prompt, or this one computes it for another
@@ -979,6 +1023,7 @@ class World:
         match event:
             case events.PrefixCacheQueried():
                 totals.hits += event.num_hit_tokens > 0
+                totals.state_hits += self.config.has_states and event.num_hit_tokens > 0
                 longest = max(self.config.window, self.config.second_window)
                 is_long = event.num_hit_tokens >= longest + self.config.block_size
                 totals.window_hits += is_long and self.config.window > 0
@@ -986,6 +1031,8 @@ class World:
                     self.tracked[event.request_id].features.add("prefix")
             case events.BlockEvicted():
                 totals.evictions += 1
+            case events.CheckpointEvicted():
+                totals.state_evictions += 1
             case events.BlockOffloaded():
                 totals.offloads += 1
             case events.HostBlockEvicted():

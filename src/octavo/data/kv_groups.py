@@ -1,8 +1,8 @@
 """A KV group consists of layers that keep KV of the same positions, in the group's own blocks.
 
 The first group keeps all positions, and lookups find prefixes by the first group's blocks. Bounded groups, for example
-of sliding-window layers, keep only positions that later tokens can still read. A new kind needs a `register`ed class
-and an attention kernel.
+of sliding-window layers, keep only positions that later tokens can still read. The last group may have recurrent
+states: one block per sequence. A new kind needs a `register`ed class and a kernel.
 """
 
 from __future__ import annotations
@@ -83,6 +83,23 @@ class SlidingWindow:
 
     def __str__(self) -> str:
         return f"a sliding window of {self.window} tokens"
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    """A token reads the state after the previous token, and replaces it."""
+
+    name: ClassVar[str] = "recurrent_states"
+
+    @property
+    def most_positions(self) -> int:
+        """The token's own position."""
+        return 1
+
+    def first_position(self, num_tokens: int) -> int:
+        """Return `num_tokens`."""
+        return num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from octavo.core.event_emitter import emit_nothing
 from octavo.core.kv.block_chains import BlockChains
 from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
 from octavo.core.kv.cache_history import MOST_REMEMBERED, CacheHistory
-from octavo.core.kv.groups import BoundedGroup, FullAttentionGroup, num_covered
+from octavo.core.kv.checkpoints import Checkpoints
+from octavo.core.kv.groups import BoundedGroup, FullAttentionGroup, StateGroup, num_covered
 from octavo.core.kv.host_block_pool import HostBlockPool
 from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks, PrefixCache
 from octavo.data import events
-from octavo.data.kv_groups import NO_BLOCK
+from octavo.data.kv_groups import NO_BLOCK, RecurrentStates
 from octavo.data.scheduler_output import BlockCopies
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class _Saved:
 class KVCacheManager:
     """Allocates blocks of `block_size` tokens. An allocation succeeds in all KV groups or in none.
 
-    num_blocks: Number of blocks of the first KV group.
+    num_blocks: Number of blocks of the first KV group. bounded_groups: The other groups. Recurrent states are last.
+    checkpoint_interval: See `borders_to_save`, in tokens.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class KVCacheManager:
         num_host_blocks: int = 0,
         max_step_tokens: int = 1,
         extra_keys: tuple[str, ...] = (),
+        checkpoint_interval: int | None = None,
         emit: Callable[..., None] = emit_nothing,
     ) -> None:
         self.block_size = block_size
@@ -63,12 +66,23 @@ class KVCacheManager:
                 on_evict=self._keep_in_host,
             )
             for index, spec in enumerate(bounded_groups, 1)
+            if not isinstance(spec.kind, RecurrentStates)
         ]
         self.groups: list[KVGroup] = [FullAttentionGroup(self.pool), *self.bounded]
+        self.states: StateGroup | None = None
+        if bounded_groups and isinstance(bounded_groups[-1].kind, RecurrentStates):
+            self.states = StateGroup(
+                len(bounded_groups),
+                bounded_groups[-1],
+                block_size=block_size,
+                blocks=self.pool.blocks,
+                on_evict=lambda block: emit(events.CheckpointEvicted, block.block_id),
+            )
+            self.groups.append(self.states)
         self.prefix_cache = PrefixCache(
             self.pool,
             self.host,
-            self.bounded,
+            [*self.bounded, *([] if self.states is None else [self.states])],
             BlockChains(block_size, extra_keys),
             CacheHistory(min(max(4 * num_blocks, 1024), MOST_REMEMBERED)),
             block_size,
@@ -76,6 +90,11 @@ class KVCacheManager:
             cache_decoded_blocks=cache_decoded_blocks,
             emit=emit,
         )
+        self.checkpoints = None
+        if self.states is not None:
+            self.checkpoints = Checkpoints(
+                self.states, self.pool, self.prefix_cache, block_size, interval=checkpoint_interval, emit=emit
+            )
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
         self._pins: dict[int, list[list[int]]] = {}  # pinned ids by transfer id and group
@@ -93,6 +112,11 @@ class KVCacheManager:
         return max(group.usage for group in self.bounded) if self.bounded else 0.0
 
     @property
+    def _groups_of_tokens(self) -> list[KVGroup]:
+        """The groups whose block tables have a block for each position."""
+        return self.groups if self.states is None else self.groups[:-1]
+
+    @property
     def num_tracked_requests(self) -> int:
         """Number of requests with records, plus the number of partly filled blocks in the prefix cache."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
@@ -102,8 +126,8 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def has_free(self, num_blocks: int) -> bool:
-        """Return True if every group has `num_blocks` free or cached blocks."""
-        return all(group.num_free_blocks >= num_blocks for group in self.groups)
+        """Return True if every group with blocks of tokens has `num_blocks` free or cached blocks."""
+        return all(group.num_free_blocks >= num_blocks for group in self._groups_of_tokens)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Return a request's prefix hit. Changes nothing.
@@ -172,6 +196,7 @@ class KVCacheManager:
         num_held, is_any_found = len(sequence.block_table), computed is not NO_COMPUTED_BLOCKS
         self.grown.add(request.request_id)
         source_ids = self._hold_found(computed, claims) if is_any_found else []
+        checkpoint = None if self.checkpoints is None else self.checkpoints.find(computed)
         for group, claim in claims:
             group.extend(sequence, claim)
         self._count_slots(sequence)
@@ -182,7 +207,17 @@ class KVCacheManager:
             if saved is not None:
                 self.host.lend(saved.host_blocks)
             self.prefix_cache.announce(request, len(computed.blocks))
+            if self.checkpoints is not None:
+                self._copy_checkpoint(request, checkpoint)
+                self.checkpoints.start(request, computed)
         return sequence.block_table[num_held:]
+
+    def _copy_checkpoint(self, request: Request, checkpoint: int | None) -> None:
+        assert self.states is not None
+        group = self.states.index
+        (slot,) = request.sequence.block_tables[group]
+        if checkpoint not in (None, slot):  # an evicted checkpoint may itself be the request's slot
+            self._copies.block_copies.append((group, checkpoint, slot))
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
         for group, claim in claims:
@@ -196,7 +231,8 @@ class KVCacheManager:
         return source_ids
 
     def _count_slots(self, sequence: TokenSequence) -> None:
-        sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
+        tables = sequence.block_tables[: len(self._groups_of_tokens)]
+        sequence.num_slots = min(map(len, tables)) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
         """Return True if a new request of `num_tokens` fits and `num_spare_blocks` of each group stay free."""
@@ -210,7 +246,7 @@ class KVCacheManager:
         if computed.blocks:
             self.prefix_cache.adopt(request, computed.blocks)
         first = len(computed.blocks)
-        for group, source_id in zip(self.groups, source_ids, strict=True):
+        for group, source_id in zip(self._groups_of_tokens, source_ids, strict=False):
             table = sequence.block_tables[group.index]
             if source_id is not None and table[first] != source_id:  # an evicted source may itself be the new block
                 self._copies.block_copies.append((group.index, source_id, table[first]))
@@ -247,6 +283,8 @@ class KVCacheManager:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
         if self.prefix_cache.is_enabled:
             self.prefix_cache.commit(request)
+            if self.checkpoints is not None:
+                self.checkpoints.commit(request)
 
     def release_unread(self, request: Request) -> None:
         """Release blocks that no later token reads. Call this only after the saves of these blocks are scheduled."""
@@ -306,7 +344,7 @@ class KVCacheManager:
         return self.host.has_name(block.name) or self.host.is_followed(block.name)
 
     def _forgotten(self, block: Block) -> None:
-        for group in self.bounded:
+        for group in self.prefix_cache.parted:
             group.block_forgotten(block)
 
     def _is_reachable(self, parent: BlockLink | None) -> bool:
