@@ -30,7 +30,7 @@ def short_conv(
     """Write the causal depthwise convolution of each sequence's rows into `out`, and advance `state`.
 
     x, out [num_tokens, channels], kept_x [num_kept, channels]: one float dtype, any stride of rows.
-    weight float32 [width, channels]: taps, the oldest input's first; 2 <= width <= 8. bias float32 [channels], or empty.
+    weight float32 [width, channels]: taps, the oldest input's first; 2 <= width <= 8. bias float32 [channels] or empty.
     state [num_slots, width - 1, channels] of x's dtype: the last inputs, the oldest first; any slot stride.
 
     Taps are added in order in float32, then the bias. If `has_silu`, SiLU follows. The result is rounded once.
