@@ -37,8 +37,8 @@ DELTA_FLOPS, MAMBA_FLOPS = 7, 5  # for each element of a state and row
 
 def state_batch(lengths: list[int]) -> StateBatch:
     """Return a batch of sequences that read and write the slot of their number."""
-    slots, none = torch.arange(len(lengths), dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    return StateBatch(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), slots, slots, none, none)
+    slots = torch.arange(len(lengths), dtype=torch.int32)
+    return StateBatch.plain(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), slots, slots)
 
 
 def peak_cases(kernels: CpuKernels) -> Iterator[Case]:
@@ -66,14 +66,14 @@ def cases(kernels: Kernels) -> Iterator[Case]:
         ssm = matrix_states(len(lengths), MAMBA_HEADS, MAMBA_STATE, MAMBA_DIM)
 
         def conv(_: int, x=inputs, old=old, batch=batch, out=convolved) -> object:  # noqa: ANN001
-            return short_conv(kernels, x, weight, none, old, batch, True, out)
+            return short_conv(kernels, x, x[:0], weight, none, old, batch, True, out)
 
         def delta(_: int, x=inputs, a=a, b=b, state=state, batch=batch, out=out) -> object:  # noqa: ANN001
             numbers = decay[:HEADS], dt_bias[:HEADS]
-            return gated_delta(kernels, x, a, b, *numbers, state, batch, KEY_HEADS, False, out)
+            return gated_delta(kernels, x, a, b, x[:0], a[:0], b[:0], *numbers, state, batch, KEY_HEADS, False, out)
 
         def mamba(_: int, x=xbc, dt=dt, state=ssm, batch=batch, out=result) -> object:  # noqa: ANN001
-            return mamba2(kernels, x, dt, dt_bias, decay, dt_bias, 0.0, 9.0, state, batch, 1, out)
+            return mamba2(kernels, x, dt, x[:0], dt[:0], dt_bias, decay, dt_bias, 0.0, 9.0, state, batch, 1, out)
 
         def normed(_: int, x=out, gate=gate) -> object:  # noqa: ANN001
             return gated_norm(kernels, x, gate, norm, 1e-6, DIM, False, x)

@@ -14,6 +14,7 @@
 #include "gated_delta.h"
 #include "gated_norm.h"
 #include "grouped_linear.h"
+#include "keep_rows.h"
 #include "latent.h"
 #include "linear_int4_tiles.h"  // linear, over all of its parts
 #include "mamba2.h"
@@ -54,6 +55,7 @@
   KERNEL(short_conv, ShortConvArgs)         \
   KERNEL(gated_delta, GatedDeltaArgs)       \
   KERNEL(mamba2, Mamba2Args)                \
+  KERNEL(keep_rows, KeepRowsArgs)           \
   KERNEL(gated_norm, GatedNormArgs)         \
   KERNEL(sample, SampleArgs)                \
   KERNEL(sample_columns, SampleColumnsArgs) \

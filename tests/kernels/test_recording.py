@@ -59,8 +59,8 @@ def step_of(lengths, generator, starts):
 
 def states_of(query_start, first):
     """Return slots of sequences, which continue if they do not start at 0. A repeated step reads the same states."""
-    slots, nothing = torch.arange(len(first), dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    return StateBatch(query_start, torch.where(first > 0, slots, -1).int(), slots + NUM_BLOCKS // 2, nothing, nothing)
+    slots = torch.arange(len(first), dtype=torch.int32)
+    return StateBatch.plain(query_start, torch.where(first > 0, slots, -1).int(), slots + NUM_BLOCKS // 2)
 
 
 def with_outputs(batch, counts):

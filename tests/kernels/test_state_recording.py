@@ -55,10 +55,40 @@ def make_layers(kernels, generator):
         mixed, ab = kernels.linear(x, into), kernels.linear(x, steps)
         a, b = ab.split_with_sizes((HEADS, HEADS), dim=1)
         convolved = kernels.empty(*mixed.shape, like=mixed)
-        short_conv(kernels, mixed, taps, bias, states.conv, batch.states, True, convolved)
+        short_conv(kernels, mixed, mixed[:0], taps, bias, states.conv, batch.states, True, convolved)
         delta, mamba, normed = (kernels.empty(len(x), HEADS * COLUMNS, like=x) for _ in range(3))
-        gated_delta(kernels, convolved, a, b, decay, dt_bias, states.delta, batch.states, KEY_HEADS, False, delta)
-        mamba2(kernels, convolved, a, dt_bias, decay, skip, 0.0, 9.0, states.mamba, batch.states, 1, mamba)
+        gated_delta(
+            kernels,
+            convolved,
+            a,
+            b,
+            convolved[:0],
+            a[:0],
+            b[:0],
+            decay,
+            dt_bias,
+            states.delta,
+            batch.states,
+            KEY_HEADS,
+            False,
+            delta,
+        )
+        mamba2(
+            kernels,
+            convolved,
+            a,
+            convolved[:0],
+            a[:0],
+            dt_bias,
+            decay,
+            skip,
+            0.0,
+            9.0,
+            states.mamba,
+            batch.states,
+            1,
+            mamba,
+        )
         gated_norm(kernels, delta, mamba, weight, 1e-6, COLUMNS, False, normed)
         return normed if batch.outputs is None else kernels.take_rows(normed, batch.outputs.rows)
 
@@ -118,7 +148,7 @@ def test_batch_that_is_not_that_of_step_is_refused(change, compiled, generator):
 
     def forward(ids, _batch):
         out = compiled.embedding(ids, table, torch.float32)
-        case.call(compiled, *case.inputs, state, other, out)
+        case.call(compiled, *case.inputs, *case.inputs, state, other, out)
         return out
 
     with torch.inference_mode(), pytest.raises(ValueError, match="not the batch's"):
@@ -133,7 +163,7 @@ def test_states_of_output_rows_are_refused(compiled, generator):
     def forward(ids, batch):
         x = compiled.take_rows(compiled.embedding(ids, table, torch.float32), batch.outputs.rows)
         out = compiled.empty(*x.shape, like=x)
-        short_conv(compiled, x, taps, none, state, batch.states, False, out)
+        short_conv(compiled, x, x[:0], taps, none, state, batch.states, False, out)
         return out
 
     ids, batch = make_step([4, 2], [0, 1], [0, 1], [], generator)

@@ -43,10 +43,11 @@ class GatedDelta:
         )
         b, a = kernels.linear(hidden, self.rates).split_with_sizes((config.num_value_heads,) * 2, dim=1)
         mixed = kernels.empty(len(hidden), config.num_channels, like=hidden)
-        short_conv(kernels, qkv, self.taps, self.no_bias, inputs, states, True, mixed)
+        short_conv(kernels, qkv, qkv[:0], self.taps, self.no_bias, inputs, states, True, mixed)
         heads = kernels.empty(len(hidden), config.num_values, like=hidden)
         gated_delta(
-            kernels, mixed, a, b, self.decay, self.dt_bias, matrices, states, config.num_key_heads, False, heads
+            kernels, mixed, a, b, mixed[:0], a[:0], b[:0], self.decay, self.dt_bias, matrices, states,
+            config.num_key_heads, False, heads,
         )  # fmt: skip
         normed = kernels.empty(len(hidden), config.num_values, like=hidden)
         gated_norm(kernels, heads, gate, self.norm, self.eps, config.value_dim, False, normed)

@@ -314,7 +314,9 @@ class InputBatch:
         if self.has_states:
             assert ((first == 0) | (first == self._state_lengths[rows])).all(), "a state would get a token twice"
             self._state_lengths[rows] = seq_lens
-            arrays += [np.where(first > 0, rows, _ZERO_STATE).astype(np.int32), rows.astype(np.int32)]
+            sources = np.arange(len(row_of_token), dtype=np.int32)
+            read_slots = np.where(first > 0, rows, _ZERO_STATE)
+            arrays += [sources, *(each.astype(np.int32) for each in (read_slots, rows, counts))]
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:
             num_outputs = np.diff(output_start)
@@ -328,7 +330,7 @@ class InputBatch:
         fed = self._fed(token_ids, next(tensors))
         attention = self._attention(tensors, num_groups)
         if self.has_states:
-            states = StateBatch(attention.query_start, next(tensors), next(tensors), self._no_rows, self._no_rows)
+            states = StateBatch(attention.query_start, *islice(tensors, 4), *[self._no_rows] * 4)
             attention = replace(attention, states=states)
         if is_cut:
             outputs = OutputRows(next(tensors), self._attention(tensors, num_groups))
