@@ -82,7 +82,8 @@ class GatedDeltaConfig:
     def cache_spec(self) -> StateShape:
         """See `TokenMixerConfig`."""
         matrix = self.num_value_heads, self.value_dim // _COLUMNS, self.key_dim, _COLUMNS
-        return StateShape(((self.num_taps - 1, self.num_channels),), (matrix,))
+        kept_width = 2 * self.num_channels + 2 * self.num_value_heads
+        return StateShape(((self.num_taps - 1, self.num_channels),), (matrix,), kept_width)
 
     @property
     def width(self) -> int:

@@ -17,10 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def for_recurrent_layers(config: EngineConfig, architecture: Architecture, *, has_store: bool) -> EngineConfig:
-    """Return the configuration without features that would need states of earlier positions.
+    """Return the configuration without swapping, which does not keep recurrent states yet.
 
-    These are the prefix cache, swapping and looked-up drafts. Raises `ConfigError` if the user asked for drafts, KV
-    stores, ranks or a GPU.
+    Raises `ConfigError` if the user asked for KV stores, ranks or a GPU.
     """
     if not architecture.kv_layout.states:
         return config
@@ -30,14 +29,7 @@ def for_recurrent_layers(config: EngineConfig, architecture: Architecture, *, ha
         raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
     if has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both":
         raise ConfigError("KV stores and prefill/decode hand-over do not work with recurrent layers yet")
-    if config.speculative.is_requested:
-        raise ConfigError(
-            f"speculative method {config.speculative.method} does not work with recurrent layers yet: choose none"
-        )
-    cache, speculative = config.cache, replace(config.speculative, method="none")
-    if cache.swap_space_bytes:
-        logger.warning("swap_space_bytes has no effect: requests of a model with recurrent layers are not swapped yet")
-    if cache.enable_prefix_caching or cache.swap_space_bytes:
-        logger.info("the model has recurrent layers: common prefixes are computed again")
-        cache = replace(cache, enable_prefix_caching=False, swap_space_bytes=0)
-    return replace(config, cache=cache, speculative=speculative)
+    if not config.cache.swap_space_bytes:
+        return config
+    logger.warning("swap_space_bytes has no effect: requests of a model with recurrent layers are not swapped yet")
+    return replace(config, cache=replace(config.cache, swap_space_bytes=0))

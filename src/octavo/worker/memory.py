@@ -108,6 +108,8 @@ def largest_batch(
             max_num_seqs=least,
             max_num_batched_tokens=num_tokens,
             draft_block_bytes=draft_block_bytes,
+            dtype=dtype,
+            saves_states=cache_config.enable_prefix_caching,
         )
         if configured_blocks is not None:
             kv_bytes = plan.num_bytes(plan.with_blocks(configured_blocks))
@@ -161,6 +163,8 @@ def decide_kv_size(
         max_num_seqs=scheduler_config.max_num_seqs,
         max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
         draft_block_bytes=draft_block_bytes,
+        dtype=dtype,
+        saves_states=cache_config.enable_prefix_caching,
     )
     longest = -(-max_model_len // cache_config.block_size)
     free = _free_for_step(device, cache_config, store_bytes, num_ranks)

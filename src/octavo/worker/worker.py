@@ -12,7 +12,7 @@ import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.data.fingerprint import EngineFingerprint
-from octavo.data.kv_groups import KVGroupSpec
+from octavo.data.kv_groups import KVGroupSpec, RecurrentStates
 from octavo.data.worker_info import KVGroupInfo, WorkerInfo
 from octavo.errors import ConfigError
 from octavo.kernels import create_kernels
@@ -222,11 +222,14 @@ class Worker:
                 size.blocks_of_groups,
                 whole.block_bytes(block_size, self.kv_dtype),
                 *of_ranks,
-                strict=True,
+                strict=False,  # states follow
             )
         ]
         num_scratch_blocks = self._num_scratch_blocks if draft is not None and draft.checkpoint.shares_kv else 0
-        num_tokens = min(size.blocks_of_groups) * block_size
+        num_tokens = min(size.blocks_of_groups[: len(groups)]) * block_size
+        if layout.states:
+            of_states = layout.state_bytes(self.dtype)
+            groups.append(KVGroupInfo(KVGroupSpec(RecurrentStates(), size.blocks_of_groups[-1]), of_states, of_states))
         most_tokens = self.scheduler_config.max_num_batched_tokens
         return WorkerInfo(
             device=self.device.type,
@@ -354,7 +357,7 @@ class Worker:
             block_size=self.cache_config.block_size,
             dtype=getattr(torch, kv_dtype),
             device=self.device,
-            num_state_slots=self.scheduler_config.max_num_seqs,
+            num_kept_rows=self.scheduler_config.max_num_seqs * (1 + self.num_speculative_tokens),
             state_dtype=self.model.dtype,
             allocate=self.kernels.allocate if self.device.type == "cpu" else None,
             **more_blocks,
@@ -367,7 +370,7 @@ class Worker:
         if self.draft is not None:
             of_drafts += self.draft.num_bytes(num_tokens, self.kernels)
         of_graphs = 0 if self._decodes is None else self._decodes.num_bytes
-        of_states = self.scheduler_config.max_num_seqs * architecture.kv_layout.state_bytes(self.dtype)
+        of_states = self.scheduler_config.max_num_seqs * self._state_bytes
         return (
             of_drafts
             + of_graphs
@@ -375,9 +378,15 @@ class Worker:
             + kernel_scratch_bytes(architecture, self.kernels, max_seq_len=self.max_model_len, max_tokens=num_tokens)
         )
 
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of a running request's states and kept rows."""
+        layout, num_kept = self.model.architecture.kv_layout, 1 + self.num_speculative_tokens
+        return layout.state_bytes(self.dtype) + num_kept * layout.kept_bytes(self.dtype)
+
     def _take_states_that_fit(self) -> None:
         """Lower max_num_seqs if recurrent states would take more than half of the free memory."""
-        size, wanted = self.model.architecture.kv_layout.state_bytes(self.dtype), self.scheduler_config.max_num_seqs
+        size, wanted = self._state_bytes, self.scheduler_config.max_num_seqs
         if not size:
             return
         most = free_bytes(self.device) // 2 // size

@@ -28,7 +28,10 @@ __all__ = [
 
 
 def longest_hit(
-    groups: Sequence[BoundedGroup | StateGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
+    groups: Sequence[BoundedGroup | StateGroup],
+    blocks: Sequence[Block],
+    host_blocks: Sequence[HostBlock],
+    num_tokens: int,
 ) -> int:
     """Return the largest number of leading blocks after which a request can continue in every group."""
     count, is_shortened = len(blocks) + len(host_blocks), True
