@@ -203,7 +203,7 @@ class StateShape:
         for index, (shape, num_bytes) in enumerate(self._parts(str(dtype).removeprefix("torch."))):
             each = dtype if index < len(self.inputs) else torch.float32
             data = part[:, start : start + math.prod(shape) * each.itemsize].view(each)
-            views.append(data.unflatten(1, shape))
+            views.append(torch.unflatten(data, 1, shape))
             start += num_bytes
         return tuple(views)
 

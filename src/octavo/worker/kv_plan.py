@@ -94,7 +94,7 @@ class KVPlan:
 
     def num_bytes(self, size: KVSize) -> int:
         """Return a cache's bytes, without the states of running sequences."""
-        of_blocks = sum(map(operator.mul, size.blocks_of_groups, self.block_bytes))
+        of_blocks: int = sum(map(operator.mul, size.blocks_of_groups, self.block_bytes))
         num_saved = size.blocks_of_groups[-1] - self.max_num_seqs if self.state_bytes else 0
         return of_blocks + num_saved * self.state_bytes
 
