@@ -108,8 +108,8 @@ OCTAVO_INLINE void multiply_state(const float* state, int64_t depth, const float
 }
 
 // S = decay * S + key change^T, out = S^T query, and sums = S^T next_key for the next row: one pass over S, which is read from
-// `state` and written to `target`. The pass prefetches as much memory at `following`.
-template <int N>
+// `state` and, if kWrites, written to `target`. The pass prefetches as much memory at `following`.
+template <bool kWrites, int N>
 OCTAVO_INLINE void update_state(const float* state, float* target, int64_t depth, const float* key, const float* query, const float* next_key,
                                 const float* following, Vec decay, const Vec (&change)[N], Vec (&out)[N], Vec (&sums)[N]) {
   for (int v = 0; v < N; ++v) out[v] = sums[v] = splat(0.0f);
@@ -124,7 +124,7 @@ OCTAVO_INLINE void update_state(const float* state, float* target, int64_t depth
         const int64_t at = (v * depth + i) * kLanes;
         __builtin_prefetch(following + at);
         const Vec value = fma(k, change[v], load(state + at) * decay);
-        store(target + at, value);
+        if constexpr (kWrites) store(target + at, value);
         out_part[v] = fma(value, q, out_part[v]);
         sums_part[v] = fma(value, next, sums_part[v]);
       }
@@ -151,13 +151,16 @@ void advance_delta(const GatedDeltaArgs& args, const HeadRows& rows, StateTiles&
     for (int v = 0; v < N; ++v) change[v] = (load(values + v * kLanes) - decay * sums[v]) * beta;
     const bool is_last = row + 1 == last;
     const float* key = rows.keys + i * rows.stride;
-    update_state(tiles.values, tiles.target(row), depth, key, rows.queries + i * rows.stride, is_last ? key : key + rows.stride,
-                 is_last ? tiles.following : tiles.values, decay, change, result, sums);
+    const float* next_key = is_last ? key : key + rows.stride;
+    const float* following = is_last ? tiles.following : tiles.values;
+    tiles.update(row, [&](auto writes, const float* state, float* target) {
+      update_state<decltype(writes)::value>(state, target, depth, key, rows.queries + i * rows.stride, next_key, following, decay,
+                                            change, result, sums);
+    });
     if (source >= 0) {
       T* out = args.out.row<T>(source) + column;
       for (int v = 0; v < N; ++v) store(out + v * kLanes, result[v]);
     }
-    tiles.end(row);
   }
 }
 

@@ -77,9 +77,9 @@ void prepare_mamba(const Mamba2Args& args, int64_t head, int64_t first, int64_t 
   }
 }
 
-// S = decay * S + key change^T and out = S^T query: one pass over S, which is read from `state` and written to `target`. The pass
-// prefetches as much memory at `following`.
-template <int N>
+// S = decay * S + key change^T and out = S^T query: one pass over S, which is read from `state` and, if kWrites, written to
+// `target`. The pass prefetches as much memory at `following`.
+template <bool kWrites, int N>
 OCTAVO_INLINE void update_columns(const float* state, float* target, int64_t depth, const float* key, const float* query,
                                   const float* following, Vec decay, const Vec (&change)[N], Vec (&out)[N]) {
   for (int v = 0; v < N; ++v) out[v] = splat(0.0f);
@@ -94,7 +94,7 @@ OCTAVO_INLINE void update_columns(const float* state, float* target, int64_t dep
         const int64_t at = (v * depth + i) * kLanes;
         __builtin_prefetch(following + at);
         const Vec value = fma(k, change[v], load(state + at) * decay);
-        store(target + at, value);
+        if constexpr (kWrites) store(target + at, value);
         part[v] = fma(value, q, part[v]);
       }
     }
@@ -112,13 +112,15 @@ void advance_mamba(const Mamba2Args& args, const HeadRows& rows, StateTiles& til
     const T* x = args.xbc.row<T>(source) + column;
     Vec change[N], result[N];
     for (int v = 0; v < N; ++v) change[v] = load(x + v * kLanes) * splat(rows.factors[i]);
-    update_columns(tiles.values, tiles.target(row), depth, rows.keys + i * rows.stride, rows.queries + i * rows.stride,
-                   row + 1 == last ? tiles.following : tiles.values, splat(rows.decays[i]), change, result);
+    const float* following = row + 1 == last ? tiles.following : tiles.values;
+    tiles.update(row, [&](auto writes, const float* state, float* target) {
+      update_columns<decltype(writes)::value>(state, target, depth, rows.keys + i * rows.stride, rows.queries + i * rows.stride,
+                                              following, splat(rows.decays[i]), change, result);
+    });
     if (source >= 0) {
       T* out = args.out.row<T>(source) + column;
       for (int v = 0; v < N; ++v) store(out + v * kLanes, fma(load(x + v * kLanes), skip, result[v]));
     }
-    tiles.end(row);
   }
 }
 

@@ -122,7 +122,7 @@ struct HeadRows {
 };
 
 // Tiles of one head while a task advances them. A row reads `values` and writes the next state to target(row), which may be the
-// same memory. The state before the first row is read where it is; states that are not written are in `scratch`.
+// same memory. The state before the first row is read in its slot; states that are not in the written one are in `scratch`.
 struct StateTiles {
   const StateBatchArgs& batch;
   const MatrixStates& states;
@@ -130,6 +130,7 @@ struct StateTiles {
   int64_t first;  // the first tile
   int64_t count;
   int64_t uncertain;    // the first state row that is not in the written state
+  int64_t stop;         // the end of the sequence's state rows
   float* written;       // [count, depth, 16] in the written slot
   float* scratch;       // [count, depth, 16]
   const float* values = nullptr;     // the state before the next row
@@ -139,6 +140,7 @@ struct StateTiles {
   int64_t size() const { return count * states.tile_size(); }
   float* in_slot(int64_t slot) const { return states.head(slot, head) + first * states.tile_size(); }
   float* target(int64_t row) const { return row < uncertain ? written : scratch; }
+  bool is_saved(int64_t row) const { return next_saved < batch.num_saved && batch.saved_rows[next_saved] == row; }
 
   // Prepares for state rows from `row` on; is_first: of the sequence.
   void begin(int64_t row, bool is_first, int64_t read_slot) {
@@ -147,10 +149,18 @@ struct StateTiles {
     following = values + size();
     if (is_first && read_slot < 0) std::memset(scratch, 0, static_cast<size_t>(size()) * sizeof(float));
   }
-  // Goes on to the next row, and copies the state after this row to the slots that save it.
-  OCTAVO_INLINE void end(int64_t row) {
-    values = target(row);
-    for (; next_saved < batch.num_saved && batch.saved_rows[next_saved] == row; ++next_saved) {
+  // Calls advance(writes, values, target) for a row. writes: std::true_type, or std::false_type if no row needs the next state.
+  // Copies the next state to the slots that save it.
+  template <class F>
+  OCTAVO_INLINE void update(int64_t row, const F& advance) {
+    if (row + 1 == stop && row >= uncertain && !is_saved(row)) {
+      advance(std::false_type(), values, nullptr);
+      return;
+    }
+    float* next = target(row);
+    advance(std::true_type(), values, next);
+    values = next;
+    for (; is_saved(row); ++next_saved) {
       std::memcpy(in_slot(batch.saved_slots[next_saved]), values, static_cast<size_t>(size()) * sizeof(float));
     }
   }
@@ -193,7 +203,7 @@ void advance_states(ThreadPool& pool, const StateBatchArgs& batch, const MatrixS
       prepare(head, first, last, rows);
       for (int64_t tile = begin; tile < end;) {
         const int64_t count = tile + kTiles <= end ? kTiles : 1, at = tile * states.tile_size();
-        StateTiles tiles{batch, states, head, tile, count, start + written, slot + at, scratch + at};
+        StateTiles tiles{batch, states, head, tile, count, start + written, stop, slot + at, scratch + at};
         tiles.begin(first, first == start, read_slot);
         if (count == kTiles) {
           advance(std::integral_constant<int, kTiles>(), tiles, first, last, rows);

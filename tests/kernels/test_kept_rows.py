@@ -140,5 +140,5 @@ def test_missing_rows_are_not_kept(row, place):
 def test_tensors_that_do_not_fit_are_not_kept(index, tensor):
     tensors = [torch.zeros(4, 1), torch.zeros(4, 2), torch.zeros(4, 3), torch.zeros(3, 6)]
     tensors[index] = tensor
-    with pytest.raises(ValueError, match="another (shape|dtype)"):
+    with pytest.raises(ValueError, match=r"another (shape|dtype)"):
         keep_rows(compiled_kernels("portable"), *tensors, state_batch([4], [-1], [-1]))
