@@ -1,12 +1,18 @@
-"""LFM2: the configuration, its refusals, and the states of convolutions."""
+"""LFM2: the configuration, its refusals, and GGUF files."""
 
 import json
 
 import pytest
+import torch
+from gguf_files import write_gguf
+from test_against_transformers import generate_staggered
 
 from octavo.errors import ModelError
 from octavo.models.gated_conv import GatedConvConfig
-from octavo.models.random_weights import tiny_config
+from octavo.models.gguf_config import find_gguf_family, read_gguf_config
+from octavo.models.gguf_file import GGUFFile
+from octavo.models.gguf_weights import GGUFWeights
+from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 
 LFM2_1_2B = {  # as published
@@ -110,3 +116,40 @@ def test_missing_keys_have_defaults_of_transformers(tmp_path):
 def test_configuration_is_refused(name, changes, message, tmp_path):
     with pytest.raises(ModelError, match=message):
         read(tmp_path, tiny_config(f"{name}ForCausalLM", **changes))
+
+
+SMALL = {"vocab_size": 288, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+PROMPTS = [[index % 281 + 3 for index in range(length)] for length in (1, 2, 3, 17, 60)]
+
+
+@pytest.mark.parametrize("changes", [{"conv_L_cache": 5, "norm_eps": 0.01}, {"tie_word_embeddings": True}])
+def test_gguf_file_gives_tokens_of_folder(changes, tmp_path):
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("Lfm2ForCausalLM", **SMALL | changes), std=0.1)
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    tokens = generate_staggered(folder, PROMPTS, 24)
+    assert generate_staggered(file, PROMPTS, 24) == tokens
+    assert len({*map(tuple, tokens)}) == len(tokens)
+
+
+def test_gguf_blocks_of_linear_layers_are_multiplied_as_stored(tmp_path):
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("Lfm2ForCausalLM", **SMALL), std=0.1)
+    weights = GGUFWeights(
+        GGUFFile.read(write_gguf(folder, tmp_path / "model.gguf", kind="Q8_0", kinds={"conv": "F32"}))
+    )
+    blocks = {name for name in weights.block_bytes() if ".layers.0." in name}
+    assert {f"model.layers.0.conv.{part}_proj.weight" for part in ("in", "out")} < blocks
+    assert weights.open().tensor("model.layers.0.conv.conv.weight").dtype == torch.float32
+    assert len(generate_staggered(weights.path, PROMPTS, 8)) == len(PROMPTS)
+
+
+def test_float32_taps_do_not_change_the_dtype_of_a_gguf_file(tmp_path):
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("Lfm2ForCausalLM", **SMALL))
+    file = GGUFFile.read(write_gguf(folder, tmp_path / "model.gguf", kind="BF16", kinds={"conv": "F32"}))
+    assert read_gguf_config(file, *find_gguf_family(file))["dtype"] == "bfloat16"
+
+
+def test_gguf_file_with_other_taps_is_refused(tmp_path):
+    folder = write_checkpoint(tmp_path / "folder", tiny_config("Lfm2ForCausalLM", **SMALL))
+    file = write_gguf(folder, tmp_path / "model.gguf", changes={"lfm2.shortconv.l_cache": 4})
+    with pytest.raises(ModelError, match=r"blk.0.shortconv.conv.weight has the shape \[64, 3\]"):
+        generate_staggered(file, PROMPTS, 1)
