@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
     from octavo.models.decoder_layer import MLPConfig
 
-MODELS = {"Lfm2ForCausalLM": "LFM2, LFM2.5", "Lfm2MoeForCausalLM": "LFM2-8B-A1B"}
+MODELS = {"Lfm2ForCausalLM": "LFM2, LFM2.5", "Lfm2MoeForCausalLM": "LFM2-8B-A1B, LFM2-24B-A2B"}
 _MOE, _CONV = "Lfm2MoeForCausalLM", "conv"
 _LEAST_SUM = 1e-6  # as in transformers
 
