@@ -16,6 +16,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.state_batch import StateBatch
 from octavo.models.expert_layer import ExpertBranches, Experts
 from octavo.models.gated_attention import GatedAttentionConfig
+from octavo.models.gated_conv import GatedConvConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.kv_layout import StateShape
 from octavo.models.latent_attention import LatentAttentionConfig
@@ -114,6 +115,8 @@ def calls_of_layer(kernels, config, layer, dtype):
         calls = 8
     elif isinstance(mixer, GatedDeltaConfig):
         calls = 7
+    elif isinstance(mixer, GatedConvConfig):
+        calls = 6
     else:
         calls = 6 if mixer.qk_norm else 4
         calls += -1 if mixer.is_shared else mixer.v_norm
