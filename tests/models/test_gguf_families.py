@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import delta_net_gguf
 import gguf
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ ARCHITECTURES = {
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
-    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe",
+    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "Qwen3_5": "qwen35",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -41,7 +42,8 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "gpt-oss-5-experts-of-which-3", "deepseek-v2-2-of-4-groups", "deepseek-v2-lite-3-of-5",
     "deepseek-v3-yarn-choice-bias", "glm-4.5-3-of-5-groups-dense-first", "granite-moe-3-of-7",
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
-    "gemma4-one-expert-shared-kv-embeddings",
+    "gemma4-one-expert-shared-kv-embeddings", "qwen3_5-5-layers-2-values-per-key", "qwen3_5-short-conv-tied",
+    "qwen3_5-recurrent-last",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -49,6 +51,9 @@ _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_paramete
 }}  # fmt: skip
 CONFIGS["deepseek-v3-yarn-choice-bias"]["rope_parameters"]["mscale"] = 0.8  # files have no value of its own
 CONFIGS["deepseek-v2-lite-3-of-5"]["kv_b_is_split"] = True  # as in today's files
+for each in CONFIGS.values():
+    if "linear_num_key_heads" in each:
+        each |= {"value_heads_are_tiled": True, "decay_is_stored": True}  # as in files
 CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no other value than head_dim
 CONFIGS |= {
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
@@ -74,9 +79,9 @@ def converted(config):
     architecture = ARCHITECTURES[name]
     ropes = config.get("rope_parameters") or {"rope_type": "default"}
     rope = dict(ropes.get("full_attention", ropes)) | dict(config.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta", expected.layers[-1].attention.rope.theta))
+    rope.setdefault("rope_theta", config.get("rope_theta", expected.attentions[-1].rope.theta))
     kind = rope.get("type", rope.get("rope_type"))
-    partial = expected.layers[-1].attention.rope.partial_rotary_factor
+    partial = expected.attentions[-1].rope.partial_rotary_factor
     said = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -124,7 +129,7 @@ def stored_name(names, name):
             return f"blk.{name.split('.')[2]}.{part}.scale"
     if name.endswith((".sinks", ".layer_scalar")):
         return f"{names.get_name(name)}.weight"
-    return names.get_name(name, (".weight", ".bias"))
+    return delta_net_gguf.stored_name(names, name)
 
 
 def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for each family
@@ -138,6 +143,8 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": local}
         case "Gemma4":
             return gemma4_keys(config)
+        case "Qwen3_5":
+            return delta_net_gguf.numbers(config)
         case "Phi3":
             original = config.get("original_max_position_embeddings", config["max_position_embeddings"])
             keys = {"rope.scaling.original_context_length": original}
@@ -369,6 +376,30 @@ def test_other_gemma4_metadata_is_refused(key, value, words, monkeypatch):
     file = replace(file, metadata=file.metadata | {f"gemma4.{key}": value})
     with pytest.raises(ModelError, match=words):
         architecture_of(ConfigFile(PATH, config_of(file)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ssm.inner_size", 100, "inner_size = 100: must be a multiple of ssm.time_step_rank = 6"),
+        ("ssm.group_count", 4, "linear_num_value_heads = 6: must be a multiple of linear_num_key_heads = 4"),
+        ("attention.recurrent_layers", [True, False], "recurrent_layers.*: must have 5 booleans, one for each layer"),
+        ("attention.recurrent_layers", [True] * 5, "recurrent_layers = True: must have 5 booleans"),
+        ("attention.recurrent_layers", [1, 1, 1, 0, 1], "recurrent_layers.*: must have 5 booleans"),
+        ("attention.scale", 2.0, "attention.scale = 2.0: octavo does not support this"),
+        ("expert_count", 4, "expert_count = 4: octavo does not support this"),
+    ],
+)
+def test_other_metadata_of_delta_nets_is_refused(key, value, words):
+    file, _ = with_keys(CONFIGS["qwen3_5-5-layers-2-values-per-key"], **{key: value})
+    with pytest.raises(ModelError, match=words):
+        architecture_of(ConfigFile(PATH, config_of(file)))
+
+
+def test_recurrent_layers_may_include_multi_token_prediction():
+    kinds = [True, False, True, False]
+    file, expected = with_keys(CONFIGS["qwen3_5-recurrent-last"], **{"attention.recurrent_layers": kinds})
+    assert architecture_of(ConfigFile(PATH, config_of(file))).layers == expected.layers
 
 
 @pytest.mark.parametrize("divisors", [None, [1.0, 2.0], [1.0] * 8, [1e30] * 16, [1.0] * 4 + [8.0] * 12])

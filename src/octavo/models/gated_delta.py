@@ -33,7 +33,9 @@ class GatedDeltaTensors(NamedTuple):
 class GatedDeltaConfig:
     """A layer whose heads have a state [key_dim, value_dim] instead of keys and values.
 
-    num_taps  width of the convolution before the heads
+    num_taps         width of the convolution before the heads
+    is_tiled         value head h uses key head h % num_key_heads, instead of consecutive value heads the same one
+    decay_is_stored  A_log holds -exp(A_log)
     """
 
     num_key_heads: int
@@ -41,6 +43,8 @@ class GatedDeltaConfig:
     key_dim: int
     value_dim: int
     num_taps: int
+    is_tiled: bool = False
+    decay_is_stored: bool = False
 
     @classmethod
     def read(cls, config: ConfigFile) -> GatedDeltaConfig:
@@ -61,6 +65,8 @@ class GatedDeltaConfig:
             key_dim=config.count("linear_key_head_dim", 128),
             value_dim=value_dim,
             num_taps=num_taps,
+            is_tiled=config.flag("value_heads_are_tiled", default=False),
+            decay_is_stored=config.flag("decay_is_stored", default=False),
         )
 
     def within(self, max_model_len: int) -> GatedDeltaConfig:

@@ -1,0 +1,74 @@
+"""GGUF metadata and tensors of models with gated delta nets, as llama.cpp's conversion writes them."""
+
+import re
+
+import gguf
+import numpy as np
+from safetensors.torch import load_file
+
+ARCHITECTURES = {"Qwen3_5ForCausalLM": "qwen35"}
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+(\..*)")
+
+
+def numbers(config):
+    """Return the architecture's keys that other architectures lack."""
+    num_heads, head_dim = config["linear_num_value_heads"], config["head_dim"]
+    share = config.get("partial_rotary_factor", config["rope_parameters"].get("partial_rotary_factor", 0.25))
+    keys = {
+        "ssm.conv_kernel": config.get("linear_conv_kernel_dim", 4),
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": num_heads,
+        "ssm.inner_size": num_heads * config["linear_value_head_dim"],
+        "full_attention_interval": config.get("full_attention_interval", 4),
+        "rope.dimension_count": int(head_dim * share),
+        "rope.dimension_sections": [11, 11, 10, 0],
+    }
+    if config.get("layer_types"):
+        keys["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
+    return keys
+
+
+def tensors(directory, config):
+    """Return float32 by llama.cpp's names."""
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    found = {}
+    for name, value in load_file(directory / "model.safetensors").items():
+        match = _EXPERT.fullmatch(name)
+        found.setdefault(match[1] + match[2] if match else name, []).append(value.float().numpy())
+    for name, values in found.items():
+        array = np.stack(values) if ".experts." in name else values[0]
+        yield stored_name(names, name), _converted(config, name, array)
+
+
+def stored_name(names, name):
+    """Return llama.cpp's name of a tensor."""
+    if name.endswith(".dt_bias"):
+        return f"blk.{name.split('.')[2]}.ssm_dt.bias"
+    return names.get_name(name, (".weight", ".bias"))
+
+
+def _converted(config, name, array):
+    num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    num_queries = 2 * num_keys * config["linear_key_head_dim"]
+    if name.endswith("norm.weight") and ".linear_attn." not in name:
+        return array + 1
+    if name.endswith(".A_log"):
+        array = -np.exp(array)
+    if name.endswith(".conv1d.weight"):
+        array = array.squeeze(1)
+
+    def tiled(values):
+        groups = values.reshape(num_keys, num_values // num_keys, -1, *values.shape[1:])
+        return groups.swapaxes(0, 1).reshape(values.shape)
+
+    match name.rpartition(".linear_attn.")[2].removesuffix(".weight"):
+        case "in_proj_qkv" | "conv1d":
+            return np.concatenate((array[:num_queries], tiled(array[num_queries:])))
+        case "in_proj_z" | "in_proj_b" | "in_proj_a" | "A_log" | "dt_bias":
+            return tiled(array)
+        case "out_proj":
+            return np.ascontiguousarray(tiled(array.T).T)
+    return array
