@@ -1,13 +1,10 @@
 """GGUF metadata and tensors of models with gated delta nets, as llama.cpp's conversion writes them."""
 
-import re
-
 import gguf
 import numpy as np
 from safetensors.torch import load_file
 
-ARCHITECTURES = {"Qwen3_5ForCausalLM": "qwen35"}
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+(\..*)")
+ARCHITECTURES = {"Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe"}
 
 
 def numbers(config):
@@ -24,6 +21,13 @@ def numbers(config):
         "rope.dimension_count": int(head_dim * share),
         "rope.dimension_sections": [11, 11, 10, 0],
     }
+    if "num_experts" in config:
+        keys |= {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        }
     if config.get("layer_types"):
         keys["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config["layer_types"]]
     return keys
@@ -34,13 +38,14 @@ def tensors(directory, config):
     architecture = ARCHITECTURES[config["architectures"][0]]
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    found = {}
     for name, value in load_file(directory / "model.safetensors").items():
-        match = _EXPERT.fullmatch(name)
-        found.setdefault(match[1] + match[2] if match else name, []).append(value.float().numpy())
-    for name, values in found.items():
-        array = np.stack(values) if ".experts." in name else values[0]
-        yield stored_name(names, name), _converted(config, name, array)
+        array = value.float().numpy()
+        if name.endswith(".gate_up_proj"):
+            for part, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+                yield stored_name(names, name.replace("gate_up", part) + ".weight"), rows
+        else:
+            whole = f"{name}.weight" if name.endswith(".down_proj") else name
+            yield stored_name(names, whole), _converted(config, whole, array)
 
 
 def stored_name(names, name):
@@ -57,8 +62,8 @@ def _converted(config, name, array):
         return array + 1
     if name.endswith(".A_log"):
         array = -np.exp(array)
-    if name.endswith(".conv1d.weight"):
-        array = array.squeeze(1)
+    if name.endswith((".conv1d.weight", ".shared_expert_gate.weight")):
+        array = array.squeeze()  # llama.cpp stores no sizes of 1
 
     def tiled(values):
         groups = values.reshape(num_keys, num_values // num_keys, -1, *values.shape[1:])

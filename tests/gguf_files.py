@@ -26,6 +26,7 @@ _PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_FLOATS = (".ssm_conv1d.", ".ffn_gate_inp")  # matrices that llama.cpp does not quantize
 _MODEL = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -78,7 +79,7 @@ def write_gguf(directory, path, *, kind="F32", kinds=None, changes=None, splits=
         add(writer, key, value)
     for name, value in tensors.items():
         stored = gguf.GGMLQuantizationType[(kinds or {}).get(name.split(".")[-2], kind)]
-        is_matrix = value.ndim > 1 and ".ssm_conv1d." not in name
+        is_matrix = value.ndim > 1 and not any(part in name for part in _FLOATS)
         if is_matrix and stored.name.endswith("_K"):
             shape = math.prod(value.shape[:-1]), value.shape[-1]
             blocks = random_blocks(torch.Generator().manual_seed(len(name)), BlockKind[stored.name], *shape)

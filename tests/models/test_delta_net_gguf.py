@@ -21,6 +21,13 @@ from octavo.startup.gguf_checkpoint import GGUFCheckpoint
 CPU = torch.device("cpu")
 IDS = [(7 * place * place + 3 * place) % 288 for place in range(90)]
 SIZES = {"vocab_size": 288, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+# All experts are chosen, because rounding may choose others.
+EXPERTS = {
+    "num_experts": 3,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
 HEADS = {
     "2 values a key": (4, 8),
     "4 values a key": (2, 8),
@@ -40,7 +47,8 @@ KINDS = {
 def make(tmp_path, name, num_keys=4, num_values=8, **options):
     heads = {"linear_num_key_heads": num_keys, "linear_num_value_heads": num_values, "linear_value_head_dim": 32}
     kinds = ["linear_attention", "full_attention", "linear_attention"]
-    config = tiny_config(name, **SIZES, **heads, num_hidden_layers=3, layer_types=kinds)
+    experts = EXPERTS if "num_experts" in tiny_config(name) else {}
+    config = tiny_config(name, **SIZES, **heads, **experts, num_hidden_layers=3, layer_types=kinds)
     folder = write_checkpoint(tmp_path / "folder", config, std=0.1)
     return folder, write_gguf(folder, tmp_path / "model.gguf", **options)
 
@@ -92,7 +100,7 @@ def test_stored_types_give_logits_of_their_floats(name, kind, tmp_path, prompt_l
 
 
 def test_dropped_sizes_of_one_are_restored(tmp_path):
-    """llama.cpp stores convolutions without their middle size."""
-    _, path = make(tmp_path, "Qwen3_5ForCausalLM")
-    shape = GGUFFile.read(path).tensors["blk.0.ssm_conv1d.weight"].shape
-    assert shape == (2 * 4 * 24 + 8 * 32, 1, 4)
+    _, path = make(tmp_path, "Qwen3_5MoeForCausalLM")
+    tensors = GGUFFile.read(path).tensors
+    assert tensors["blk.0.ssm_conv1d.weight"].shape == (2 * 4 * 24 + 8 * 32, 1, 4)
+    assert tensors["blk.0.ffn_gate_inp_shexp.weight"].shape == (1, 256)

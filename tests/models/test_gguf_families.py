@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
     "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "Qwen3_5": "qwen35",
+    "Qwen3_5Moe": "qwen35moe",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -43,7 +44,7 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "deepseek-v3-yarn-choice-bias", "glm-4.5-3-of-5-groups-dense-first", "granite-moe-3-of-7",
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
     "gemma4-one-expert-shared-kv-embeddings", "qwen3_5-5-layers-2-values-per-key", "qwen3_5-short-conv-tied",
-    "qwen3_5-recurrent-last",
+    "qwen3_5-recurrent-last", "qwen3_5-moe-3-of-7-2-values-per-key", "qwen3_5-moe-one-expert-tied-wide-shared",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -143,7 +144,7 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": local}
         case "Gemma4":
             return gemma4_keys(config)
-        case "Qwen3_5":
+        case "Qwen3_5" | "Qwen3_5Moe":
             return delta_net_gguf.numbers(config)
         case "Phi3":
             original = config.get("original_max_position_embeddings", config["max_position_embeddings"])

@@ -50,7 +50,7 @@ _DEEPSEEK: dict[str, Any] = {
 }
 _OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite"))
 _WITH_EXPERTS = frozenset(
-    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
+    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe")
 )
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 _OPTIONS: tuple[dict[str, Any], ...] = (

@@ -539,6 +539,22 @@ def _read_qwen35(fields: GGUFFields) -> dict[str, Any]:
     return _read_delta_nets(fields) | {"value_heads_are_tiled": True}
 
 
+def _read_qwen35moe(fields: GGUFFields) -> dict[str, Any]:
+    return _read_qwen35(fields) | _read_gated_experts(fields)
+
+
+def _read_gated_experts(fields: GGUFFields) -> dict[str, Any]:
+    fields.values.mark("feed_forward_length")
+    shared = fields.count("expert_shared_feed_forward_length")
+    return {
+        "num_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": shared,
+        "intermediate_size": shared,
+    }
+
+
 def _scores_by_sigmoid(fields: GGUFFields) -> bool:
     key = "expert_gating_func"
     if not fields.optional(key):  # only routers with a sigmoid have this bias
@@ -571,6 +587,9 @@ _FAMILIES = {
     "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", _read_qwen2_moe),
     "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
     "qwen35": GGUFFamily("Qwen3_5ForCausalLM", "qwen3_5_text", _read_qwen35, _POST_NORM, norms_around_one=True),
+    "qwen35moe": GGUFFamily(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _read_qwen35moe, _POST_NORM, norms_around_one=True
+    ),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", _read_qwen3_moe),
     "olmoe": GGUFFamily("OlmoeForCausalLM", "olmoe", _read_olmoe),
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),

@@ -46,6 +46,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": "octavo.models.qwen3",
     "Qwen3MoeForCausalLM": "octavo.models.qwen3_moe",
     "Qwen3_5ForCausalLM": "octavo.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "octavo.models.qwen3_5_moe",
     "SmolLM3ForCausalLM": "octavo.models.smollm3",
 }
 
