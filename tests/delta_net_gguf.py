@@ -1,16 +1,24 @@
 """GGUF metadata and tensors of models with gated delta nets, as llama.cpp's conversion writes them."""
 
+import re
+
 import gguf
 import numpy as np
 from safetensors.torch import load_file
 
-ARCHITECTURES = {"Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe"}
+ARCHITECTURES = {
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "Qwen3NextForCausalLM": "qwen3next",
+}
+TILED = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+(\..*)")
 
 
 def numbers(config):
     """Return the architecture's keys that other architectures lack."""
     num_heads, head_dim = config["linear_num_value_heads"], config["head_dim"]
-    share = config.get("partial_rotary_factor", config["rope_parameters"].get("partial_rotary_factor", 0.25))
+    rope = config.get("rope_parameters", config)
     keys = {
         "ssm.conv_kernel": config.get("linear_conv_kernel_dim", 4),
         "ssm.state_size": config["linear_key_head_dim"],
@@ -18,9 +26,10 @@ def numbers(config):
         "ssm.time_step_rank": num_heads,
         "ssm.inner_size": num_heads * config["linear_value_head_dim"],
         "full_attention_interval": config.get("full_attention_interval", 4),
-        "rope.dimension_count": int(head_dim * share),
-        "rope.dimension_sections": [11, 11, 10, 0],
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 0.25)),
     }
+    if config["architectures"][0] in TILED:
+        keys["rope.dimension_sections"] = [11, 11, 10, 0]
     if "num_experts" in config:
         keys |= {
             "expert_count": config["num_experts"],
@@ -38,14 +47,14 @@ def tensors(directory, config):
     architecture = ARCHITECTURES[config["architectures"][0]]
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    for name, value in load_file(directory / "model.safetensors").items():
-        array = value.float().numpy()
-        if name.endswith(".gate_up_proj"):
-            for part, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
-                yield stored_name(names, name.replace("gate_up", part) + ".weight"), rows
+    found = {name: each.float().numpy() for name, each in load_file(directory / "model.safetensors").items()}
+    for name, array in _with_whole_experts(found).items():
+        if name.endswith(".in_proj_qkvz.weight"):
+            layer = f"blk.{name.split('.')[2]}"
+            inputs, gates = _apart(config, array)
+            yield from ((f"{layer}.attn_qkv.weight", inputs), (f"{layer}.attn_gate.weight", gates))
         else:
-            whole = f"{name}.weight" if name.endswith(".down_proj") else name
-            yield stored_name(names, whole), _converted(config, whole, array)
+            yield stored_name(names, name), _converted(config, name, array)
 
 
 def stored_name(names, name):
@@ -53,6 +62,30 @@ def stored_name(names, name):
     if name.endswith(".dt_bias"):
         return f"blk.{name.split('.')[2]}.ssm_dt.bias"
     return names.get_name(name, (".weight", ".bias"))
+
+
+def _with_whole_experts(tensors):
+    """Put each part of a layer's experts into one tensor, without joining gates and rows of `up`."""
+    whole, experts = {}, {}
+    for name, array in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(match[1] + match[2], []).append(array)
+        elif name.endswith(".gate_up_proj"):
+            for part, rows in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+                whole[f"{name.replace('gate_up', part)}.weight"] = rows
+        else:
+            whole[f"{name}.weight" if name.endswith(".down_proj") else name] = array
+    return whole | {name: np.stack(each) for name, each in experts.items()}
+
+
+def _apart(config, array):
+    """Return the rows of queries, keys and values, then the gates'. They are stored together for each key head."""
+    num_keys, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    size = config["linear_num_value_heads"] // num_keys * config["linear_value_head_dim"]
+    heads = array.reshape(num_keys, -1, array.shape[1])
+    parts = np.split(heads, np.cumsum((key_dim, key_dim, size)), axis=1)
+    *inputs, gates = (part.reshape(-1, array.shape[1]) for part in parts)
+    return np.concatenate(inputs), gates
 
 
 def _converted(config, name, array):
@@ -64,6 +97,8 @@ def _converted(config, name, array):
         array = -np.exp(array)
     if name.endswith((".conv1d.weight", ".shared_expert_gate.weight")):
         array = array.squeeze()  # llama.cpp stores no sizes of 1
+    if config["architectures"][0] not in TILED:
+        return array
 
     def tiled(values):
         groups = values.reshape(num_keys, num_values // num_keys, -1, *values.shape[1:])

@@ -1,3 +1,3 @@
 """Families with recurrent layers, which ranks and Triton do not compute yet."""
 
-RECURRENT = frozenset({"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"})
+RECURRENT = frozenset({"Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"})

@@ -30,7 +30,7 @@ ARCHITECTURES = {
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
     "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "Qwen3_5": "qwen35",
-    "Qwen3_5Moe": "qwen35moe",
+    "Qwen3_5Moe": "qwen35moe", "Qwen3Next": "qwen3next",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -45,6 +45,7 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
     "gemma4-one-expert-shared-kv-embeddings", "qwen3_5-5-layers-2-values-per-key", "qwen3_5-short-conv-tied",
     "qwen3_5-recurrent-last", "qwen3_5-moe-3-of-7-2-values-per-key", "qwen3_5-moe-one-expert-tied-wide-shared",
+    "qwen3-next-3-of-7-2-values-per-key",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -54,9 +55,11 @@ CONFIGS["deepseek-v3-yarn-choice-bias"]["rope_parameters"]["mscale"] = 0.8  # fi
 CONFIGS["deepseek-v2-lite-3-of-5"]["kv_b_is_split"] = True  # as in today's files
 for each in CONFIGS.values():
     if "linear_num_key_heads" in each:
-        each |= {"value_heads_are_tiled": True, "decay_is_stored": True}  # as in files
+        is_tiled = each["architectures"][0] in delta_net_gguf.TILED
+        each |= {"value_heads_are_tiled": is_tiled, "decay_is_stored": True, "delta_inputs_are_joined": False}
 CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no other value than head_dim
 CONFIGS |= {
+    "qwen3-next-of-2025": CONFIGS["qwen3-next-3-of-7-2-values-per-key"] | {"delta_inputs_are_joined": True},
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
     | _GEMMA3 | {"layer_types": None},
     "smollm3": tiny_config("SmolLM3ForCausalLM", **heads(112, 7, 1, 16), num_hidden_layers=5),
@@ -144,7 +147,7 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": local}
         case "Gemma4":
             return gemma4_keys(config)
-        case "Qwen3_5" | "Qwen3_5Moe":
+        case "Qwen3_5" | "Qwen3_5Moe" | "Qwen3Next":
             return delta_net_gguf.numbers(config)
         case "Phi3":
             original = config.get("original_max_position_embeddings", config["max_position_embeddings"])

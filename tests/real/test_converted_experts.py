@@ -23,9 +23,9 @@ VOCAB_SIZE, NUM_TOKENS = 288, 24
 PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
 FAMILIES = (
     "Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GptOss in MXFP4", "GraniteMoe", "Glm4Moe", "DeepseekV2",
-    "DeepseekV3", "Glm4MoeLite", "Gemma4", "Gemma4 without experts", "Qwen3_5", "Qwen3_5Moe",
+    "DeepseekV3", "Glm4MoeLite", "Gemma4", "Gemma4 without experts", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next",
 )  # fmt: skip
-PREDICTING = ("Qwen3_5", "Qwen3_5Moe")  # with layers of multi-token prediction, which are not loaded
+PREDICTING = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")  # with layers of multi-token prediction, which are not loaded
 LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,

@@ -49,9 +49,8 @@ _DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 16,
 }
 _OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite"))
-_WITH_EXPERTS = frozenset(
-    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Qwen3_5Moe")
-)
+_QWEN = ("Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Qwen3_5Moe")
+_WITH_EXPERTS = frozenset(f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Mixtral", "Olmoe", *_QWEN))
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"attention_bias": True},

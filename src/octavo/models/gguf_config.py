@@ -41,7 +41,7 @@ _NOT_READ = (
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
 # llama.cpp stores these weights in wider types
-_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".ssm_alpha", ".ssm_beta")
+_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".ssm_alpha", ".ssm_beta", ".ssm_ba")
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
@@ -543,6 +543,11 @@ def _read_qwen35moe(fields: GGUFFields) -> dict[str, Any]:
     return _read_qwen35(fields) | _read_gated_experts(fields)
 
 
+def _read_qwen3next(fields: GGUFFields) -> dict[str, Any]:
+    is_old = any(name.endswith(".ssm_in.weight") for name in fields.file.tensors)
+    return _read_delta_nets(fields) | _read_gated_experts(fields) | {"delta_inputs_are_joined": is_old}
+
+
 def _read_gated_experts(fields: GGUFFields) -> dict[str, Any]:
     fields.values.mark("feed_forward_length")
     shared = fields.count("expert_shared_feed_forward_length")
@@ -590,6 +595,7 @@ _FAMILIES = {
     "qwen35moe": GGUFFamily(
         "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _read_qwen35moe, _POST_NORM, norms_around_one=True
     ),
+    "qwen3next": GGUFFamily("Qwen3NextForCausalLM", "qwen3_next", _read_qwen3next, _POST_NORM, norms_around_one=True),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", _read_qwen3_moe),
     "olmoe": GGUFFamily("OlmoeForCausalLM", "olmoe", _read_olmoe),
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),

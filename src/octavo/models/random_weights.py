@@ -213,6 +213,13 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "Qwen2MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96},
     "Qwen3MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "Qwen3NextForCausalLM": _QWEN3_5
+    | _QWEN_MOE
+    | {
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 96,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    },
     "Qwen3_5ForCausalLM": _QWEN3_5 | {"model_type": "qwen3_5_text"},
     "Qwen3_5MoeForCausalLM": _QWEN3_5
     | _QWEN_MOE
