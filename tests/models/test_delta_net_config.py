@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from quantized_files import fp8, rewrite
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import ModelError
 from octavo.kernels.reference import ReferenceKernels
+from octavo.models.architecture import is_vocabulary
 from octavo.models.checkpoint import CheckpointFiles
 from octavo.models.config_file import ConfigFile
 from octavo.models.loader import load_model
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import architecture_of, read_architecture
+from octavo.models.weight_bytes import is_never_rounded
 from octavo.models.weight_source import FolderWeights
 
 CPU = torch.device("cpu")
@@ -67,3 +70,25 @@ def test_experts_with_own_tensors_are_read_like_those_in_one_tensor(tmp_path):
     files = CheckpointFiles(path)
     files.check(read_architecture(path).stored_tensors())
     assert all(torch.equal(files.tensor(name), tensor) for name, tensor in apart.items())
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next"])
+def test_fp8_blocks_give_logits_of_their_expanded_weights(name, tmp_path, prompt_logits):
+    """Stored as on the hub: each expert has its own tensors, and rates and routers are not converted."""
+    plain, blocks = (write_checkpoint(tmp_path / each, tiny_config(f"{name}ForCausalLM")) for each in ("a", "b"))
+    files, stored, kept = CheckpointFiles(plain), {}, []
+    expanded = {each: files.tensor(each).clone() for each in read_architecture(plain).tensor_shapes()}
+    for each, tensor in expanded.items():
+        if tensor.dim() != 2 or is_vocabulary(each) or is_never_rounded(each):
+            kept.append(each.removesuffix(".weight"))
+            stored[each] = tensor
+            continue
+        stored[each], stored[f"{each}_scale_inv"], expanded[each] = fp8(tensor, (32, 32))
+    save_file(expanded, plain / "model.safetensors")
+    rewrite(blocks, stored, {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": kept})
+    options = {"dtype": "float32", "device": CPU, "max_model_len": 64}
+    ours, expected = (
+        prompt_logits(load_model(FolderWeights(path), read_architecture(path), ReferenceKernels(), **options), range(9))
+        for path in (blocks, plain)
+    )
+    assert torch.equal(ours, expected)
