@@ -155,7 +155,7 @@ class GGUFWeights:
         return self._pairs.get(part)
 
 
-def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
+def _hugging_face_name(name: str, parts: dict[str, str]) -> str:  # noqa: PLR0911 - a case for each form
     match name.split("."):
         case ["blk", layer, part] if part in parts:
             return f"model.layers.{layer}.{parts[part]}"
