@@ -3,8 +3,9 @@
     python benchmarks/states.py [--threads 2] [--rounds 9] [--isa avx512] [--only delta]
 
 The shapes are those of a layer of Qwen3.5-9B (short_conv, gated_delta, gated_norm) and of Granite 4 H Small (mamba2).
-A prompt has 1,024 rows. Decodes are 64 sequences of one row; GB/s counts each state as read once and written once. The
-peaks are fused multiply-adds in registers, and reading 512 MB; the best of their rounds counts.
+A prompt has 1,024 rows. A decode is a sequence of one row. A replay is a decode with a kept row: the kept row advances
+the state, and the new row is kept. GB/s counts each state as read once and written once. The peaks
+are fused multiply-adds in registers, and reading 512 MB; the best of their rounds counts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kernels import Case, case, report
 from octavo.kernels.cpu import CpuKernels
 from octavo.kernels.operations.gated_delta import gated_delta
 from octavo.kernels.operations.gated_norm import gated_norm
+from octavo.kernels.operations.keep_rows import keep_rows
 from octavo.kernels.operations.mamba2 import mamba2
 from octavo.kernels.operations.short_conv import short_conv
 from octavo.kernels.state_batch import StateBatch, matrix_states
@@ -31,14 +33,26 @@ if TYPE_CHECKING:
 KEY_HEADS, HEADS, DIM, WIDTH = 16, 32, 128, 4
 CHANNELS = 2 * KEY_HEADS * DIM + HEADS * DIM
 MAMBA_HEADS, MAMBA_DIM, MAMBA_STATE = 128, 64, 128
-BATCHES = {"prompt of 1024": [1024], "64 decodes": [1] * 64}
+BATCHES = {
+    "prompt of 1024": [1024],
+    **{f"{n} {kind}": [1] * n for n in (1, 32, 64) for kind in ("decodes", "replays")},
+}
 DELTA_FLOPS, MAMBA_FLOPS = 7, 5  # for each element of a state and row
 
 
 def state_batch(lengths: list[int]) -> StateBatch:
     """Return a batch of sequences that read and write the slot of their number."""
-    slots, none = torch.arange(len(lengths), dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    return StateBatch(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), slots, slots, none, none)
+    slots = torch.arange(len(lengths), dtype=torch.int32)
+    return StateBatch.plain(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), slots, slots)
+
+
+def replay_batch(num_seqs: int) -> StateBatch:
+    """Return a batch of sequences with a kept row and a new row that is kept."""
+    slots = torch.arange(num_seqs, dtype=torch.int32)
+    start = torch.arange(0, 2 * num_seqs + 1, 2, dtype=torch.int32)
+    sources = torch.stack([-1 - slots, slots], dim=1).flatten()
+    ones, none = torch.ones_like(slots), slots[:0]
+    return StateBatch(start, sources, slots, slots, ones, none, none, slots, slots)
 
 
 def peak_cases(kernels: CpuKernels) -> Iterator[Case]:
@@ -50,30 +64,37 @@ def peak_cases(kernels: CpuKernels) -> Iterator[Case]:
 
 
 def cases(kernels: Kernels) -> Iterator[Case]:
-    """Yield every kernel with both batches."""
+    """Yield every kernel with every batch."""
     weight, none = torch.randn(WIDTH, CHANNELS), torch.zeros(0)
     decay, dt_bias, norm = -torch.rand(MAMBA_HEADS), torch.randn(MAMBA_HEADS), torch.ones(DIM)
     for name, lengths in BATCHES.items():
-        rows, batch = sum(lengths), state_batch(lengths)
+        rows = sum(lengths)
+        batch = replay_batch(rows) if "replays" in name else state_batch(lengths)
         inputs = torch.randn(rows, CHANNELS).to(torch.bfloat16)
         convolved, gate, out = (torch.empty_like(each) for each in (inputs, *[inputs[:, : HEADS * DIM]] * 2))
         a, b = torch.randn(2, rows, HEADS).to(torch.bfloat16)
+        rates = torch.cat([a, b], dim=1)
         gate.copy_(inputs[:, : HEADS * DIM])
+        kept = torch.zeros(rows, 2 * CHANNELS + 2 * HEADS, dtype=torch.bfloat16)
+        kept_inputs = kept.split([CHANNELS, CHANNELS, HEADS, HEADS], dim=1)
         old = torch.zeros(len(lengths), WIDTH - 1, CHANNELS, dtype=torch.bfloat16)
         state = matrix_states(len(lengths), HEADS, DIM, DIM)
         xbc = torch.randn(rows, MAMBA_HEADS * MAMBA_DIM + 2 * MAMBA_STATE).to(torch.bfloat16)
         dt, result = torch.randn(rows, MAMBA_HEADS), torch.empty(rows, MAMBA_HEADS * MAMBA_DIM, dtype=torch.bfloat16)
         ssm = matrix_states(len(lengths), MAMBA_HEADS, MAMBA_STATE, MAMBA_DIM)
 
-        def conv(_: int, x=inputs, old=old, batch=batch, out=convolved) -> object:  # noqa: ANN001
-            return short_conv(kernels, x, weight, none, old, batch, True, out)
+        def conv(_: int, x=inputs, kept=kept_inputs, old=old, batch=batch, out=convolved) -> object:  # noqa: ANN001
+            return short_conv(kernels, x, kept[0], weight, none, old, batch, True, out)
 
-        def delta(_: int, x=inputs, a=a, b=b, state=state, batch=batch, out=out) -> object:  # noqa: ANN001
+        def delta(_: int, x=inputs, a=a, b=b, kept=kept_inputs, state=state, batch=batch, out=out) -> object:  # noqa: ANN001
             numbers = decay[:HEADS], dt_bias[:HEADS]
-            return gated_delta(kernels, x, a, b, *numbers, state, batch, KEY_HEADS, False, out)
+            return gated_delta(kernels, x, a, b, *kept[1:], *numbers, state, batch, KEY_HEADS, False, out)
 
         def mamba(_: int, x=xbc, dt=dt, state=ssm, batch=batch, out=result) -> object:  # noqa: ANN001
-            return mamba2(kernels, x, dt, dt_bias, decay, dt_bias, 0.0, 9.0, state, batch, 1, out)
+            return mamba2(kernels, x, dt, x, dt, dt_bias, decay, dt_bias, 0.0, 9.0, state, batch, 1, out)
+
+        def keep(_: int, x=inputs, rates=rates, kept=kept, batch=batch) -> object:  # noqa: ANN001
+            return keep_rows(kernels, x, x, rates, kept, batch)
 
         def normed(_: int, x=out, gate=gate) -> object:  # noqa: ANN001
             return gated_norm(kernels, x, gate, norm, 1e-6, DIM, False, x)
@@ -83,6 +104,8 @@ def cases(kernels: Kernels) -> Iterator[Case]:
         flops = DELTA_FLOPS * rows * HEADS * DIM * DIM
         yield case(f"gated_delta, {name}", kernels, delta, flops, 2 * state.nbytes)
         yield case(f"gated_norm, {name}", kernels, normed, 0, 3 * gate.nbytes)
+        if "replays" in name:
+            yield case(f"keep_rows, {name}", kernels, keep, 0, 2 * kept.nbytes)
         flops = MAMBA_FLOPS * rows * MAMBA_HEADS * MAMBA_DIM * MAMBA_STATE
         yield case(f"mamba2, {name}", kernels, mamba, flops, 2 * ssm.nbytes)
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -98,31 +99,55 @@ struct BatchArgs {
 
 // The arrays of octavo.kernels.state_batch.StateBatch; all null if a step has no states.
 struct StateBatchArgs {
-  const int32_t* query_start = nullptr;  // [num_seqs + 1]
+  const int32_t* query_start = nullptr;  // [num_seqs + 1], of state rows
   int64_t num_seqs = 0;
-  const int32_t* read_slots = nullptr;   // [num_seqs]; -1: the state before the first row is zero
-  const int32_t* write_slots = nullptr;  // [num_seqs]; -1: the state after the last row is dropped
-  const int32_t* saved_rows = nullptr;   // [num_saved], ascending
+  const int32_t* sources = nullptr;  // [num_state_rows]: rows of the step, or -1 - k for kept row k
+  int64_t num_state_rows = 0;
+  const int32_t* read_slots = nullptr;   // [num_seqs]; -1: the state before the first state row is zero
+  const int32_t* write_slots = nullptr;  // [num_seqs]; -1: the state is dropped
+  const int32_t* write_rows = nullptr;   // [num_seqs]: number of state rows that the written state includes
+  const int32_t* saved_rows = nullptr;   // [num_saved], state rows, ascending
   const int32_t* saved_slots = nullptr;  // [num_saved]
   int64_t num_saved = 0;
+  const int32_t* keep_from = nullptr;  // [num_keep], rows of the step
+  const int32_t* keep_to = nullptr;    // [num_keep], kept rows
+  int64_t num_keep = 0;
 
   bool operator==(const StateBatchArgs& other) const {
-    return query_start == other.query_start && num_seqs == other.num_seqs && read_slots == other.read_slots &&
-           write_slots == other.write_slots && saved_rows == other.saved_rows && saved_slots == other.saved_slots &&
-           num_saved == other.num_saved;
+    const auto parts = [](const StateBatchArgs& batch) {
+      return std::tie(batch.query_start, batch.num_seqs, batch.sources, batch.num_state_rows, batch.read_slots, batch.write_slots,
+                      batch.write_rows, batch.saved_rows, batch.saved_slots, batch.num_saved, batch.keep_from, batch.keep_to,
+                      batch.num_keep);
+    };
+    return parts(*this) == parts(other);
   }
 
-  // Throws std::out_of_range unless all rows and slots exist.
-  void check(int64_t num_rows, int64_t num_slots) const {
-    bool holds = query_start != nullptr && query_start[0] == 0 && query_start[num_seqs] <= num_rows;
+  // Throw std::out_of_range unless all rows and slots exist. num_rows: of the step. num_kept: kept rows.
+  void check(int64_t num_rows, int64_t num_kept, int64_t num_slots) const {
+    check_kept(num_rows, num_kept);
+    bool holds = query_start[0] == 0 && query_start[num_seqs] == num_state_rows;
     for (int64_t i = 0; holds && i < num_seqs; ++i) {
       holds = query_start[i] <= query_start[i + 1] && read_slots[i] >= -1 && read_slots[i] < num_slots &&
-              write_slots[i] >= -1 && write_slots[i] < num_slots;
+              write_slots[i] >= -1 && write_slots[i] < num_slots && write_rows[i] >= 0 &&
+              write_rows[i] <= query_start[i + 1] - query_start[i];
     }
+    for (int64_t i = 0; holds && i < num_state_rows; ++i) holds = sources[i] >= -num_kept && sources[i] < num_rows;
     for (int64_t i = 0; holds && i < num_saved; ++i) {
-      holds = saved_rows[i] >= (i == 0 ? 0 : saved_rows[i - 1]) && saved_rows[i] < query_start[num_seqs] &&
-              saved_slots[i] >= 0 && saved_slots[i] < num_slots;
+      holds = saved_rows[i] >= (i == 0 ? 0 : saved_rows[i - 1]) && saved_rows[i] < num_state_rows && saved_slots[i] >= 0 &&
+              saved_slots[i] < num_slots;
     }
+    expect(holds);
+  }
+  void check_kept(int64_t num_rows, int64_t num_kept) const {
+    bool holds = query_start != nullptr;
+    for (int64_t i = 0; holds && i < num_keep; ++i) {
+      holds = keep_from[i] >= 0 && keep_from[i] < num_rows && keep_to[i] >= 0 && keep_to[i] < num_kept;
+    }
+    expect(holds);
+  }
+
+ private:
+  static void expect(bool holds) {
     if (!holds) throw std::out_of_range("a state batch has rows or slots that do not exist, or rows that do not ascend");
   }
 };

@@ -46,21 +46,33 @@ struct nanobind::detail::type_caster<octavo::Tensor> {
   }
 };
 
-// A `StateBatchArgs` is passed as (query_start, num_seqs, read_slots, write_slots, saved_rows, saved_slots, num_saved).
+// A `StateBatchArgs` is passed as the tuple of its members.
 template <>
 struct nanobind::detail::type_caster<octavo::StateBatchArgs> {
-  using Parts = std::tuple<octavo::Address, int64_t, octavo::Address, octavo::Address, octavo::Address, octavo::Address, int64_t>;
+  using Address = octavo::Address;
+  using Parts = std::tuple<Address, int64_t, Address, int64_t, Address, Address, Address, Address, Address, int64_t, Address,
+                           Address, int64_t>;
   NB_TYPE_CASTER(octavo::StateBatchArgs, make_caster<Parts>::Name)
 
   bool from_python(handle source, uint8_t flags, cleanup_list* cleanup) noexcept {
     make_caster<Parts> parts;
     if (!parts.from_python(source, flags, cleanup)) return false;
-    const auto [query_start, num_seqs, read_slots, write_slots, saved_rows, saved_slots, num_saved] =
-        parts.operator cast_t<Parts>();
-    value = {octavo::at<int32_t>(query_start), num_seqs,
-             octavo::at<int32_t>(read_slots),  octavo::at<int32_t>(write_slots),
-             octavo::at<int32_t>(saved_rows),  octavo::at<int32_t>(saved_slots),
-             num_saved};
+    const auto [query_start, num_seqs, sources, num_state_rows, read_slots, write_slots, write_rows, saved_rows, saved_slots,
+                num_saved, keep_from, keep_to, num_keep] = parts.operator cast_t<Parts>();
+    const auto array = [](Address address) { return octavo::at<int32_t>(address); };
+    value.query_start = array(query_start);
+    value.num_seqs = num_seqs;
+    value.sources = array(sources);
+    value.num_state_rows = num_state_rows;
+    value.read_slots = array(read_slots);
+    value.write_slots = array(write_slots);
+    value.write_rows = array(write_rows);
+    value.saved_rows = array(saved_rows);
+    value.saved_slots = array(saved_slots);
+    value.num_saved = num_saved;
+    value.keep_from = array(keep_from);
+    value.keep_to = array(keep_to);
+    value.num_keep = num_keep;
     return true;
   }
 };

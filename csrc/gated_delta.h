@@ -6,9 +6,9 @@
 namespace octavo {
 
 struct GatedDeltaArgs : StatefulArgs {
-  Rows qkv;              // [rows, 2 * key_heads * depth + heads * columns]: queries, keys, values
-  Rows a;                // [rows, heads]
-  Rows b;                // [rows, heads]
+  SourceRows qkv;        // [rows, 2 * key_heads * depth + heads * columns]: queries, keys, values
+  SourceRows a;          // [rows, heads]
+  SourceRows b;          // [rows, heads]
   const float* decay;    // [heads]
   const float* dt_bias;  // [heads]
   MatrixStates states;
@@ -16,12 +16,13 @@ struct GatedDeltaArgs : StatefulArgs {
   bool is_tiled;  // value head h has key head h % key_heads, not h / (heads / key_heads)
   Rows out;       // [rows, heads * columns], of qkv's type
   int64_t rows;
+  int64_t kept;
 
   static constexpr auto kRows = &GatedDeltaArgs::rows;
-  static GatedDeltaArgs of(const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& decay, const Tensor& dt_bias,
-                           const Tensor& state, const StateBatchArgs& batch, int64_t key_heads, bool is_tiled,
-                           const Tensor& out) {
-    const int64_t rows = qkv.size(0), heads = a.size(1);
+  static GatedDeltaArgs of(const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& kept_qkv, const Tensor& kept_a,
+                           const Tensor& kept_b, const Tensor& decay, const Tensor& dt_bias, const Tensor& state,
+                           const StateBatchArgs& batch, int64_t key_heads, bool is_tiled, const Tensor& out) {
+    const int64_t rows = qkv.size(0), kept = kept_qkv.size(0), heads = a.size(1);
     const MatrixStates states = MatrixStates::of(state, heads);
     decay.expect_contiguous(DType::kFloat32, "decay");
     dt_bias.expect_contiguous(DType::kFloat32, "dt_bias");
@@ -29,14 +30,15 @@ struct GatedDeltaArgs : StatefulArgs {
       throw std::invalid_argument("heads, decay, dt_bias, qkv and out do not fit together");
     }
     const int64_t width = heads * states.columns();
-    return {{batch}, Rows::of(qkv, rows, 2 * key_heads * states.depth + width, "qkv"), Rows::of(a, rows, heads, "a"),
-            Rows::of(b, rows, heads, "b"), at<float>(decay.address), at<float>(dt_bias.address), states, key_heads, is_tiled,
-            Rows::of(out, rows, width, "out"), rows};
+    return {{batch}, SourceRows::of(qkv, rows, kept_qkv, kept, 2 * key_heads * states.depth + width, "qkv"),
+            SourceRows::of(a, rows, kept_a, kept, heads, "a"), SourceRows::of(b, rows, kept_b, kept, heads, "b"),
+            at<float>(decay.address), at<float>(dt_bias.address), states, key_heads, is_tiled, Rows::of(out, rows, width, "out"),
+            rows, kept};
   }
 
   template <class Table>
   void check(const Table&) const {
-    batch.check(rows, states.slots);
+    batch.check(rows, kept, states.slots);
   }
 };
 
@@ -73,12 +75,12 @@ void prepare_delta(const GatedDeltaArgs& args, int64_t head, int64_t first, int6
   const int64_t key_head = args.is_tiled ? head % args.key_heads : head / (args.states.heads / args.key_heads);
   const float scale = 1.0f / std::sqrt(static_cast<float>(depth));
   for (int64_t row = first; row < last; ++row) {
-    const T* query = args.qkv.row<T>(row) + key_head * depth;
+    const T* query = args.qkv.row<T>(args.batch.sources[row]) + key_head * depth;
     normalize(query, depth, scale, rows.queries + (row - first) * rows.stride);
     normalize(query + args.key_heads * depth, depth, 1.0f, rows.keys + (row - first) * rows.stride);
   }
-  read_column(args.a, head, first, last, rows.decays);
-  read_column(args.b, head, first, last, rows.factors);
+  read_column(args.a, head, args.batch.sources + first, last - first, rows.decays);
+  read_column(args.b, head, args.batch.sources + first, last - first, rows.factors);
   for (int64_t i = 0; i < last - first; i += kLanes) {
     Vec step[1] = {load(rows.decays + i) + splat(args.dt_bias[head])}, beta[1] = {load(rows.factors + i)};
     softplus(step);
@@ -105,10 +107,10 @@ OCTAVO_INLINE void multiply_state(const float* state, int64_t depth, const float
   }
 }
 
-// S = decay * S + key change^T, out = S^T query, and sums = S^T next_key for the next row: one pass over S, which prefetches as
-// much memory at `following`.
-template <int N>
-OCTAVO_INLINE void update_state(float* state, int64_t depth, const float* key, const float* query, const float* next_key,
+// S = decay * S + key change^T, out = S^T query, and sums = S^T next_key for the next row: one pass over S, which is read from
+// `state` and, if kWrites, written to `target`. The pass prefetches as much memory at `following`.
+template <bool kWrites, int N>
+OCTAVO_INLINE void update_state(const float* state, float* target, int64_t depth, const float* key, const float* query, const float* next_key,
                                 const float* following, Vec decay, const Vec (&change)[N], Vec (&out)[N], Vec (&sums)[N]) {
   for (int v = 0; v < N; ++v) out[v] = sums[v] = splat(0.0f);
   for (int64_t first = 0; first < depth; first += kSumLength) {
@@ -122,7 +124,7 @@ OCTAVO_INLINE void update_state(float* state, int64_t depth, const float* key, c
         const int64_t at = (v * depth + i) * kLanes;
         __builtin_prefetch(following + at);
         const Vec value = fma(k, change[v], load(state + at) * decay);
-        store(state + at, value);
+        if constexpr (kWrites) store(target + at, value);
         out_part[v] = fma(value, q, out_part[v]);
         sums_part[v] = fma(value, next, sums_part[v]);
       }
@@ -142,22 +144,28 @@ void advance_delta(const GatedDeltaArgs& args, const HeadRows& rows, StateTiles&
   multiply_state(tiles.values, depth, rows.keys, sums);
   for (int64_t row = first; row < last; ++row) {
     const int64_t i = row - first;
-    const T* values = args.qkv.row<T>(row) + values_at;
-    T* out = args.out.row<T>(row) + column;
+    const int64_t source = args.batch.sources[row];
+    const T* values = args.qkv.row<T>(source) + values_at;
     const Vec decay = splat(rows.decays[i]), beta = splat(rows.factors[i]);
     Vec change[N], result[N];
     for (int v = 0; v < N; ++v) change[v] = (load(values + v * kLanes) - decay * sums[v]) * beta;
     const bool is_last = row + 1 == last;
     const float* key = rows.keys + i * rows.stride;
-    update_state(tiles.values, depth, key, rows.queries + i * rows.stride, is_last ? key : key + rows.stride,
-                 is_last ? tiles.following() : tiles.values, decay, change, result, sums);
-    for (int v = 0; v < N; ++v) store(out + v * kLanes, result[v]);
-    tiles.save_after(row);
+    const float* next_key = is_last ? key : key + rows.stride;
+    const float* following = is_last ? tiles.following : tiles.values;
+    tiles.update(row, [&](auto writes, const float* state, float* target) {
+      update_state<decltype(writes)::value>(state, target, depth, key, rows.queries + i * rows.stride, next_key, following, decay,
+                                            change, result, sums);
+    });
+    if (source >= 0) {
+      T* out = args.out.row<T>(source) + column;
+      for (int v = 0; v < N; ++v) store(out + v * kLanes, result[v]);
+    }
   }
 }
 
 inline void gated_delta(ThreadPool& pool, const GatedDeltaArgs& args) {
-  with_float_type(args.qkv.dtype, [&](auto type) {
+  with_float_type(args.qkv.step.dtype, [&](auto type) {
     using T = decltype(type);
     advance_states<kDeltaTiles>(
         pool, args.batch, args.states,

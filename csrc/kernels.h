@@ -14,9 +14,11 @@
 #include "gated_delta.h"
 #include "gated_norm.h"
 #include "grouped_linear.h"
+#include "keep_rows.h"
 #include "latent.h"
 #include "linear_int4_tiles.h"  // linear, over all of its parts
 #include "mamba2.h"
+#include "multiply.h"
 #include "packing.h"
 #include "rank_experts.h"
 #include "ranks.h"
@@ -49,6 +51,7 @@
   KERNEL(copy_rows, TwoHeadsArgs)           \
   KERNEL(sigmoid_gate, TwoHeadsArgs)        \
   KERNEL(divide, DivideArgs)                \
+  KERNEL(multiply, MultiplyArgs)            \
   KERNEL(relu_squared, ReluSquaredArgs)     \
   KERNEL(rope_and_write_kv, RopeArgs)       \
   KERNEL(rope_and_write_latents, LatentArgs) \
@@ -56,6 +59,7 @@
   KERNEL(short_conv, ShortConvArgs)         \
   KERNEL(gated_delta, GatedDeltaArgs)       \
   KERNEL(mamba2, Mamba2Args)                \
+  KERNEL(keep_rows, KeepRowsArgs)           \
   KERNEL(gated_norm, GatedNormArgs)         \
   KERNEL(sample, SampleArgs)                \
   KERNEL(sample_columns, SampleColumnsArgs) \

@@ -6,8 +6,8 @@
 namespace octavo {
 
 struct Mamba2Args : StatefulArgs {
-  Rows xbc;              // [rows, heads * columns + 2 * groups * depth]: x, B, C
-  Rows dt;               // [rows, heads]
+  SourceRows xbc;        // [rows, heads * columns + 2 * groups * depth]: x, B, C
+  SourceRows dt;         // [rows, heads]
   const float* dt_bias;  // [heads]
   const float* decay;    // [heads]
   const float* skip;     // [heads]
@@ -17,12 +17,13 @@ struct Mamba2Args : StatefulArgs {
   int64_t groups;  // of heads with the same B and C
   Rows out;        // [rows, heads * columns], of xbc's type
   int64_t rows;
+  int64_t kept;
 
   static constexpr auto kRows = &Mamba2Args::rows;
-  static Mamba2Args of(const Tensor& xbc, const Tensor& dt, const Tensor& dt_bias, const Tensor& decay, const Tensor& skip,
-                       double dt_min, double dt_max, const Tensor& state, const StateBatchArgs& batch, int64_t groups,
-                       const Tensor& out) {
-    const int64_t rows = xbc.size(0), heads = dt.size(1);
+  static Mamba2Args of(const Tensor& xbc, const Tensor& dt, const Tensor& kept_xbc, const Tensor& kept_dt, const Tensor& dt_bias,
+                       const Tensor& decay, const Tensor& skip, double dt_min, double dt_max, const Tensor& state,
+                       const StateBatchArgs& batch, int64_t groups, const Tensor& out) {
+    const int64_t rows = xbc.size(0), kept = kept_xbc.size(0), heads = dt.size(1);
     const MatrixStates states = MatrixStates::of(state, heads);
     for (const Tensor* each : {&dt_bias, &decay, &skip}) each->expect_contiguous(DType::kFloat32, "dt_bias, decay or skip");
     const bool has_heads = dt_bias.count() == heads && decay.count() == heads && skip.count() == heads;
@@ -30,14 +31,15 @@ struct Mamba2Args : StatefulArgs {
       throw std::invalid_argument("heads, groups, dt_bias, decay, skip, xbc and out do not fit together");
     }
     const int64_t width = heads * states.columns();
-    return {{batch}, Rows::of(xbc, rows, width + 2 * groups * states.depth, "xbc"), Rows::of(dt, rows, heads, "dt"),
-            at<float>(dt_bias.address), at<float>(decay.address), at<float>(skip.address), static_cast<float>(dt_min),
-            static_cast<float>(dt_max), states, groups, Rows::of(out, rows, width, "out"), rows};
+    return {{batch}, SourceRows::of(xbc, rows, kept_xbc, kept, width + 2 * groups * states.depth, "xbc"),
+            SourceRows::of(dt, rows, kept_dt, kept, heads, "dt"), at<float>(dt_bias.address), at<float>(decay.address),
+            at<float>(skip.address), static_cast<float>(dt_min), static_cast<float>(dt_max), states, groups,
+            Rows::of(out, rows, width, "out"), rows, kept};
   }
 
   template <class Table>
   void check(const Table&) const {
-    batch.check(rows, states.slots);
+    batch.check(rows, kept, states.slots);
   }
 };
 
@@ -57,7 +59,7 @@ template <class T>
 void prepare_mamba(const Mamba2Args& args, int64_t head, int64_t first, int64_t last, const HeadRows& rows) {
   const int64_t depth = args.states.depth, group = head / (args.states.heads / args.groups);
   for (int64_t row = first; row < last; ++row) {
-    const T* key = args.xbc.row<T>(row) + args.states.heads * args.states.columns() + group * depth;
+    const T* key = args.xbc.row<T>(args.batch.sources[row]) + args.states.heads * args.states.columns() + group * depth;
     const T* query = key + args.groups * depth;
     const int64_t at = (row - first) * rows.stride;
     for (int64_t i = 0; i < depth; i += kLanes) {
@@ -65,7 +67,7 @@ void prepare_mamba(const Mamba2Args& args, int64_t head, int64_t first, int64_t 
       store(rows.queries + at + i, load_first(query + i, depth - i));
     }
   }
-  read_column(args.dt, head, first, last, rows.factors);
+  read_column(args.dt, head, args.batch.sources + first, last - first, rows.factors);
   for (int64_t i = 0; i < last - first; i += kLanes) {
     Vec step[1] = {load(rows.factors + i) + splat(args.dt_bias[head])};
     softplus(step);
@@ -75,10 +77,11 @@ void prepare_mamba(const Mamba2Args& args, int64_t head, int64_t first, int64_t 
   }
 }
 
-// S = decay * S + key change^T and out = S^T query: one pass over S, which prefetches as much memory at `following`.
-template <int N>
-OCTAVO_INLINE void update_columns(float* state, int64_t depth, const float* key, const float* query, const float* following,
-                                  Vec decay, const Vec (&change)[N], Vec (&out)[N]) {
+// S = decay * S + key change^T and out = S^T query: one pass over S, which is read from `state` and, if kWrites, written to
+// `target`. The pass prefetches as much memory at `following`.
+template <bool kWrites, int N>
+OCTAVO_INLINE void update_columns(const float* state, float* target, int64_t depth, const float* key, const float* query,
+                                  const float* following, Vec decay, const Vec (&change)[N], Vec (&out)[N]) {
   for (int v = 0; v < N; ++v) out[v] = splat(0.0f);
   for (int64_t first = 0; first < depth; first += kSumLength) {
     Vec part[N];
@@ -91,7 +94,7 @@ OCTAVO_INLINE void update_columns(float* state, int64_t depth, const float* key,
         const int64_t at = (v * depth + i) * kLanes;
         __builtin_prefetch(following + at);
         const Vec value = fma(k, change[v], load(state + at) * decay);
-        store(state + at, value);
+        if constexpr (kWrites) store(target + at, value);
         part[v] = fma(value, q, part[v]);
       }
     }
@@ -105,19 +108,24 @@ void advance_mamba(const Mamba2Args& args, const HeadRows& rows, StateTiles& til
   const Vec skip = splat(args.skip[tiles.head]);
   for (int64_t row = first; row < last; ++row) {
     const int64_t i = row - first;
-    const T* x = args.xbc.row<T>(row) + column;
-    T* out = args.out.row<T>(row) + column;
+    const int64_t source = args.batch.sources[row];
+    const T* x = args.xbc.row<T>(source) + column;
     Vec change[N], result[N];
     for (int v = 0; v < N; ++v) change[v] = load(x + v * kLanes) * splat(rows.factors[i]);
-    update_columns(tiles.values, depth, rows.keys + i * rows.stride, rows.queries + i * rows.stride,
-                   row + 1 == last ? tiles.following() : tiles.values, splat(rows.decays[i]), change, result);
-    for (int v = 0; v < N; ++v) store(out + v * kLanes, fma(load(x + v * kLanes), skip, result[v]));
-    tiles.save_after(row);
+    const float* following = row + 1 == last ? tiles.following : tiles.values;
+    tiles.update(row, [&](auto writes, const float* state, float* target) {
+      update_columns<decltype(writes)::value>(state, target, depth, rows.keys + i * rows.stride, rows.queries + i * rows.stride,
+                                              following, splat(rows.decays[i]), change, result);
+    });
+    if (source >= 0) {
+      T* out = args.out.row<T>(source) + column;
+      for (int v = 0; v < N; ++v) store(out + v * kLanes, fma(load(x + v * kLanes), skip, result[v]));
+    }
   }
 }
 
 inline void mamba2(ThreadPool& pool, const Mamba2Args& args) {
-  with_float_type(args.xbc.dtype, [&](auto type) {
+  with_float_type(args.xbc.step.dtype, [&](auto type) {
     using T = decltype(type);
     advance_states<kMambaTiles>(
         pool, args.batch, args.states,

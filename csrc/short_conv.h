@@ -8,7 +8,7 @@ namespace octavo {
 constexpr int64_t kMostTaps = 8;
 
 struct ShortConvArgs : StatefulArgs {
-  Rows x;               // [rows, channels]
+  SourceRows x;         // [rows, channels]
   const float* weight;  // [taps, channels]
   const float* bias;    // [channels], or null
   Rows state;           // [slots, taps - 1, channels], of x's type: a slot is contiguous
@@ -16,13 +16,14 @@ struct ShortConvArgs : StatefulArgs {
   bool has_silu;
   Rows out;  // [rows, channels], of x's type
   int64_t rows;
+  int64_t kept;
   int64_t channels;
   int64_t taps;
 
   static constexpr auto kRows = &ShortConvArgs::rows;
-  static ShortConvArgs of(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& state,
+  static ShortConvArgs of(const Tensor& x, const Tensor& kept_x, const Tensor& weight, const Tensor& bias, const Tensor& state,
                           const StateBatchArgs& batch, bool has_silu, const Tensor& out) {
-    const int64_t rows = x.size(0), channels = x.size(1), taps = weight.size(0), slots = state.size(0);
+    const int64_t rows = x.size(0), kept = kept_x.size(0), channels = x.size(1), taps = weight.size(0), slots = state.size(0);
     weight.expect_contiguous(DType::kFloat32, "weight");
     bias.expect_contiguous(DType::kFloat32, "bias");
     const bool has_state = state.shape == std::vector<int64_t>{slots, taps - 1, channels} && slots > 0 && channels > 0 &&
@@ -32,14 +33,14 @@ struct ShortConvArgs : StatefulArgs {
     if (!fits || !has_state || state.dtype != x.dtype || out.dtype != x.dtype) {
       throw std::invalid_argument("x, weight, bias, state and out do not fit together");
     }
-    return {{batch}, Rows::of(x, rows, channels, "x"), at<float>(weight.address), bias.count() == 0 ? nullptr : at<float>(bias.address),
-            {at<void>(state.address), state.dtype, state.strides[0]}, slots, has_silu,
-            Rows::of(out, rows, channels, "out"), rows, channels, taps};
+    return {{batch}, SourceRows::of(x, rows, kept_x, kept, channels, "x"), at<float>(weight.address),
+            bias.count() == 0 ? nullptr : at<float>(bias.address), {at<void>(state.address), state.dtype, state.strides[0]}, slots,
+            has_silu, Rows::of(out, rows, channels, "out"), rows, kept, channels, taps};
   }
 
   template <class Table>
   void check(const Table&) const {
-    batch.check(rows, slots);
+    batch.check(rows, kept, slots);
   }
 };
 
@@ -91,17 +92,18 @@ struct ConvTask {
   int64_t sequence;
   int64_t channel;  // the first one
   int64_t count;    // of channels
-  T* old;            // [taps - 1, count]: the state before the first row
+  T* old;            // [taps - 1, count]: the state before the first state row
 
   T* in_slot(int64_t slot, int64_t index) const { return args.state.row<T>(slot) + index * args.channels + channel; }
   size_t bytes() const { return static_cast<size_t>(count) * sizeof(T); }
 
-  // The inputs of a row, which may be one before the sequence's first row.
+  // The inputs of a state row, which may be one before the sequence's first.
   const T* inputs(int64_t row) const {
     const int64_t start = args.batch.query_start[sequence];
-    return row >= start ? args.x.row<T>(row) + channel : old + (args.taps - 1 + row - start) * count;
+    return row >= start ? args.x.template row<T>(args.batch.sources[row]) + channel : old + (args.taps - 1 + row - start) * count;
   }
 
+  // Writes the state after a state row, which may be the one before the sequence's first.
   void write_state(int64_t row, int64_t slot) const {
     for (int64_t i = 0; i < args.taps - 1; ++i) {
       std::memcpy(static_cast<void*>(in_slot(slot, i)), inputs(row - (args.taps - 2) + i), bytes());
@@ -109,9 +111,11 @@ struct ConvTask {
   }
 
   void compute_row(int64_t row) const {
+    const int64_t source = args.batch.sources[row];
+    if (source < 0) return;
     const T* taps[kMostTaps];
     for (int64_t tap = 0; tap < args.taps; ++tap) taps[tap] = inputs(row - (args.taps - 1) + tap);
-    T* out = args.out.row<T>(row) + channel;
+    T* out = args.out.row<T>(source) + channel;
     int64_t i = 0;
     for (; i + kConvTogether * kLanes <= count; i += kConvTogether * kLanes) {
       convolve<kConvTogether>(args, taps, channel + i, i, out);
@@ -123,7 +127,6 @@ struct ConvTask {
   void run() const {
     const StateBatchArgs& batch = args.batch;
     const int64_t start = batch.query_start[sequence], stop = batch.query_start[sequence + 1];
-    if (start == stop) return;
     const int64_t read_slot = batch.read_slots[sequence], write_slot = batch.write_slots[sequence];
     for (int64_t i = 0; i < args.taps - 1; ++i) {
       auto* memory = static_cast<void*>(old + i * count);
@@ -138,14 +141,14 @@ struct ConvTask {
     for (int64_t i = saved - batch.saved_rows; i < batch.num_saved && batch.saved_rows[i] < stop; ++i) {
       write_state(batch.saved_rows[i], batch.saved_slots[i]);
     }
-    if (write_slot >= 0) write_state(stop - 1, write_slot);
+    if (write_slot >= 0) write_state(start + batch.write_rows[sequence] - 1, write_slot);
   }
 };
 
 inline void short_conv(ThreadPool& pool, const ShortConvArgs& args) {
   const int64_t wanted = divide_up(args.channels, 4 * pool.num_threads() * kLeastConvChannels) * kLeastConvChannels;
   const int64_t size = smaller(wanted, kMostConvChannels);
-  with_float_type(args.x.dtype, [&](auto type) {
+  with_float_type(args.x.step.dtype, [&](auto type) {
     using T = decltype(type);
     parallel(pool, divide_up(args.channels, size), [&](int64_t index, int) {
       const int64_t channel = index * size, count = smaller(size, args.channels - channel);

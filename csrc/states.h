@@ -10,6 +10,24 @@ namespace octavo {
 
 constexpr int64_t kStateColumns = 16;  // neighbours in memory: octavo.kernels.state_batch.STATE_COLUMNS
 
+// Rows of the step, and kept rows of the same width and type.
+struct SourceRows {
+  Rows step;
+  Rows kept;
+
+  static SourceRows of(const Tensor& step, int64_t rows, const Tensor& kept, int64_t kept_rows, int64_t columns,
+                       const char* name) {
+    if (step.dtype != kept.dtype) throw std::invalid_argument(std::string("kept rows have another dtype than ") + name);
+    return {Rows::of(step, rows, columns, name), Rows::of(kept, kept_rows, columns, name)};
+  }
+
+  // source: as in StateBatchArgs::sources.
+  template <class T>
+  const T* row(int64_t source) const {
+    return source >= 0 ? step.row<T>(source) : kept.row<T>(-1 - source);
+  }
+};
+
 // A part of the arguments of kernels that advance states.
 struct StatefulArgs {
   StateBatchArgs batch;
@@ -78,10 +96,10 @@ OCTAVO_INLINE void read_one(const bf16* p, float* out) {
 }
 OCTAVO_INLINE void read_one(const f16* p, float* out) { store_first(out, load_first(p, 1), 1); }
 
-// Writes a column of rows first .. last - 1 to `out`.
-inline void read_column(const Rows& rows, int64_t column, int64_t first, int64_t last, float* out) {
-  with_float_type(rows.dtype, [&](auto type) {
-    for (int64_t row = first; row < last; ++row) read_one(rows.row<decltype(type)>(row) + column, out + (row - first));
+// Writes a column of `count` rows to `out`.
+inline void read_column(const SourceRows& rows, int64_t column, const int32_t* sources, int64_t count, float* out) {
+  with_float_type(rows.step.dtype, [&](auto type) {
+    for (int64_t i = 0; i < count; ++i) read_one(rows.row<decltype(type)>(sources[i]) + column, out + i);
   });
 }
 
@@ -103,38 +121,63 @@ struct HeadRows {
         factors(decays + kStateRows) {}
 };
 
-// Tiles of one head while a task advances them. After a row, they are copied to the slots that save this row.
+// Tiles of one head while a task advances them. A row reads `values` and writes the next state to target(row), which may be the
+// same memory. The state before the first row is read in its slot; states that are not in the written one are in `scratch`.
 struct StateTiles {
   const StateBatchArgs& batch;
   const MatrixStates& states;
   int64_t head;
   int64_t first;  // the first tile
   int64_t count;
-  float* values;  // [count, depth, 16]
+  int64_t uncertain;    // the first state row that is not in the written state
+  int64_t stop;         // the end of the sequence's state rows
+  float* written;       // [count, depth, 16] in the written slot
+  float* scratch;       // [count, depth, 16]
+  const float* values = nullptr;     // the state before the next row
+  const float* following = nullptr;  // usually the next tiles that are read
   int64_t next_saved = 0;
 
-  size_t bytes() const { return static_cast<size_t>(count * states.tile_size()) * sizeof(float); }
-  const float* following() const { return values + count * states.tile_size(); }  // usually the next tiles that are read
+  int64_t size() const { return count * states.tile_size(); }
   float* in_slot(int64_t slot) const { return states.head(slot, head) + first * states.tile_size(); }
+  float* target(int64_t row) const { return row < uncertain ? written : scratch; }
+  bool is_saved(int64_t row) const { return next_saved < batch.num_saved && batch.saved_rows[next_saved] == row; }
 
-  void begin(int64_t read_slot) const {
-    if (read_slot < 0) {
-      std::memset(values, 0, bytes());
-    } else if (in_slot(read_slot) != values) {
-      std::memcpy(values, in_slot(read_slot), bytes());
-    }
-  }
-  void skip_saved(int64_t row) {
+  // Prepares for state rows from `row` on; is_first: of the sequence.
+  void begin(int64_t row, bool is_first, int64_t read_slot) {
     next_saved = std::lower_bound(batch.saved_rows, batch.saved_rows + batch.num_saved, row) - batch.saved_rows;
+    values = !is_first ? target(row - 1) : read_slot < 0 ? scratch : in_slot(read_slot);
+    following = values + size();
+    if (is_first && read_slot < 0) std::memset(scratch, 0, static_cast<size_t>(size()) * sizeof(float));
   }
-  OCTAVO_INLINE void save_after(int64_t row) {
-    for (; next_saved < batch.num_saved && batch.saved_rows[next_saved] == row; ++next_saved) {
-      std::memcpy(in_slot(batch.saved_slots[next_saved]), values, bytes());
+  // Calls advance(writes, values, target) for a row. writes: std::true_type, or std::false_type if no row needs the next state.
+  // Copies the next state to the slots that save it.
+  template <class F>
+  OCTAVO_INLINE void update(int64_t row, const F& advance) {
+    if (row + 1 == stop && row >= uncertain && !is_saved(row)) {
+      advance(std::false_type(), values, nullptr);
+      return;
+    }
+    float* next = target(row);
+    advance(std::true_type(), values, next);
+    values = next;
+    for (; is_saved(row); ++next_saved) {
+      std::memcpy(in_slot(batch.saved_slots[next_saved]), values, static_cast<size_t>(size()) * sizeof(float));
     }
   }
 };
 
-// Advances the states of all sequences. prepare(head, first, last, rows) writes the inputs of rows first .. last - 1 to `rows`.
+// Copies tiles of a head from one slot to another; read_slot -1: zeros.
+inline void copy_tiles(const MatrixStates& states, int64_t head, int64_t first, int64_t last, int64_t read_slot, int64_t write_slot) {
+  const auto bytes = static_cast<size_t>((last - first) * states.tile_size()) * sizeof(float);
+  float* to = states.head(write_slot, head) + first * states.tile_size();
+  if (read_slot < 0) {
+    std::memset(to, 0, bytes);
+  } else if (read_slot != write_slot) {
+    std::memcpy(to, states.head(read_slot, head) + first * states.tile_size(), bytes);
+  }
+}
+
+// Advances the states of all sequences. prepare(head, first, last, rows) writes the inputs of state rows first .. last - 1 to `rows`.
 // advance(count, tiles, first, last, rows) passes over them with `count` tiles: an integral constant, kTiles or 1.
 template <int kTiles, class Prepare, class Advance>
 void advance_states(ThreadPool& pool, const StateBatchArgs& batch, const MatrixStates& states, const Prepare& prepare,
@@ -150,16 +193,18 @@ void advance_states(ThreadPool& pool, const StateBatchArgs& batch, const MatrixS
     const int64_t start = batch.query_start[sequence], stop = batch.query_start[sequence + 1];
     auto* memory = static_cast<float*>(pool.local(thread));
     const HeadRows rows(memory, states.depth);
-    const int64_t write_slot = batch.write_slots[sequence];
-    float* values = write_slot < 0 ? memory + memory_size : states.head(write_slot, head);
+    const int64_t read_slot = batch.read_slots[sequence], write_slot = batch.write_slots[sequence];
+    const int64_t written = write_slot < 0 ? 0 : batch.write_rows[sequence];
+    if (write_slot >= 0 && written == 0) copy_tiles(states, head, begin, end, read_slot, write_slot);
+    float* scratch = memory + memory_size;
+    float* slot = written == 0 ? scratch : states.head(write_slot, head);
     for (int64_t first = start; first < stop; first += kStateRows) {
       const int64_t last = smaller(first + kStateRows, stop);
       prepare(head, first, last, rows);
       for (int64_t tile = begin; tile < end;) {
-        const int64_t count = tile + kTiles <= end ? kTiles : 1;
-        StateTiles tiles{batch, states, head, tile, count, values + tile * states.tile_size()};
-        if (first == start) tiles.begin(batch.read_slots[sequence]);
-        tiles.skip_saved(first);
+        const int64_t count = tile + kTiles <= end ? kTiles : 1, at = tile * states.tile_size();
+        StateTiles tiles{batch, states, head, tile, count, start + written, stop, slot + at, scratch + at};
+        tiles.begin(first, first == start, read_slot);
         if (count == kTiles) {
           advance(std::integral_constant<int, kTiles>(), tiles, first, last, rows);
         } else {

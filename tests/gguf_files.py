@@ -1,7 +1,9 @@
 """GGUF files for tests, written with the package `gguf` from checkpoints in Hugging Face's layout."""
 
 import json
+import math
 
+import delta_net_gguf
 import gguf
 import numpy as np
 import torch
@@ -9,8 +11,11 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from octavo.kernels.block_weight import BlockKind, random_blocks
+from octavo.models.weight_files import decoder_names
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+_ARCHITECTURES = {
+    "Lfm2ForCausalLM": "lfm2", "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
+}  # fmt: skip
 _PARTS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -23,7 +28,11 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
 }
+_FLOATS = (".ssm_conv1d.", ".ffn_gate_inp")  # matrices that llama.cpp does not quantize
 _MODEL = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -61,11 +70,13 @@ def write_gguf(directory, path, *, kind="F32", kinds=None, changes=None, splits=
     blocks. changes: metadata, set last; None removes a key.
     """
     config = json.loads((directory / "config.json").read_text())
-    architecture = _ARCHITECTURES[config["architectures"][0]]
-    metadata = {f"{architecture}.{key}": value for key, value in _numbers(config).items()}
+    has_delta_nets = (name := config["architectures"][0]) in delta_net_gguf.ARCHITECTURES
+    architecture = (_ARCHITECTURES | delta_net_gguf.ARCHITECTURES)[name]
+    numbers = _numbers(config) | (delta_net_gguf.numbers(config) if has_delta_nets else {})
+    metadata = {f"{architecture}.{key}": value for key, value in numbers.items()}
     metadata |= byte_vocabulary(config["vocab_size"])
     metadata |= changes or {}
-    tensors = dict(_tensors(directory, config))
+    tensors = dict((delta_net_gguf.tensors if has_delta_nets else _tensors)(directory, config))
     factors = _llama3_factors(config)
     if factors is not None:
         tensors["rope_freqs.weight"] = factors
@@ -74,10 +85,12 @@ def write_gguf(directory, path, *, kind="F32", kinds=None, changes=None, splits=
         add(writer, key, value)
     for name, value in tensors.items():
         stored = gguf.GGMLQuantizationType[(kinds or {}).get(name.split(".")[-2], kind)]
-        if value.ndim == 2 and stored.name.endswith("_K"):
-            rows = random_blocks(torch.Generator().manual_seed(len(name)), BlockKind[stored.name], *value.shape).rows
-            writer.add_tensor(name, rows.numpy(), raw_dtype=stored)
-        elif value.ndim == 2 and stored.name != "F32":
+        is_matrix = value.ndim > 1 and not any(part in name for part in _FLOATS)
+        if is_matrix and stored.name.endswith("_K"):
+            shape = math.prod(value.shape[:-1]), value.shape[-1]
+            blocks = random_blocks(torch.Generator().manual_seed(len(name)), BlockKind[stored.name], *shape)
+            writer.add_tensor(name, blocks.rows.view(*value.shape[:-1], -1).numpy(), raw_dtype=stored)
+        elif is_matrix and stored.name != "F32":
             writer.add_tensor(name, gguf.quantize(value, stored), raw_dtype=stored)
         else:
             writer.add_tensor(name, value)
@@ -119,6 +132,10 @@ def _numbers(config):
         "rope.freq_base": rope["rope_theta"],
         "vocab_size": config["vocab_size"],
     }
+    if config["architectures"] == ["Lfm2ForCausalLM"]:
+        kv_heads = [0 if kind == "conv" else config["num_key_value_heads"] for kind in config["layer_types"]]
+        numbers |= {"attention.head_count_kv": kv_heads, "shortconv.l_cache": config.get("conv_L_cache", 3)}
+        numbers["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
     if rope["rope_type"] in {"linear", "yarn"}:
         numbers |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -129,13 +146,17 @@ def _numbers(config):
 def _tensors(directory, config):
     """Return float32 by llama.cpp's names; rows of a Llama's q and k are in the order of its rotation."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    is_llama = config["architectures"] == ["LlamaForCausalLM"]
-    for name, value in load_file(directory / "model.safetensors").items():
-        array, part = value.float().numpy(), name.split(".")[-2]
+    is_llama, is_lfm2 = (config["architectures"] == [f"{name}ForCausalLM"] for name in ("Llama", "Lfm2"))
+    stored = load_file(directory / "model.safetensors")
+    for name, stored_name in decoder_names(stored).items():
+        array, part = stored[stored_name].float().numpy(), name.split(".")[-2]
+        array = array[:, 0] if array.ndim == 3 else array  # the taps of a convolution
         if is_llama and part in heads:  # as LlamaModel.permute of llama.cpp's conversion
             pairs = array.reshape(heads[part], 2, -1, *array.shape[1:])
             array = pairs.swapaxes(1, 2).reshape(array.shape)
-        if name in _MODEL:
+        if is_lfm2 and name == "model.norm.weight":
+            yield_name = "token_embd_norm.weight"
+        elif name in _MODEL:
             yield_name = _MODEL[name]
         else:
             _, _, layer, *parts, kind = name.split(".")

@@ -448,29 +448,54 @@ void latents(Run& run) {
   }
 }
 
-// Sequences with recurrent states. A sequence may have no rows, read zeros, or drop its state; half of them save a state.
+// Sequences with recurrent states. A sequence may have no rows, read zeros, drop its state, or replay kept rows; half of them save a
+// state, and half of the rows are kept.
 struct StateRows {
-  explicit StateRows(Random& random) : count(1 + random.below(4)), slots(3 * count), start((count + 1) * 4), read(count * 4), write(count * 4) {
-    start.as<int32_t>()[0] = 0;
+  explicit StateRows(Random& random) : count(1 + random.below(4)), slots(3 * count), start({0}) {
     for (int64_t i = 0; i < count; ++i) {
-      const auto tokens = static_cast<int32_t>(random.below(4) == 0 ? random.below(150) : random.below(9)), first = static_cast<int32_t>(rows);
-      rows += tokens;
-      start.as<int32_t>()[i + 1] = static_cast<int32_t>(rows);
-      const auto slot = static_cast<int32_t>(3 * i);
-      read.as<int32_t>()[i] = random.below(3) == 0 ? -1 : slot;
-      write.as<int32_t>()[i] = random.below(3) == 0 ? -1 : slot + static_cast<int32_t>(random.below(2));
-      if (tokens == 0 || random.below(2) == 0) continue;
-      saved.push_back(first + static_cast<int32_t>(random.below(tokens)));
-      saved_slots.push_back(slot + 2);
+      const int64_t replayed = random.below(kMostReplayed + 1), tokens = random.below(4) == 0 ? random.below(150) : random.below(9);
+      const int64_t all = replayed + tokens, first = start.back(), slot = 3 * i;
+      for (int64_t row = 0; row < replayed; ++row) add(sources, -1 - (kMostReplayed * i + row));
+      for (int64_t row = 0; row < tokens; ++row) {
+        if (random.below(2) == 0) {
+          add(keep_from, rows);
+          add(keep_to, kept_rows() + rows);
+        }
+        add(sources, rows++);
+      }
+      add(start, first + all);
+      add(read, random.below(3) == 0 ? -1 : slot);
+      add(write, random.below(3) == 0 ? -1 : slot + random.below(2));
+      add(write_rows, random.below(2) == 0 ? all : random.below(all + 1));
+      if (all == 0 || random.below(2) == 0) continue;
+      add(saved, first + random.below(all));
+      add(saved_slots, slot + 2);
     }
   }
+  static void add(std::vector<int32_t>& numbers, int64_t number) { numbers.push_back(static_cast<int32_t>(number)); }
+  static int64_t size(const std::vector<int32_t>& numbers) { return static_cast<int64_t>(numbers.size()); }
+  int64_t kept_rows() const { return kMostReplayed * count; }
   StateBatchArgs batch() const {
-    return {start.as<int32_t>(), count, read.as<int32_t>(), write.as<int32_t>(), saved.data(), saved_slots.data(), static_cast<int64_t>(saved.size())};
+    StateBatchArgs args;
+    args.query_start = start.data();
+    args.num_seqs = count;
+    args.sources = sources.data();
+    args.num_state_rows = size(sources);
+    args.read_slots = read.data();
+    args.write_slots = write.data();
+    args.write_rows = write_rows.data();
+    args.saved_rows = saved.data();
+    args.saved_slots = saved_slots.data();
+    args.num_saved = size(saved);
+    args.keep_from = keep_from.data();
+    args.keep_to = keep_to.data();
+    args.num_keep = size(keep_from);
+    return args;
   }
 
+  static constexpr int64_t kMostReplayed = 3;
   int64_t count, slots, rows = 0;
-  Memory start, read, write;
-  std::vector<int32_t> saved, saved_slots;
+  std::vector<int32_t> start, sources, read, write, write_rows, saved, saved_slots, keep_from, keep_to;
 };
 
 // Computes rows into the first bytes of `out`, and advances a copy of the states, which follows.
@@ -487,30 +512,40 @@ void advance(Run& run, const std::string& what, const Memory& states, int64_t by
 void advance_states(Run& run, DType type) {
   Random& random = run.random;
   const StateRows of(random);
-  const int64_t rows = of.rows, item = size_of(type), gap = random.below(9);
+  const int64_t rows = of.rows, kept = of.kept_rows(), item = size_of(type), gap = random.below(9);
   const int64_t groups = 1 + random.below(2), heads = groups * (1 + random.below(3)), depth = 1 + random.below(70), tiles = 1 + random.below(5);
   const int64_t width = heads * tiles * kStateColumns, size = width + 2 * groups * depth, channels = 1 + random.below(700), taps = 2 + random.below(7);
   const auto made = [&](const Memory& memory, int64_t stride) { return Rows{memory.as(), type, stride}; };
-  const auto apart = [&](int64_t columns) { return random.reals(type, rows == 0 ? 0 : (rows - 1) * (columns + gap) + columns); };
-  const Memory x = apart(size), steps = random.reals(type, rows * heads);
+  const auto apart = [&](int64_t n, int64_t columns) { return random.reals(type, n == 0 ? 0 : (n - 1) * (columns + gap) + columns); };
+  const Memory x = apart(rows, size), steps = random.reals(type, rows * heads), kept_x = apart(kept, size), kept_steps = random.reals(type, kept * heads);
+  const SourceRows all{made(x, size + gap), made(kept_x, size + gap)}, rates{made(steps, heads), made(kept_steps, heads)};
   const Memory of_heads = random.floats(heads), states = random.floats(of.slots * width * depth);
   const auto* numbers = of_heads.as<float>();
   const auto matrices = [&](char* state) {
     return MatrixStates{reinterpret_cast<float*>(state), width * depth, of.slots, heads, tiles, depth};
   };
   advance(run, "gated_delta", states, rows * width * item, [&](ThreadPool& pool, void* out, char* state) {
-    run.table.gated_delta(pool, {{of.batch()}, made(x, size + gap), made(steps, heads), made(steps, heads), numbers, numbers, matrices(state), groups,
-                                 taps % 2 == 0, {out, type, width}, rows});
+    run.table.gated_delta(pool, {{of.batch()}, all, rates, rates, numbers, numbers, matrices(state), groups, taps % 2 == 0, {out, type, width}, rows, kept});
   });
   advance(run, "mamba2", states, rows * width * item, [&](ThreadPool& pool, void* out, char* state) {
-    run.table.mamba2(pool, {{of.batch()}, made(x, size + gap), made(steps, heads), numbers, numbers, numbers, 0.1f, 2.0f, matrices(state), groups,
-                            {out, type, width}, rows});
+    run.table.mamba2(pool, {{of.batch()}, all, rates, numbers, numbers, numbers, 0.1f, 2.0f, matrices(state), groups, {out, type, width}, rows, kept});
   });
-  const Memory inputs = apart(channels), weight = random.floats(taps * channels), bias = random.floats(channels);
+  const Memory inputs = apart(rows, channels), kept_inputs = apart(kept, channels), weight = random.floats(taps * channels), bias = random.floats(channels);
   const Memory old = random.reals(type, of.slots * (taps - 1) * channels);
   advance(run, "short_conv", old, rows * channels * item, [&](ThreadPool& pool, void* out, char* state) {
-    run.table.short_conv(pool, {{of.batch()}, made(inputs, channels + gap), weight.as<float>(), taps % 2 == 0 ? nullptr : bias.as<float>(),
-                                {state, type, (taps - 1) * channels}, of.slots, groups == 1, {out, type, channels}, rows, channels, taps});
+    run.table.short_conv(pool, {{of.batch()}, {made(inputs, channels + gap), made(kept_inputs, channels + gap)}, weight.as<float>(), taps % 2 == 0 ? nullptr : bias.as<float>(),
+                                {state, type, (taps - 1) * channels}, of.slots, groups == 1, {out, type, channels}, rows, kept, channels, taps});
+  });
+  const int64_t together = size + channels;
+  run.same("keep_rows", (kept + rows) * together * item, [&](ThreadPool& pool, const Memory& out) {
+    std::memset(out.as(), 0, static_cast<size_t>(out.bytes()));
+    run.table.keep_rows(pool, {{of.batch()}, {made(x, size + gap), {nullptr, type, 0}, made(inputs, channels + gap)}, {size, 0, channels},
+                               {out.as(), type, together}, rows, kept + rows});
+  });
+  const Memory factors = random.reals(type, rows * channels);
+  run.same("multiply", rows * channels * item, [&](ThreadPool& pool, const Memory& out) {
+    std::memcpy(out.as(), factors.as(), static_cast<size_t>(rows * channels * item));
+    run.table.multiply(pool, {{out.as(), type, channels}, made(inputs, channels + gap), rows, channels});
   });
   const Memory gates = random.reals(type, rows * width), weights = random.reals(type, width / heads);
   run.same("gated_norm", rows * width * item, [&](ThreadPool& pool, const Memory& out) {

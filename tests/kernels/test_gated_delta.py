@@ -34,8 +34,8 @@ class Inputs:
         state = self.state.clone()
         out = torch.empty(len(self.qkv), self.num_heads * self.columns, dtype=self.qkv.dtype)
         gated_delta(
-            kernels, self.qkv, self.a, self.b, self.decay, self.dt_bias, state, self.batch, self.num_key_heads,
-            is_tiled, out,
+            kernels, self.qkv, self.a, self.b, self.qkv[:0], self.a[:0], self.b[:0], self.decay, self.dt_bias, state,
+            self.batch, self.num_key_heads, is_tiled, out,
         )  # fmt: skip
         return out, state_columns(state[1])
 

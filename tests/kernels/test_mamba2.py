@@ -35,8 +35,8 @@ class Inputs:
         state = self.state.clone()
         out = torch.empty(len(self.xbc), self.width, dtype=self.xbc.dtype)
         mamba2(
-            kernels, self.xbc, self.dt, self.dt_bias, self.decay, self.skip, *self.limits, state, self.batch,
-            self.num_groups, out,
+            kernels, self.xbc, self.dt, self.xbc[:0], self.dt[:0], self.dt_bias, self.decay, self.skip, *self.limits,
+            state, self.batch, self.num_groups, out,
         )  # fmt: skip
         return out, state_columns(state[1])
 

@@ -24,7 +24,7 @@ def make_arguments(channels, width, dtype, generator, *, has_bias=True, num_rows
 
 def convolve(kernels, x, weight, bias, state, batch, *, has_silu=True):
     out = torch.empty(x.shape, dtype=x.dtype)
-    short_conv(kernels, x, weight, bias, state, batch, has_silu, out)
+    short_conv(kernels, x, x[:0], weight, bias, state, batch, has_silu, out)
     return out
 
 

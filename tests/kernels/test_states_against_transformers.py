@@ -37,7 +37,8 @@ def test_gated_delta_equals_transformers(name, kernels, generator):
     before = state_columns(state).clone()
     out = torch.empty(NUM_ROWS, heads * columns)
     batch = state_batch([NUM_ROWS], [0], [0])
-    gated_delta(kernels, qkv, a, b, -log_decay.exp(), dt_bias, state, batch, key_heads, False, out)
+    kept = qkv[:0], a[:0], b[:0]
+    gated_delta(kernels, qkv, a, b, *kept, -log_decay.exp(), dt_bias, state, batch, key_heads, False, out)
     query, key, value = qkv.unsqueeze(0).split([width, width, heads * columns], dim=2)
     expected, after = their.torch_recurrent_gated_delta_rule(
         query.unflatten(2, (key_heads, depth)),
@@ -64,7 +65,8 @@ def test_mamba2_equals_transformers(name, kernels, generator):
     expected_state = state_columns(state).mT.contiguous()
     out = torch.empty(NUM_ROWS, heads * columns)
     batch, decay = state_batch([NUM_ROWS], [0], [0]), -log_decay.exp()
-    mamba2(kernels, xbc, dt, dt_bias, decay, skip, 0.0, float("inf"), state, batch, groups, out)
+    limits = 0.0, float("inf")
+    mamba2(kernels, xbc, dt, xbc[:0], dt[:0], dt_bias, decay, skip, *limits, state, batch, groups, out)
     x, keys, queries = xbc.split([heads * columns, groups * depth, groups * depth], dim=1)
     for row in range(NUM_ROWS):
         expected = their.mamba2_selective_state_update(
@@ -91,7 +93,7 @@ def test_convolution_equals_transformers(kernels, generator):
     taps = weight.t().contiguous()
     for rows, read in ((slice(0, 7), -1), (slice(7, 9), 0), (slice(9, NUM_ROWS), 0)):
         batch = state_batch([rows.stop - rows.start], [read], [0])
-        short_conv(kernels, x[rows], taps, bias, state, batch, True, out[rows])
+        short_conv(kernels, x[rows], x[:0], taps, bias, state, batch, True, out[rows])
         inputs = x[rows].t().unsqueeze(0)
         expected = their.causal_conv1d_update(inputs, expected_state, weight, bias, "silu")
         torch.testing.assert_close(out[rows], expected[0].t(), rtol=2**-21, atol=2**-21)

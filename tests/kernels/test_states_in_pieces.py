@@ -67,7 +67,7 @@ def test_pieces_of_long_sequence_have_bits_of_whole_for_any_threads(make, isa, g
 def test_sequence_has_equal_bits_among_other_sequences(make, dtype, compiled, generator):
     case = make(NUM_ROWS, dtype, generator)
     before = case.states(NUM_SLOTS)
-    lengths, read, write = [3, 20, 1, 0, 16], [0, 1, 0, 2, -1], [1 + 4, 1, 3, 4, 6]
+    lengths, read, write = [3, 20, 1, 0, 16], [0, 1, 0, 2, -1], [5, 1, 3, 4, 6]
     state = before.clone()
     together = case.advance(compiled, slice(None), state, state_batch(lengths, read, write))
     first = 0
@@ -77,7 +77,8 @@ def test_sequence_has_equal_bits_among_other_sequences(make, dtype, compiled, ge
         assert torch.equal(together[first : first + length], result)
         assert torch.equal(state[target], alone[target])
         first += length
-    assert torch.equal(state[[0, 2, 4]], before[[0, 2, 4]])  # a sequence without rows writes nothing
+    assert torch.equal(state[[0, 2]], before[[0, 2]])
+    assert torch.equal(state[4], before[2])  # a sequence without rows writes the state that it reads
 
 
 def test_saved_states_are_those_of_prefixes(make, kernels, generator):
@@ -89,10 +90,7 @@ def test_saved_states_are_those_of_prefixes(make, kernels, generator):
     batch = state_batch([10, 30], [0, 1], [2, 1], saved)
     result = case.advance(kernels, slice(None), state, batch)
     unsaved = before.clone()
-    none = int32([])
-    assert torch.equal(
-        case.advance(kernels, slice(None), unsaved, replace(batch, saved_rows=none, saved_slots=none)), result
-    )
+    assert torch.equal(case.advance(kernels, slice(None), unsaved, state_batch([10, 30], [0, 1], [2, 1])), result)
     assert torch.equal(state[[0, 1, 2, 3, 4, 11]], unsaved[[0, 1, 2, 3, 4, 11]])
     for row, slot in saved:
         first, source = (0, 0) if row < 10 else (10, 1)
@@ -151,7 +149,16 @@ INVALID = {
     "saved row": state_batch([40], [0], [0], [(40, 1)]),
     "order of saved rows": state_batch([40], [0], [0], [(4, 1), (3, 2)]),
     "too many rows": state_batch([41], [0], [0]),
-    "descending rows": replace(state_batch([20, 20], [0, 1], [0, 1]), query_start=int32([0, 30, 20])),
+    "descending rows": replace(state_batch([20, 20], [0, 1], [0, 1]), query_start=int32([0, 50, 40])),
+    "number of sources": replace(state_batch([40], [0], [0]), sources=int32(range(39))),
+    "source": replace(state_batch([40], [0], [0]), sources=int32(range(1, 41))),
+    "kept source": replace(state_batch([40], [0], [0]), sources=int32(range(-4, 36))),
+    "too many written rows": replace(state_batch([20, 20], [0, 1], [0, 1]), write_rows=int32([21, 19])),
+    "negative written rows": replace(state_batch([40], [0], [0]), write_rows=int32([-1])),
+    "row to keep": replace(state_batch([40], [0], [0]), keep_from=int32([40]), keep_to=int32([0])),
+    "negative row to keep": replace(state_batch([40], [0], [0]), keep_from=int32([-1]), keep_to=int32([0])),
+    "kept row": replace(state_batch([40], [0], [0]), keep_from=int32([0]), keep_to=int32([3])),
+    "negative kept row": replace(state_batch([40], [0], [0]), keep_from=int32([0]), keep_to=int32([-1])),
 }
 
 
@@ -161,7 +168,7 @@ def test_batch_of_missing_rows_or_slots_is_refused(make, batch, generator):
     before = case.states(NUM_SLOTS)
     state = before.clone()
     with pytest.raises(IndexError, match="rows or slots that do not exist"):
-        case.advance(compiled_kernels("portable"), slice(None), state, batch)
+        case.advance(compiled_kernels("portable"), slice(None), state, batch, case.no_kept_rows(3))
     assert torch.equal(state, before)
 
 

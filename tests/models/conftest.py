@@ -24,12 +24,14 @@ class OneSequenceCache:
     def __init__(self, model, num_blocks, block_size):
         dtype = str(model.dtype).removeprefix("torch.")
         self.layers = []
-        for spec in model.architecture.kv_layout.layers:
+        layout = model.architecture.kv_layout
+        _, states = make_states(layout, 1, 0, model.dtype)
+        for number, spec in enumerate(layout.layers):
             if spec.shared_layer is not None:
                 self.layers.append(self.layers[spec.shared_layer])
                 continue
             if isinstance(spec, StateShape):
-                self.layers.append(make_states(spec, 1, model.dtype))
+                self.layers.append(states[number])
                 continue
             size = spec.block_bytes(block_size, dtype) // model.dtype.itemsize
             self.layers.append(spec.views(torch.full((num_blocks, size), float("nan"), dtype=model.dtype), block_size))
@@ -53,7 +55,7 @@ def prompt_logits():
         for start in range(0, len(token_ids), step):
             end = min(start + step, len(token_ids))
             positions = torch.arange(start, end)
-            query_start, nothing = torch.tensor([0, end - start], dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+            query_start = torch.tensor([0, end - start], dtype=torch.int32)
             slots = (torch.tensor([slot], dtype=torch.int32) for slot in (0 if start else -1, 0))
             batch = AttentionBatch(
                 query_start=query_start,
@@ -62,7 +64,7 @@ def prompt_logits():
                 positions=positions,
                 slot_mapping=table[positions // block_size].long() * block_size + positions % block_size,
                 block_size=block_size,
-                states=StateBatch(query_start, *slots, nothing, nothing),
+                states=StateBatch.plain(query_start, *slots),
             )
             hidden.append(model.forward(torch.tensor(token_ids[start:end]), batch, cache))
         return model.compute_logits(torch.cat(hidden))

@@ -214,7 +214,8 @@ def without(model, *norms):
     return with_weights(model, tuple(f"{norm}.weight" for norm in norms), torch.zeros_like)
 
 
-ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight")
+QK_NORMS = tuple(f"{name}.weight" for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
+ROUTERS = tuple(f"{name}.weight" for name in ("mlp.gate", "mlp.router", "feed_forward.gate", "mixer.gate"))
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -254,6 +255,7 @@ ALTERATIONS = {
     "sinks": lambda model: with_weights(model, ("self_attn.sinks",), lambda p: p + 3),
     "normalizing": lambda model: with_config(model, norm_topk_prob=not model.config.norm_topk_prob),
     "choice_bias": lambda model: with_attribute(model, "e_score_correction_bias", lambda bias: bias.roll(1) * 5),
+    "expert_choice_bias": lambda model: with_attribute(model, "expert_bias", lambda bias: bias.roll(1) * 5),
     "groups": lambda model: with_config(model, topk_group=1),
     "routed_scale": lambda model: with_config(model, routed_scaling_factor=4.0),
     "score_scale": lambda model: with_attribute(model, "scaling", lambda scale: scale / 1.2),
@@ -269,8 +271,11 @@ ALTERATIONS = {
     "residual": lambda model: with_config(model, residual_multiplier=1.0),
     "attention_scale": lambda model: with_config(model, attention_multiplier=model.config.head_dim**-0.5),
     "decay": lambda model: with_weights(model, ("A_log",), lambda p: p + 1.5),
-    "taps": lambda model: with_weights(model, ("conv1d.weight",), lambda p: p.flip(2)),
+    "taps": lambda model: with_weights(model, ("conv1d.weight", "conv.conv.weight"), lambda p: p.flip(2)),
     "delta_gate": lambda model: with_weights(model, ("in_proj_z.weight",), lambda p: -p),
+    "conv_bias": lambda model: with_weights(model, ("conv.conv.bias", "conv1d.bias"), torch.zeros_like),
+    "conv_gates": lambda model: with_weights(model, ("conv.in_proj.weight",), lambda p: p.roll(len(p) // 3, 0)),
+    "conv_output": lambda model: with_weights(model, ("conv.out_proj.weight",), lambda p: p.roll(1, 0)),
     "delta_norm": lambda model: with_weights(model, ("linear_attn.norm.weight",), lambda p: p.roll(1)),
     "output_gate": lambda model: with_weights(model, ("q_proj.weight",), lambda p: p.flip(0)),
     "rates": lambda model: with_weights(model, ("in_proj_b.weight", "in_proj_a.weight"), lambda p: p.roll(1, 0)),
@@ -281,7 +286,6 @@ ALTERATIONS = {
     "mamba_norm": lambda model: with_weights(model, ("mamba.norm.weight", "mixer.norm.weight"), lambda p: p.roll(1)),
     "mamba_skip": lambda model: with_weights(model, ("mamba.D", "mixer.D"), torch.zeros_like),
     "mamba_bias": lambda model: with_weights(model, ("in_proj.bias", "out_proj.bias"), torch.zeros_like),
-    "conv_bias": lambda model: with_weights(model, ("conv1d.bias",), torch.zeros_like),
     "step_bias": lambda model: with_weights(model, ("dt_bias",), lambda p: p + 2),
     "step_limits": lambda model: with_config(model, time_step_limit=(0.0, float("inf"))),
     "shared_mlp": lambda model: with_weights(model, ("shared_mlp.output_linear.weight",), torch.zeros_like),
@@ -289,6 +293,8 @@ ALTERATIONS = {
     "up_projection": lambda model: with_weights(model, ("mixer.up_proj.weight",), lambda p: -p),
     "epsilon": lambda model: with_config(model, layer_norm_epsilon=1e-6),
     "rotation": lambda model: with_config(model, position_embedding_type=None),
+    "joined_rates": lambda model: with_weights(model, ("in_proj_ba.weight",), lambda p: p.roll(1, 0)),
+    "joined_inputs": lambda model: with_weights(model, ("in_proj_qkvz.weight",), lambda p: p.roll(len(p) // 4, 0)),
     "short_factor": lambda model: with_rope(model, short_factor=model.config.rope_parameters["long_factor"]),
     "long_factor": lambda model: with_rope(model, long_factor=model.config.rope_parameters["short_factor"]),
     "partial": lambda model: with_rope(model, partial_rotary_factor=1.0),
@@ -317,6 +323,6 @@ ALTERATIONS = {
     "layer_types": with_swapped_layer_types,
     "bias": lambda model: with_weights(model, ("_proj.bias",), torch.zeros_like),
     "grouping": with_other_grouping,
-    "qk_norm": lambda model: with_weights(model, ("q_norm.weight", "k_norm.weight"), torch.ones_like),
+    "qk_norm": lambda model: with_weights(model, QK_NORMS, torch.ones_like),
     "tied": untied,
 }

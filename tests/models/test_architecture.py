@@ -15,6 +15,7 @@ from octavo.models.config_file import ConfigFile
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import FAMILIES, read_architecture
 from octavo.models.weight_bytes import weight_bytes
+from octavo.models.weight_files import LFM2_PARTS
 
 QWEN25_OLD = {  # as published, before transformers 5
     "architectures": ["Qwen2ForCausalLM"],
@@ -112,6 +113,8 @@ def renamed(name):
     """Return octavo's name of a parameter of transformers."""
     for theirs, ours in _RENAMED.items():
         name = re.sub(theirs, ours, name)
+    for theirs, ours in LFM2_PARTS.items():
+        name = name.replace(theirs, ours)
     return name
 
 
@@ -127,7 +130,7 @@ def test_tensor_shapes_equal_transformers(name, tied, tmp_path):
     expected = {}
     for key, parameter in model.named_parameters():
         expected |= shapes_of_experts(renamed(key), tuple(parameter.shape), is_transposed=name == "GptOssForCausalLM")
-    names = ("score_correction_bias", "layer_scalar")
+    names = ("score_correction_bias", "layer_scalar", ".expert_bias")
     biases = {renamed(key): tuple(each.shape) for key, each in model.named_buffers() if key.endswith(names)}
     assert architecture.tensor_shapes() == expected | biases
     assert architecture.num_parameters == model.num_parameters() + sum(map(math.prod, biases.values()))

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import delta_net_gguf
 import gguf
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ ARCHITECTURES = {
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
-    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "GraniteMoeHybrid": "granitehybrid", "NemotronH": "nemotron_h",
+    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "Lfm2": "lfm2", "Lfm2Moe": "lfm2moe",
+    "Qwen3_5": "qwen35", "Qwen3_5Moe": "qwen35moe", "Qwen3Next": "qwen3next", "GraniteMoeHybrid": "granitehybrid",
+    "NemotronH": "nemotron_h",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -42,8 +45,13 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "gpt-oss-5-experts-of-which-3", "deepseek-v2-2-of-4-groups", "deepseek-v2-lite-3-of-5",
     "deepseek-v3-yarn-choice-bias", "glm-4.5-3-of-5-groups-dense-first", "granite-moe-3-of-7",
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
-    "gemma4-one-expert-shared-kv-embeddings", "granite-4-h-3-of-7-experts", "granite-4-h-dense-tied-groups-biases",
+    "granite-4-h-3-of-7-experts", "granite-4-h-dense-tied-groups-biases",
     "nemotron-h-wide-heads", "nemotron-h-neighbours-of-one-kind-biases", "nemotron-3-3-of-8-experts-in-groups",
+    "gemma4-one-expert-shared-kv-embeddings", "lfm2-7-layers-3-per-kv", "lfm2-adjusted-mlp-tied-layers-listed",
+    "lfm2-old-style-attention-first", "lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80",
+    "qwen3_5-5-layers-2-values-per-key", "qwen3_5-short-conv-tied",
+    "qwen3_5-recurrent-last", "qwen3_5-moe-3-of-7-2-values-per-key", "qwen3_5-moe-one-expert-tied-wide-shared",
+    "qwen3-next-3-of-7-2-values-per-key",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -51,11 +59,17 @@ _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_paramete
 }}  # fmt: skip
 CONFIGS["deepseek-v3-yarn-choice-bias"]["rope_parameters"]["mscale"] = 0.8  # files have no value of its own
 CONFIGS["deepseek-v2-lite-3-of-5"]["kv_b_is_split"] = True  # as in today's files
-for _name in CONFIGS:
-    if _name.startswith(("granite-4-h", "nemotron")):
-        CONFIGS[_name] |= {"stores_decay": True, "mlp_is_fused": False}
+for name, each in CONFIGS.items():
+    if name.startswith(("granite-4-h", "nemotron")):
+        each |= {"decay_is_stored": True, "mlp_is_fused": False}
+    if "linear_num_key_heads" in each:
+        is_tiled = each["architectures"][0] in delta_net_gguf.TILED
+        each |= {"value_heads_are_tiled": is_tiled, "decay_is_stored": True, "delta_inputs_are_joined": False}
 CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no other value than head_dim
+for name in ("lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80"):
+    CONFIGS[name]["tie_word_embeddings"] = True  # its files have no other head
 CONFIGS |= {
+    "qwen3-next-of-2025": CONFIGS["qwen3-next-3-of-7-2-values-per-key"] | {"delta_inputs_are_joined": True},
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
     | _GEMMA3 | {"layer_types": None},
     "smollm3": tiny_config("SmolLM3ForCausalLM", **heads(112, 7, 1, 16), num_hidden_layers=5),
@@ -85,7 +99,7 @@ def converted(config):
     architecture = architecture_in_file(config)
     ropes = config.get("rope_parameters") or {"rope_type": "default"}
     rope = dict(ropes.get("full_attention", ropes)) | dict(config.get("rope_scaling") or {})
-    own_rope = getattr(expected.layers[-1].attention, "rope", None) or RopeConfig()
+    own_rope = expected.attentions[-1].rope or RopeConfig()
     rope.setdefault("rope_theta", config.get("rope_theta", own_rope.theta))
     kind = rope.get("type", rope.get("rope_type"))
     partial = own_rope.partial_rotary_factor
@@ -106,7 +120,7 @@ def converted(config):
         said |= {"rope.scaling.type": kind, "rope.scaling.factor": rope["factor"]}
     if kind == "yarn":
         said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    said |= own_keys(name, config, rope)
+    said |= lfm2_keys(name, config, expected) if name.startswith("Lfm2") else own_keys(name, config, rope)
     metadata = {f"{architecture}.{key}": value for key, value in said.items()}
     metadata["general.architecture"] = architecture
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
@@ -137,7 +151,8 @@ def stored_name(names, name):
             return f"blk.{name.split('.')[2]}.{part}.scale"
     if name.endswith((".sinks", ".layer_scalar")):
         return f"{names.get_name(name)}.weight"
-    return names.get_name(name, (".weight", ".bias"))
+    found = delta_net_gguf.stored_name(names, name)
+    return found or names.get_name(name.replace("model.norm.", "model.embedding_norm."), (".weight",))  # of LFM2
 
 
 def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for each family
@@ -151,6 +166,8 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": local}
         case "Gemma4":
             return gemma4_keys(config)
+        case "Qwen3_5" | "Qwen3_5Moe" | "Qwen3Next":
+            return delta_net_gguf.numbers(config)
         case "Phi3":
             original = config.get("original_max_position_embeddings", config["max_position_embeddings"])
             keys = {"rope.scaling.original_context_length": original}
@@ -284,6 +301,26 @@ def nemotron_keys(config):
         "expert_weights_scale": config["routed_scaling_factor"],
         "expert_group_count": config["n_group"],
         "expert_group_used_count": config["topk_group"],
+    }
+
+
+def lfm2_keys(name, config, expected):
+    attentions = [getattr(layer.attention, "num_kv_heads", 0) for layer in expected.layers]
+    keys = {
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count_kv": attentions,
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+        "shortconv.l_cache": config.get("conv_L_cache", 3),
+    }
+    if name == "Lfm2":
+        return keys | {"feed_forward_length": expected.layers[0].mlp.intermediate_size}
+    return keys | {
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_count": config["num_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_weights_scale": config.get("routed_scaling_factor"),
+        "expert_gating_func": 2,
     }
 
 
@@ -428,7 +465,7 @@ def test_granite_4_without_mamba_is_read_as_granite():
     ("key", "value", "words"),
     [
         ("attention.head_count_kv", [0, 0, 0, 0, 0], "head_count_kv = 0: must be an integer from 1"),
-        ("attention.head_count_kv", [0, 3, 0, -1, 0], "must have integers of at least 0, and one above 0"),
+        ("attention.head_count_kv", [0, 3, 0, -1, 0], "must have 5 integers of at least 0"),
         ("ssm.inner_size", 100, "inner_size = 100: must be a multiple of ssm.time_step_rank = 12"),
         ("ssm.group_count", 5, "mamba_n_groups = 5: must divide mamba_n_heads = 12"),
         ("ssm.dt_b_c_rms", True, "dt_b_c_rms = True: octavo does not support this"),
@@ -443,11 +480,30 @@ def test_other_granite_hybrid_metadata_is_refused(key, value, words):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
+        ("attention.head_count_kv", [0, 0, 2, 0, 3], "must be the same number in all layers with attention"),
+        ("attention.head_count_kv", [0, 0, 2, 0, -2], "must have 5 integers of at least 0"),
+        ("attention.head_count_kv", [0, 2], "must have 5 integers of at least 0"),
+        ("attention.head_count_kv", 0, "head_count_kv = 0: must be an integer from 1"),
+        ("attention.sliding_window", 64, "sliding_window = 64: octavo does not support this"),
+        ("shortconv.l_cache", None, "shortconv.l_cache is null"),
+        ("expert_gating_func", 1, "octavo supports 2 .sigmoid. for this family"),
+    ],
+)
+def test_other_lfm2_metadata_is_refused(key, value, words):
+    file, *_ = converted(CONFIGS["lfm2-moe-3-of-7"])
+    file = replace(file, metadata=file.metadata | {f"lfm2moe.{key}": value})
+    with pytest.raises(ModelError, match=words):
+        config_of(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
         ("attention.value_length_swa", 8, "value_length_swa = 8: must be attention.key_length_swa = 20"),
         ("rope.dimension_count_swa", 10, "dimension_count_swa = 10: must be attention.key_length_swa = 20"),
         ("feed_forward_length", [176] * 6 + [352], "feed_forward_length.*: must double in the last 3 layers only"),
-        ("feed_forward_length", [176, 352], "feed_forward_length.*: must have 7 integers above 0"),
-        ("attention.head_count_kv", [1, 0, 1, 1, 1, 1, 1], "head_count_kv.*: must have 7 integers above 0"),
+        ("feed_forward_length", [176, 352], "feed_forward_length.*: must have 7 integers of at least 1"),
+        ("attention.head_count_kv", [1, 0, 1, 1, 1, 1, 1], "head_count_kv.*: must have 7 integers of at least 1"),
         ("attention.shared_kv_layers", 9, "must double in the last 9 layers only"),
         ("expert_gating_func", 2, "expert_gating_func = 2: octavo does not support this"),
     ],
@@ -458,6 +514,30 @@ def test_other_gemma4_metadata_is_refused(key, value, words, monkeypatch):
     file = replace(file, metadata=file.metadata | {f"gemma4.{key}": value})
     with pytest.raises(ModelError, match=words):
         architecture_of(ConfigFile(PATH, config_of(file)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ssm.inner_size", 100, "inner_size = 100: must be a multiple of ssm.time_step_rank = 6"),
+        ("ssm.group_count", 4, "linear_num_value_heads = 6: must be a multiple of linear_num_key_heads = 4"),
+        ("attention.recurrent_layers", [True, False], "recurrent_layers.*: must have 5 booleans, one for each layer"),
+        ("attention.recurrent_layers", [True] * 5, "recurrent_layers = True: must have 5 booleans"),
+        ("attention.recurrent_layers", [1, 1, 1, 0, 1], "recurrent_layers.*: must have 5 booleans"),
+        ("attention.scale", 2.0, "attention.scale = 2.0: octavo does not support this"),
+        ("expert_count", 4, "expert_count = 4: octavo does not support this"),
+    ],
+)
+def test_other_metadata_of_delta_nets_is_refused(key, value, words):
+    file, _ = with_keys(CONFIGS["qwen3_5-5-layers-2-values-per-key"], **{key: value})
+    with pytest.raises(ModelError, match=words):
+        architecture_of(ConfigFile(PATH, config_of(file)))
+
+
+def test_recurrent_layers_may_include_multi_token_prediction():
+    kinds = [True, False, True, False]
+    file, expected = with_keys(CONFIGS["qwen3_5-recurrent-last"], **{"attention.recurrent_layers": kinds})
+    assert architecture_of(ConfigFile(PATH, config_of(file))).layers == expected.layers
 
 
 @pytest.mark.parametrize("divisors", [None, [1.0, 2.0], [1.0] * 8, [1e30] * 16, [1.0] * 4 + [8.0] * 12])

@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from pathlib import Path
 
-MODULES = {"qwen", "llama", "olmo", "gpt_oss", "mistral", "deepseek", "glm", "granite", "gemma", "nemotron"}
+MODULES = {"qwen", "llama", "olmo", "gpt_oss", "mistral", "deepseek", "glm", "granite", "gemma", "lfm2", "nemotron"}
 
 
 def main() -> None:

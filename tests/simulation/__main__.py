@@ -21,6 +21,7 @@ from simulation.world import (
     WorldConfig,
     draw_async,
     draw_config,
+    draw_recurrent,
     draw_stored,
     draw_two_windows,
     draw_windowed,
@@ -35,6 +36,7 @@ DRAWS: dict[str, Draw] = {
     "window stores": draw_stored,
     "two windows": draw_two_windows,
     "async": draw_async,
+    "recurrent": draw_recurrent,
 }
 
 

@@ -8,13 +8,17 @@ from the list of tokens alone.
 With further KV groups, each slot has a content in a block of each group. The content in the first group then also
 hashes the contents that the row reads in the further groups, by the kind of the group and through its block table at
 the time of the computation.
+
+A group of recurrent states has one content per sequence, in its slot, and nothing per position. As in the worker, the
+stored state excludes rows that may be computed again: their inputs are kept, and applied before the next rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.data.kv_groups import RecurrentStates
 from octavo.data.model_output import ModelOutput
 
 if TYPE_CHECKING:
@@ -42,6 +46,11 @@ def identity_at(identity: int, spans: Sequence[ContentSpan], position: int) -> i
         if span.first <= position < span.end:
             return hash((identity, int(span.key), position - span.first))
     return identity
+
+
+def next_state(state: int, content: int, token: int, position: int, identity: int) -> int:
+    """Return the state after a row, whose input is a token and the content of earlier groups."""
+    return slot_content(state * 3 ^ content, token, position, ~identity)
 
 
 def read_content(contents: list[int], position: int) -> int:
@@ -80,7 +89,10 @@ class Oracle:
         """Return the content of the next slot, and append the contents of further groups."""
         identity = identity_at(self.identity, self.spans, position)
         for index, (kind, contents) in enumerate(zip(self.kinds, more_contents, strict=True)):
-            contents.append(slot_content(content, token, position, ~identity - index))
+            if isinstance(kind, RecurrentStates):
+                contents.append(next_state(contents[-1] if contents else 0, content, token, position, identity))
+            else:
+                contents.append(slot_content(content, token, position, ~identity - index))
             content ^= read_content(contents[kind.first_position(position) :], position)
         return slot_content(content, token, position, identity)
 
@@ -128,6 +140,8 @@ class Row:
     computed: int
     identity: int
     spans: Sequence[ContentSpan] = ()
+    num_in_state: int = 0  # rows that the stored state includes
+    kept: list[tuple[int, int, int]] = field(default_factory=list)  # content, token and identity of the rows after
 
 
 class HashWorker:
@@ -138,12 +152,19 @@ class HashWorker:
     """
 
     def __init__(
-        self, num_blocks: list[int], block_size: int, num_host_blocks: int, kinds: Sequence[KVGroupKind] = ()
+        self,
+        num_blocks: list[int],
+        block_size: int,
+        num_host_blocks: int,
+        kinds: Sequence[KVGroupKind] = (),
+        num_host_states: int = 0,
     ) -> None:
         self.block_size = block_size
         self.kinds = kinds
         self.memory = [[[POISON] * block_size for _ in range(count)] for count in num_blocks]
         self.host = [[[POISON] * block_size for _ in range(num_host_blocks)] for _ in num_blocks]
+        if kinds and isinstance(kinds[-1], RecurrentStates):
+            self.host[-1] = [[POISON] for _ in range(num_host_states)]
         self.rows: dict[str, Row] = {}
         self.identities: dict[str, int] = {}
         self.spans: dict[str, Sequence[ContentSpan]] = {}
@@ -155,7 +176,8 @@ class HashWorker:
         drafts = scheduled.scheduled_spec_decode_tokens
         sampled: dict[str, list[int]] = {}
         for request_id, count in scheduled.num_scheduled_tokens.items():
-            tokens = self._compute(self.rows[request_id], count, drafts.get(request_id, []))
+            saves = scheduled.state_saves.get(request_id, [])
+            tokens = self._compute(self.rows[request_id], count, drafts.get(request_id, []), saves)
             if tokens:
                 sampled[request_id] = tokens
                 self.rows[request_id].tokens += tokens
@@ -183,7 +205,8 @@ class HashWorker:
             identity = self.identities[data.request_id]
             tables = [list(block_ids) for block_ids in data.block_ids]
             spans = self.spans.get(data.request_id, ())
-            self.rows[data.request_id] = Row(list(data.token_ids), tables, data.num_computed_tokens, identity, spans)
+            computed = data.num_computed_tokens
+            self.rows[data.request_id] = Row(list(data.token_ids), tables, computed, identity, spans, computed)
         cached = scheduled.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             self.rows[request_id].computed = computed
@@ -191,17 +214,28 @@ class HashWorker:
             for request_id, block_ids in zip(cached.req_ids, new_block_ids, strict=True):
                 self.rows[request_id].tables[group] += block_ids
 
-    def _compute(self, row: Row, count: int, drafts: list[int]) -> list[int]:
-        """Write `count` slots; return the model's own choices as far as they confirm the drafts, and one more."""
+    def _compute(self, row: Row, count: int, drafts: list[int], saves: list[tuple[int, int]]) -> list[int]:
+        """Write `count` slots; return the model's own choices as far as they confirm the drafts, and one more.
+
+        saves: (number of tokens, slot) of states.
+        """
         size, blocks, table = self.block_size, self.memory[0], row.tables[0]
         start, tokens = row.computed, row.tokens + drafts
         content = blocks[table[(start - 1) // size]][(start - 1) % size] if start else 0
+        row.kept = row.kept[: max(start - row.num_in_state, 0)]
+        if row.num_in_state > start:
+            row.num_in_state = POISON  # a state that includes later rows: no replay corrects it
         for position in range(start, start + count):
             for index, kind in enumerate(self.kinds):
-                content ^= self._read(row, index, kind, content, tokens[position], position)
+                if isinstance(kind, RecurrentStates):
+                    row.kept.append((content, tokens[position], identity_at(row.identity, row.spans, position)))
+                    content ^= read_content([self._states(row)[-1]], position)
+                else:
+                    content ^= self._read(row, index, kind, content, tokens[position], position)
             content = slot_content(content, tokens[position], position, identity_at(row.identity, row.spans, position))
             blocks[table[position // size]][position % size] = content
         num_known = len(row.tokens)
+        self._write_states(row, min(start + count, num_known - 1), saves)
         if start + count < num_known:
             return []
         contents: list[int] = []
@@ -216,6 +250,24 @@ class HashWorker:
             sampled.append(total % VOCAB_SIZE)
         return sampled
 
+    def _states(self, row: Row) -> list[int]:
+        """Return the stored state of a row's sequence, and the states after the kept rows."""
+        states = [self.memory[-1][row.tables[-1][0]][0] if row.num_in_state else 0]
+        for position, (content, token, identity) in enumerate(row.kept, row.num_in_state):
+            states.append(next_state(states[-1], content, token, position, identity))
+        return states
+
+    def _write_states(self, row: Row, num_certain: int, saves: list[tuple[int, int]]) -> None:
+        """Store the state after `num_certain` rows, and the saved states."""
+        if not (self.kinds and isinstance(self.kinds[-1], RecurrentStates)):
+            return
+        states, memory = self._states(row), self.memory[-1]
+        for num_tokens, slot in saves:
+            memory[slot][0] = states[num_tokens - row.num_in_state]
+        memory[row.tables[-1][0]][0] = states[num_certain - row.num_in_state]
+        row.kept = row.kept[num_certain - row.num_in_state :]
+        row.num_in_state = num_certain
+
     def _read(self, row: Row, index: int, kind: KVGroupKind, content: int, token: int, position: int) -> int:
         """Write a slot's content in a further group; mix the contents that its row reads, through the group's table."""
         size, blocks, table = self.block_size, self.memory[index + 1], row.tables[index + 1]
@@ -226,12 +278,12 @@ class HashWorker:
         read = range(kind.first_position(position), position + 1)
         return read_content([blocks[table[i // size]][i % size] for i in read], position)
 
-    def poison(self, block_ids: list[list[int]], host_block_ids: list[int]) -> None:
-        """Overwrite blocks without a holder, on the device by KV group, and in host memory."""
+    def poison(self, block_ids: list[list[int]], host_block_ids: list[list[int]]) -> None:
+        """Overwrite blocks without a holder, on the device and in host memory, by KV group."""
         blank = [POISON] * self.block_size
         for memory, ids in zip(self.memory, block_ids, strict=True):
             for block_id in ids:
                 memory[block_id] = blank[:]
-        for memory in self.host:
-            for block_id in host_block_ids:
+        for memory, ids in zip(self.host, host_block_ids, strict=True):
+            for block_id in ids:
                 memory[block_id] = blank[:]

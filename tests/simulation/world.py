@@ -15,7 +15,7 @@ from octavo.core.policy import is_prefill
 from octavo.core.scheduler import Scheduler
 from octavo.data import events
 from octavo.data.events import WaitReason
-from octavo.data.kv_groups import NO_BLOCK, KVGroupKind, KVGroupSpec, kind_named, num_blocks_read
+from octavo.data.kv_groups import NO_BLOCK, KVGroupKind, KVGroupSpec, RecurrentStates, kind_named, num_blocks_read
 from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import ContentSpan, Request, RequestStatus
@@ -118,13 +118,19 @@ class WorldConfig:
     max_num_mixed_prefill_tokens: int = 0
     attention_cost_tokens: float | None = None
     span_rate: float = 0.0
+    has_states: bool = False
+    num_spare_states: int = 0
+    num_host_states: int = 0
+    checkpoint_interval: int | None = None
+    cache_point_rate: float = 0.0
     has_ranks: bool = False
     message_fault: str | None = None
 
     @property
     def kinds(self) -> tuple[KVGroupKind, ...]:
         """The kinds of the KV groups after the first."""
-        return tuple(kind_named(self.kind_name)(window) for window in (self.window, self.second_window) if window)
+        windows = (kind_named(self.kind_name)(window) for window in (self.window, self.second_window) if window)
+        return (*windows, *([RecurrentStates()] if self.has_states else []))
 
 
 def draw_config(rng: random.Random, num_steps: int = 300) -> WorldConfig:
@@ -239,6 +245,21 @@ def draw_stored(rng: random.Random, num_steps: int = 300) -> WorldConfig:
     )
 
 
+def draw_recurrent(rng: random.Random, num_steps: int = 300) -> WorldConfig:
+    """Draw a configuration of a model with recurrent layers, in some cases with windows, too."""
+    config = rng.choice([draw_config, draw_async])(rng, num_steps)
+    return replace(
+        config,
+        has_states=True,
+        num_spare_states=rng.choice([0, 1, 2, rng.randint(1, 8), 40]),
+        checkpoint_interval=rng.choice([None, None, config.block_size, 3 * config.block_size]),
+        cache_point_rate=rng.choice([0.0, 0.5]),
+        num_host_states=rng.choice([0, rng.randint(1, 4), 20]),
+        remote_rate=0.0,
+        pair_rate=0.0,
+    )
+
+
 def draw_window(rng: random.Random, size: int) -> int:
     """Draw a window smaller than a block, as long as one, several of them, or anything between."""
     window = rng.choice([rng.randint(1, size), size, size + 1, 2 * size, rng.randint(1, 4 * size), 40])
@@ -293,6 +314,9 @@ class Totals:
     window_saves: int = 0
     parts_saved: int = 0
     parts_loaded: int = 0
+    state_saves: int = 0
+    state_evictions: int = 0
+    state_hits: int = 0
     ahead: int = 0
     ahead_with_newcomers: int = 0
     in_vain: int = 0
@@ -341,15 +365,21 @@ class World:
 
             self.worker: HashWorker = RankedWorker(seed, config, sizes)
         else:
-            self.worker = HashWorker(sizes, config.block_size, config.num_host_blocks, config.kinds)
+            self.worker = HashWorker(
+                sizes, config.block_size, config.num_host_blocks, config.kinds, config.num_host_states
+            )
         # Colliding keys are not allowed with a store, which does not compare tokens.
         rate = config.remote_rate if config.hash_bits is None else 0.0
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), rate)
         self.sample_rng = random.Random(seed + "samples")
         self.async_rng = random.Random(seed + "async")
         self.span_rng = random.Random(seed + "spans")
+        self.point_rng = random.Random(seed + "points")
         self.pipeline = Pipeline(self.worker, self.store, self.async_rng)
-        self.nothing_free: tuple[list[list[int]], list[int]] = [[] for _ in self.worker.memory], []
+        self.nothing_free: tuple[list[list[int]], list[list[int]]] = (
+            [[] for _ in self.worker.memory],
+            [[] for _ in self.worker.host],
+        )
         self.free = self.nothing_free
         self.is_giving_back = False
         self.ending: set[str] = set()
@@ -372,8 +402,16 @@ class World:
         """
         config, size = self.config, self.config.block_size
         num_more = -(-(config.max_num_batched_tokens - 1) // size) + config.num_spare_window_blocks
+        num_states = config.max_num_seqs + config.num_spare_states
         return [
-            KVGroupSpec(kind, min(config.num_blocks, num_blocks_read(kind, size) + num_more)) for kind in config.kinds
+            KVGroupSpec(
+                kind,
+                num_states
+                if isinstance(kind, RecurrentStates)
+                else min(config.num_blocks, num_blocks_read(kind, size) + num_more),
+                config.num_host_states if isinstance(kind, RecurrentStates) else 0,
+            )
+            for kind in config.kinds
         ]
 
     def _make_scheduler(self) -> Scheduler:
@@ -390,6 +428,7 @@ class World:
                 block_size=c.block_size,
                 enable_prefix_caching=c.enable_prefix_caching,
                 cache_decoded_blocks=c.cache_decoded_blocks,
+                state_checkpoint_interval=c.checkpoint_interval,
             ),
             num_blocks=c.num_blocks,
             num_host_blocks=c.num_host_blocks,
@@ -445,6 +484,7 @@ class World:
             return 0
         on_device = [block for block in manager.pool.blocks if block.hash is not None]
         extra_keys, name, start, has_part = manager.prefix_cache.chains.of(request).extra_keys, None, 0, []
+        states = [0]  # numbers of tokens after which a request can start
         for blocks in (on_device, manager.host.cached_blocks()):
             cached = {(block.parent, block.token_ids, block.extra_keys): block for block in blocks}
             while start + size <= len(token_ids):
@@ -454,9 +494,17 @@ class World:
                 block = cached[key]
                 is_on_device = isinstance(block, Block)
                 ids = [group.id_of(block) for group in manager.bounded] if is_on_device else []
-                has_part.append(None not in ids if is_on_device else len(block.groups) == len(manager.groups))
+                num_groups = 1 + len(manager.bounded)
+                has_part.append(None not in ids if is_on_device else len(block.groups) == num_groups)
                 name, start = block.name, start + size
+                if manager.checkpoints is not None and (
+                    (is_on_device and manager.checkpoints.group.id_of(block) is not None)
+                    or manager.checkpoints.host.find(block.name) is not None
+                ):
+                    states.append(start)
         ends = [min(end, len(token_ids) - 1) for end in range(0, start + 1, size)]
+        if manager.states is not None:
+            ends = [end for end in ends if end in states]
         return max(end for end in ends if self._has_all_seen(end, has_part))
 
     def _has_all_seen(self, num_tokens: int, has_part: list[bool]) -> bool:
@@ -512,7 +560,7 @@ class World:
             raise SimulationError(f"{len(steps)} steps are in flight, and the core has {self.scheduler.in_flight}")
         self.free = self._find_free()
 
-    def _find_free(self) -> tuple[list[list[int]], list[int]]:
+    def _find_free(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return the blocks of each group and the host blocks that have no holder and are not the source of a copy.
 
         Blocks evicted while a step is computed are copied with the next step.
@@ -520,7 +568,10 @@ class World:
         manager = self.scheduler.kv_cache_manager
         copied = {(group, block) for group, block, _ in manager._copies.swap_out}
         free = [[each for each in group.free_ids() if (group.index, each) not in copied] for group in manager.groups]
-        return free, manager.host.free_block_ids()
+        in_host = [manager.host.free_block_ids() for _ in manager.groups]
+        if manager.checkpoints is not None:
+            in_host[-1] = manager.checkpoints.host.free_slots()
+        return free, in_host
 
     def _decide(self) -> None:
         """Decide a step, check it, and submit it unless it is empty."""
@@ -566,6 +617,7 @@ class World:
                 totals.window_loads += count
             else:
                 totals.window_saves += count
+        totals.state_saves += sum(map(len, scheduled.state_saves.values()))
         totals.behind_window += sum(any(request.sequence.first_held) for request in self.scheduler.running)
 
     def _collect(self, step: Submitted) -> None:
@@ -862,6 +914,7 @@ class World:
             tenant=rng.choice("xyz"),
             deadline=deadline,
             kv_transfer_params=pair,
+            cache_points=self._draw_cache_points(len(prompt)),
         )
         request.awaits_results = awaits
         try:
@@ -882,6 +935,11 @@ class World:
         tracked.features |= {config.policy, config.admission} & set(FEATURES)
         if config.policy == "fair" and request.priority:
             tracked.features.add("priority")
+
+    def _draw_cache_points(self, num_tokens: int) -> tuple[int, ...]:
+        rng = self.point_rng
+        is_drawn = rng.random() < self.config.cache_point_rate
+        return tuple(rng.randint(0, num_tokens + 3) for _ in range(rng.randint(1, 3))) if is_drawn else ()
 
     def _draw_pair(self, name: str) -> KVTransferParams | None:
         """Give some requests a pairing: another engine computes their prompt, or this one computes it for another
@@ -979,6 +1037,7 @@ class World:
         match event:
             case events.PrefixCacheQueried():
                 totals.hits += event.num_hit_tokens > 0
+                totals.state_hits += self.config.has_states and event.num_hit_tokens > 0
                 longest = max(self.config.window, self.config.second_window)
                 is_long = event.num_hit_tokens >= longest + self.config.block_size
                 totals.window_hits += is_long and self.config.window > 0
@@ -986,6 +1045,8 @@ class World:
                     self.tracked[event.request_id].features.add("prefix")
             case events.BlockEvicted():
                 totals.evictions += 1
+            case events.CheckpointEvicted():
+                totals.state_evictions += 1
             case events.BlockOffloaded():
                 totals.offloads += 1
             case events.HostBlockEvicted():

@@ -180,6 +180,12 @@ class CacheConfig:
     cache_decoded_blocks: bool = option(
         True, "Also keep generated tokens in the prefix cache: the next turn of a conversation begins with them."
     )
+    state_checkpoint_interval: int | None = option(
+        None,
+        "Models with recurrent layers: save the state of a prompt every so many tokens, so that other prompts can "
+        "continue from there. Default: at growing distances from its end, and where it differs from earlier prompts.",
+        unit="TOKENS",
+    )
     num_gpu_blocks: int | None = option(
         None,
         "Number of blocks of the KV cache, regardless of memory. Default: as many as fit.",
@@ -193,6 +199,7 @@ class CacheConfig:
         kv_cache_dtype = _KV_CACHE_DTYPE_ALIASES.get(self.kv_cache_dtype, self.kv_cache_dtype)
         object.__setattr__(self, "kv_cache_dtype", kv_cache_dtype)
         at_least("swap_space_bytes", self.swap_space_bytes, 0)
+        at_least("state_checkpoint_interval", self.state_checkpoint_interval, 1, may_be_none=True)
         at_least("num_gpu_blocks", self.num_gpu_blocks, 1, may_be_none=True)
         at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, may_be_none=True)
 

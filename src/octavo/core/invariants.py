@@ -13,7 +13,7 @@ from octavo.data.request import RequestStatus
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from octavo.core.kv.groups import BoundedGroup, KVGroup
+    from octavo.core.kv.groups import BoundedGroup, KVGroup, StateGroup
     from octavo.core.kv.manager import KVCacheManager
     from octavo.core.scheduler import Scheduler
     from octavo.data.request import Request
@@ -37,6 +37,7 @@ def check(scheduler: Scheduler) -> list[Breach]:
         *_check_index(manager),
         *_check_tables(scheduler),
         *(breach for group in manager.bounded for breach in _check_bounded(scheduler, group)),
+        *_check_state_slots(scheduler),
         *_check_host(scheduler),
         *_check_states(scheduler),
         *_check_limits(scheduler),
@@ -56,8 +57,11 @@ def quarantine(scheduler: Scheduler, breach: Breach) -> tuple[int, ...]:
 def _check_group(scheduler: Scheduler, group: KVGroup) -> Iterator[Breach]:
     every, index = range(group.num_blocks), group.index
     holders = Counter(scheduler.kv_cache_manager.pinned_ids(index))
+    states = scheduler.kv_cache_manager.states
     for request in scheduler.requests.values():
         holders.update(block_id for block_id in request.sequence.block_tables[index] if block_id != NO_BLOCK)
+        if states is not None and states.index == index:
+            holders.update(request.sequence.saves.pending.values())
     usable = [block_id for block_id in every if block_id not in group.quarantined]
     held = filter(group.num_holders, usable)
     places = Counter([*group.free_ids(), *group.cached_ids(), *held, *group.quarantined])
@@ -99,10 +103,38 @@ def _check_tables(scheduler: Scheduler) -> Iterator[Breach]:
 
 
 def _check_bounded(scheduler: Scheduler, group: BoundedGroup) -> Iterator[Breach]:
-    every, free, cached = range(group.num_blocks), group.free_ids(), group.cached_ids()
-    blocks = scheduler.kv_cache_manager.pool.blocks
     for request in scheduler.requests.values():
         yield from _check_bounded_table(scheduler, group, request)
+    yield from _check_parts(scheduler, group)
+
+
+def _check_state_slots(scheduler: Scheduler) -> Iterator[Breach]:
+    group, size = scheduler.kv_cache_manager.states, scheduler.kv_cache_manager.block_size
+    if group is None:
+        return
+    for request in scheduler.requests.values():
+        sequence, name = request.sequence, request.request_id
+        table, pending = sequence.block_tables[group.index], list(sequence.saves.pending)
+        if len(table) != bool(sequence.block_table):
+            yield Breach(3, f"{name}: {len(table)} slots of states, {len(sequence.block_table)} blocks")
+        if pending and (pending != sorted(pending) or pending[-1] * size > request.num_tokens):
+            yield Breach(3, f"{name}: states after blocks {pending} are being saved")
+    yield from _check_parts(scheduler, group)
+    yield from _check_host_states(scheduler.kv_cache_manager)
+
+
+def _check_host_states(manager: KVCacheManager) -> Iterator[Breach]:
+    assert manager.checkpoints is not None
+    host = manager.checkpoints.host
+    places = [*manager.saved_states(), *host.cached_slots(), *host.free_slots()]
+    places += [slot for slot, name in host.lent.items() if name is None]
+    if sorted(places) != list(range(host.num_slots)):
+        yield Breach(1, f"host slots of states in no list or in several lists: {sorted(places)}")
+
+
+def _check_parts(scheduler: Scheduler, group: BoundedGroup | StateGroup) -> Iterator[Breach]:
+    every, free, cached = range(group.num_blocks), group.free_ids(), group.cached_ids()
+    blocks = scheduler.kv_cache_manager.pool.blocks
     block_of = {each: first_id for each in every if (first_id := group.block_of(each)) is not None}
     unsaid = set(block_of.items()) ^ {(each, first_id) for first_id, each in group.parts().items()}
     named = {each for each, _ in unsaid}
@@ -134,7 +166,8 @@ def _check_bounded_table(scheduler: Scheduler, group: BoundedGroup, request: Req
         yield Breach(3, f"{name}: more blocks of group {group.index} than of the first")
     if [block_id == NO_BLOCK for block_id in table] != [index < first for index in range(len(table))]:
         yield Breach(3, f"{name}: the blocks before block {first} are released, not those in {table}")
-    if sequence.num_slots != size * min(map(len, sequence.block_tables)):
+    tables = sequence.block_tables[: 1 + len(scheduler.kv_cache_manager.bounded)]
+    if sequence.num_slots != size * min(map(len, tables)):
         yield Breach(3, f"{name}: {sequence.num_slots} token slots do not match its block tables")
 
 

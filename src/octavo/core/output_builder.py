@@ -78,11 +78,24 @@ class OutputBuilder:
             preempted_req_ids=set(plan.preempted),
             scheduled_spec_decode_tokens=drafts,
             max_drafts=max_drafts,
+            state_saves=self._plan_saves(plan, requests),
             copies=self._manager.take_copies(),
             kv_transfers=self._transfers.take_orders(),
             kv_cancels=self._transfers.take_cancels(),
             num_pending_transfers=self._transfers.num_pending,
         )
+
+    def _plan_saves(self, plan: StepPlan, requests: dict[str, Request]) -> dict[str, list[tuple[int, int]]]:
+        checkpoints, saves = self._manager.checkpoints, dict[str, list[tuple[int, int]]]()
+        if checkpoints is None:
+            return saves
+        for request_id, count in plan.num_tokens.items():
+            request = requests[request_id]
+            num_certain = min(request.num_computed_tokens + count, len(request.sequence.token_ids))
+            planned = checkpoints.plan(request, num_certain)
+            if planned:
+                saves[request_id] = planned
+        return saves
 
     def _add_new_blocks(self, new_block_ids: list[list[list[int]]], place: int, request: Request) -> None:
         self._manager.grown.discard(request.request_id)

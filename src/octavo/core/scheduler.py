@@ -78,6 +78,7 @@ class Scheduler:
             bounded_groups=bounded_groups,
             max_step_tokens=scheduler_config.max_num_batched_tokens,
             extra_keys=cache_keys,
+            checkpoint_interval=cache_config.state_checkpoint_interval,
             emit=emitter.emit,
         )
         self.faults = Faults(manager)

@@ -210,6 +210,20 @@ class BlockCached(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointSaved(RequestEvent):
+    """A request's recurrent state after `num_tokens` tokens was saved."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEvicted(Event):
+    """A saved recurrent state was evicted."""
+
+    block_id: int  # of the first KV group, at whose end the state was
+
+
+@dataclass(frozen=True, slots=True)
 class BlockEvicted(Event):
     """The first KV group evicted a block."""
 

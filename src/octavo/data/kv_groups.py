@@ -1,8 +1,8 @@
 """A KV group consists of layers that keep KV of the same positions, in the group's own blocks.
 
 The first group keeps all positions, and lookups find prefixes by the first group's blocks. Bounded groups, for example
-of sliding-window layers, keep only positions that later tokens can still read. A new kind needs a `register`ed class
-and an attention kernel.
+of sliding-window layers, keep only positions that later tokens can still read. The last group may have recurrent
+states: one block per sequence. A new kind needs a `register`ed class and a kernel.
 """
 
 from __future__ import annotations
@@ -85,23 +85,43 @@ class SlidingWindow:
         return f"a sliding window of {self.window} tokens"
 
 
+@register
+@dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    """A token reads the state after the previous token, and replaces it."""
+
+    name: ClassVar[str] = "recurrent_states"
+
+    @property
+    def most_positions(self) -> int:
+        """The token's own position."""
+        return 1
+
+    def first_position(self, num_tokens: int) -> int:
+        """Return `num_tokens`."""
+        return num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
-    """A KV group's kind and block count."""
+    """A KV group's kind and block count. num_host_blocks: Blocks in host memory, only of recurrent states."""
 
     kind: KVGroupKind
     num_blocks: int
+    num_host_blocks: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
-        return {"kind": self.kind.name, "num_blocks": self.num_blocks, **asdict(self.kind)}  # type: ignore[call-overload]
+        in_host = {"num_host_blocks": self.num_host_blocks} if self.num_host_blocks else {}
+        return {"kind": self.kind.name, "num_blocks": self.num_blocks, **in_host, **asdict(self.kind)}  # type: ignore[call-overload]
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> KVGroupSpec:
         """Read a result of `to_json`. Raises KeyError if the kind is unknown."""
         options = dict(fields)
         kind, num_blocks = kind_named(options.pop("kind")), options.pop("num_blocks")
-        return cls(kind(**options), num_blocks)
+        num_host_blocks = options.pop("num_host_blocks", 0)
+        return cls(kind(**options), num_blocks, num_host_blocks)
 
 
 def num_blocks_read(kind: KVGroupKind, block_size: int) -> int | None:

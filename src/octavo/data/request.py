@@ -50,6 +50,28 @@ class ContentSpan:
 
 
 @dataclass(slots=True)
+class StateSaves:
+    """Where a sequence's recurrent state is saved: at the ends of blocks, named by the number of blocks.
+
+    due: Descending. At these ends of the known tokens the state will be saved.
+    goes_on: True if the state is saved at ends of later blocks, too.
+    num_stored: Number of tokens in the sequence's slot after its last step.
+    newest: The largest number of blocks that was saved, found or skipped.
+    kept: The largest number of blocks whose save no later save replaces.
+    pending: Slots of saves whose steps have no result yet, by number of blocks.
+    replaceable: Slot of the newest save after `due`, and how often this slot was taken. The next save replaces it.
+    """
+
+    due: list[int] = field(default_factory=list)
+    goes_on: bool = False
+    num_stored: int = 0
+    newest: int = 0
+    kept: int = 0
+    pending: dict[int, int] = field(default_factory=dict)
+    replaceable: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
 class Sequence:
     """The tokens of one output stream and the blocks that hold their KV.
 
@@ -63,6 +85,7 @@ class Sequence:
     block_tables: list[list[int]] = field(default_factory=lambda: [[]])  # by KV group
     first_held: list[int] = field(default_factory=lambda: [0])  # index of each table's first held block
     num_slots: int = 0  # number of tokens for which every table has blocks
+    saves: StateSaves = field(default_factory=StateSaves)
 
     @property
     def block_table(self) -> list[int]:
@@ -216,6 +239,11 @@ class Request:
     def kv_transfer_params(self) -> KVTransferParams | None:
         """See `RequestOptions`."""
         return self.options.kv_transfer_params
+
+    @property
+    def cache_points(self) -> tuple[int, ...]:
+        """See `RequestOptions`."""
+        return self.options.cache_points
 
     @property
     def expects_kv(self) -> bool:

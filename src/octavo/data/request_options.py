@@ -23,6 +23,7 @@ class OptionFields(TypedDict, total=False):
     tenant_weight: float
     timeout_s: float | None
     kv_transfer_params: KVTransferParams | None
+    cache_points: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class RequestOptions:
         tenant_weight: Number above 0. Under the fair policy, weight 2 gets twice the share of weight 1.
         timeout_s: Seconds after arrival at which the request ends with an error, or None for no limit.
         kv_transfer_params: None if this engine computes both prompt and answer.
+        cache_points: Numbers of prompt tokens after which later requests probably differ. Models with recurrent layers
+            save their states there.
     """
 
     priority: int = 0
@@ -46,6 +49,7 @@ class RequestOptions:
     tenant_weight: float = 1.0
     timeout_s: float | None = None
     kv_transfer_params: KVTransferParams | None = None
+    cache_points: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str):

@@ -132,6 +132,8 @@ class SchedulerOutput:
     max_drafts: Maximum number of new drafts by request id. For a request without an entry, only the proposer's limit
     applies. If a draft model exists, looked-up drafts have no maximum.
     kv_cancels: Ids of cancelled transfers. After this step, the worker does not access their blocks.
+    state_saves: Slots for a request's recurrent state after a number of its tokens, as (tokens, slot), ascending. The
+    tokens may have been computed in the previous step.
     """
 
     step: int
@@ -147,6 +149,7 @@ class SchedulerOutput:
     copies: BlockCopies = field(default_factory=BlockCopies)
     kv_transfers: list[KVTransfer] = field(default_factory=list)  # to start after `copies`
     kv_cancels: list[int] = field(default_factory=list)
+    state_saves: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     num_pending_transfers: int = 0  # includes lookups; if above 0, the worker must be asked for results
 
     @property

@@ -130,6 +130,7 @@ def checksum(scheduled: SchedulerOutput) -> int:
         (copies.swap_out, copies.swap_in, copies.block_copies) if copies else None,
         [(each.transfer_id, each.direction.value, each.block_ids) for each in scheduled.kv_transfers],
         scheduled.kv_cancels,
+        *([scheduled.state_saves] if scheduled.state_saves else []),
     )
     numbers = array("q", [len(counts), *counts.values(), *cached.num_computed_tokens])
     names = zlib.crc32("\0".join(counts).encode())

@@ -276,6 +276,7 @@ def describe(scheduler: Scheduler, **more: Any) -> dict[str, Any]:
         "num_host_blocks": manager.host.num_blocks,
         "block_size": manager.block_size,
         "enable_prefix_caching": manager.prefix_cache.is_enabled,
+        "state_checkpoint_interval": None if manager.checkpoints is None else manager.checkpoints.interval,
         "cache_decoded_blocks": manager.prefix_cache.cache_decoded_blocks,
         "max_model_len": scheduler.max_model_len,
         "connector": scheduler.transfers.store_name,

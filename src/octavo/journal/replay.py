@@ -76,6 +76,7 @@ class Player:
                 block_size=header["block_size"],
                 enable_prefix_caching=header["enable_prefix_caching"],
                 cache_decoded_blocks=header["cache_decoded_blocks"],
+                state_checkpoint_interval=header.get("state_checkpoint_interval"),
             ),
             num_blocks=first_group.num_blocks,
             bounded_groups=bounded_groups,

@@ -13,6 +13,7 @@ from octavo.models.attention import AttentionConfig
 from octavo.models.config_file import ConfigFile
 from octavo.models.experts import ExpertsConfig
 from octavo.models.gated_attention import GatedAttentionConfig
+from octavo.models.gated_conv import GatedConvConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.mamba2 import Mamba2Config
@@ -66,13 +67,16 @@ _NEMOTRON_H: dict[str, Any] = {
 }
 _HYBRIDS = {"GraniteMoeHybridForCausalLM": _GRANITE_HYBRID, "NemotronHForCausalLM": _NEMOTRON_H}
 _OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite"))
+_QWEN = ("Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Qwen3_5Moe")
 _WITH_EXPERTS = frozenset(
-    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
+    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Lfm2Moe", "Mixtral", "Olmoe", *_QWEN)
 )
+_LFM2: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 6}
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"attention_bias": True},
     {"mlp_bias": True},
+    {"conv_bias": True},
     {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6},
     {"embedding_multiplier": 2.0},
     {"residual_multiplier": 0.5},
@@ -93,7 +97,9 @@ _OPTIONS: tuple[dict[str, Any], ...] = (
     {"num_local_experts": 8, "num_experts_per_tok": 2},
     {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48},
 )
-_OF_FILES = frozenset({"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split", "stores_decay"})
+_OF_FILES = frozenset(
+    {"stored", "stored_floats", "has_head", "text_part_of", "is_fused", "is_split", "decay_is_stored"}
+)
 _NAMED = {"shared_layer": "KV of an earlier layer", "embeddings": "per-layer embeddings"}
 _OF_KIND = frozenset({"kind", "partial_rotary_factor", "interleaved", "query_scale_beta"})
 
@@ -128,6 +134,7 @@ def family_parts(name: str) -> tuple[list[str], list[str]]:
     """Return a family's constant and optional parts."""
     sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
     sample |= _DEEPSEEK if name in _OF_DEEPSEEK else _HYBRIDS.get(name, {})
+    sample |= _LFM2 if name.startswith("Lfm2") else {}
     try:
         always = _names_of(sample | _ROPE)
         sample |= _ROPE
@@ -154,6 +161,9 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
         yield from _rope_parts(layer.attention.rope)
     elif isinstance(layer.attention, GatedDeltaConfig):
         yield Part("gated delta net")
+    elif isinstance(layer.attention, GatedConvConfig):
+        yield Part("gated short convolution")
+        yield from _changed("convolution", layer.attention)
     elif isinstance(layer.attention, Mamba2Config):
         yield Part("Mamba-2")
         yield from _changed("Mamba-2", layer.attention)

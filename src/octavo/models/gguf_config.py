@@ -41,7 +41,19 @@ _NOT_READ = (
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
 # llama.cpp stores these weights in wider types
-_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".ssm_a", ".ssm_conv1d", ".ssm_d", ".ssm_norm")
+_WIDENED = (
+    TABLE,
+    "per_layer_model_proj",
+    ".ffn_gate_inp",
+    ".shortconv.conv.",
+    ".ssm_alpha",
+    ".ssm_beta",
+    ".ssm_ba",
+    ".ssm_a",
+    ".ssm_conv1d",
+    ".ssm_d",
+    ".ssm_norm",
+)
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
@@ -132,25 +144,22 @@ class GGUFFields:
             )
         return width
 
-    def counts(self, key: str) -> list[int]:
-        """Return a count for each layer."""
+    def counts(self, key: str, least: int = 1) -> list[int]:
+        """Return a count for each layer. least: the smallest one that is allowed."""
         values = self.values.values.get(key)
         if not isinstance(values, list):
             return [self.count(key)] * self.num_layers
         self.values.mark(key)
-        if len(values) != self.num_layers or any(type(each) is not int or each < 1 for each in values):
-            raise self.values.error(key, f"must have {self.num_layers} integers above 0, one for each layer")
+        if len(values) != self.num_layers or any(type(each) is not int or each < least for each in values):
+            raise self.values.error(
+                key, f"must have {self.num_layers} integers of at least {least}, one for each layer"
+            )
         return values
 
     def largest(self, key: str, default: int | None = None) -> int:
         """Return the largest count of a layer. Layers without the counted things have 0."""
-        values = self.values.values.get(key)
-        if not isinstance(values, list):
-            return self.count(key, default)
-        self.values.mark(key)
-        if not values or any(type(each) is not int or each < 0 for each in values) or not any(values):
-            raise self.values.error(key, "must have integers of at least 0, and one above 0")
-        return int(max(values))
+        is_list = isinstance(self.values.values.get(key), list)
+        return max(self.counts(key, least=0)) if is_list else self.count(key, default)
 
     def first_with(self, part: str) -> int | None:
         """Return the first layer that has a tensor."""
@@ -197,8 +206,6 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
-        if architecture == "qwen35":
-            raise ModelError(f"{file.path}: octavo runs Qwen3.5 from safetensors only; choose such a checkpoint")
         raise ModelError(
             f"{file.path}: general.architecture = {architecture!r}; the supported architectures of GGUF "
             f"files are {known}"
@@ -408,7 +415,7 @@ def _read_mamba2(fields: GGUFFields, names: tuple[str, ...]) -> dict[str, Any]:
     sizes = (fields.count(f"ssm.{name}") for name in ("state_size", "group_count", "conv_kernel"))
     biases = (fields.first_with(f"{part}.bias") is not None for part in ("ssm_in", "ssm_conv1d"))
     values = (num_heads, inner // num_heads, *sizes, *biases)
-    return dict(zip(names, values, strict=True)) | {"stores_decay": True}
+    return dict(zip(names, values, strict=True)) | {"decay_is_stored": True}
 
 
 def _read_nemotron_h(fields: GGUFFields) -> dict[str, Any]:
@@ -591,8 +598,7 @@ def _read_routed(fields: GGUFFields, *, is_sigmoid: bool) -> dict[str, Any]:
 
 
 def _read_glm4_moe(fields: GGUFFields) -> dict[str, Any]:
-    if fields.optional("expert_gating_func") not in {None, float(_SIGMOID)}:
-        raise fields.values.error("expert_gating_func", f"octavo supports {_SIGMOID} (sigmoid) for this family")
+    _require_sigmoid(fields)
     return _read_routed(fields, is_sigmoid=True) | {
         "use_qk_norm": fields.has("blk.0.attn_q_norm.weight"),
         "partial_rotary_factor": fields.count("rope.dimension_count", fields.head_dim) / fields.head_dim,
@@ -605,6 +611,85 @@ def _read_granite_moe(fields: GGUFFields) -> dict[str, Any]:
         "num_experts_per_tok": fields.count("expert_used_count"),
     }
     return _read_granite(fields) | experts
+
+
+def _read_lfm2(fields: GGUFFields) -> dict[str, Any]:
+    key = "attention.head_count_kv"
+    heads = fields.counts(key, least=0)
+    if len({*heads} - {0}) > 1:
+        raise fields.values.error(key, "must be the same number in all layers with attention, and 0 in the others")
+    return {
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "num_key_value_heads": max(heads),
+        "norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": fields.count("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,  # files have the adjusted width
+    }
+
+
+def _read_lfm2_moe(fields: GGUFFields) -> dict[str, Any]:
+    _require_sigmoid(fields)
+    dense = int(fields.optional("leading_dense_block_count") or 0)
+    scale = fields.optional("expert_weights_scale") or 1.0
+    return _read_lfm2(fields) | _read_experts(fields, num_dense_layers=dense, routed_scaling_factor=scale)
+
+
+def _require_sigmoid(fields: GGUFFields) -> None:
+    if fields.optional("expert_gating_func") not in {None, float(_SIGMOID)}:
+        raise fields.values.error("expert_gating_func", f"octavo supports {_SIGMOID} (sigmoid) for this family")
+
+
+def _read_delta_nets(fields: GGUFFields) -> dict[str, Any]:
+    """Read the keys of gated delta nets and of gated attention."""
+    fields.values.mark("rope.dimension_sections")  # a text's position dimensions are equal
+    num_heads, num_values = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
+    if num_values % num_heads:
+        raise fields.values.error("ssm.inner_size", f"must be a multiple of ssm.time_step_rank = {num_heads}")
+    return {
+        "layer_types": _delta_layers(fields),
+        "linear_num_key_heads": fields.count("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": fields.count("ssm.state_size"),
+        "linear_value_head_dim": num_values // num_heads,
+        "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
+        "partial_rotary_factor": fields.count("rope.dimension_count", fields.head_dim) / fields.head_dim,
+        "decay_is_stored": True,
+    }
+
+
+def _delta_layers(fields: GGUFFields) -> list[str]:
+    key, num_layers = "attention.recurrent_layers", fields.num_layers
+    interval = fields.count("full_attention_interval", 4)
+    found = fields.values.values.get(key, [bool((layer + 1) % interval) for layer in range(num_layers)])
+    fields.values.mark(key)
+    if not isinstance(found, list) or len(found) < num_layers or any(type(each) is not bool for each in found):
+        raise fields.values.error(key, f"must have {num_layers} booleans, one for each layer, which are not all equal")
+    return ["linear_attention" if each else "full_attention" for each in found[:num_layers]]
+
+
+def _read_qwen35(fields: GGUFFields) -> dict[str, Any]:
+    return _read_delta_nets(fields) | {"value_heads_are_tiled": True}
+
+
+def _read_qwen35moe(fields: GGUFFields) -> dict[str, Any]:
+    return _read_qwen35(fields) | _read_gated_experts(fields)
+
+
+def _read_qwen3next(fields: GGUFFields) -> dict[str, Any]:
+    is_old = any(name.endswith(".ssm_in.weight") for name in fields.file.tensors)
+    return _read_delta_nets(fields) | _read_gated_experts(fields) | {"delta_inputs_are_joined": is_old}
+
+
+def _read_gated_experts(fields: GGUFFields) -> dict[str, Any]:
+    fields.values.mark("feed_forward_length")
+    shared = fields.count("expert_shared_feed_forward_length")
+    return {
+        "num_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": shared,
+        "intermediate_size": shared,
+    }
 
 
 def _scores_by_sigmoid(fields: GGUFFields) -> bool:
@@ -650,6 +735,11 @@ _FAMILIES = {
     "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", _read_qwen2_moe),
     "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
+    "qwen35": GGUFFamily("Qwen3_5ForCausalLM", "qwen3_5_text", _read_qwen35, _POST_NORM, norms_around_one=True),
+    "qwen35moe": GGUFFamily(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _read_qwen35moe, _POST_NORM, norms_around_one=True
+    ),
+    "qwen3next": GGUFFamily("Qwen3NextForCausalLM", "qwen3_next", _read_qwen3next, _POST_NORM, norms_around_one=True),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", _read_qwen3_moe),
     "olmoe": GGUFFamily("OlmoeForCausalLM", "olmoe", _read_olmoe),
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),
@@ -678,5 +768,7 @@ _FAMILIES = {
     ),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", _read_smollm3, rotates_pairs=True),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", _read_olmo, _OLMO_NORMS),
+    "lfm2": GGUFFamily("Lfm2ForCausalLM", "lfm2", _read_lfm2),
+    "lfm2moe": GGUFFamily("Lfm2MoeForCausalLM", "lfm2_moe", _read_lfm2_moe),
     "glm4": GGUFFamily("Glm4ForCausalLM", "glm4", names=_GLM_NAMES),
 }

@@ -142,7 +142,7 @@ class GGUFTensors:
         heads = self._weights.heads_of_pairs(stored_name)
         if heads is not None:
             numbers = numbers[halves_of_heads(heads, stored.shape[0])]
-        if self._weights.family.norms_around_one and name.endswith("norm.weight"):
+        if self._weights.family.norms_around_one and _is_norm_around_one(stored_name):
             numbers = numbers.float() - 1
         return numbers
 
@@ -179,15 +179,20 @@ class ExpandedRows:
         return _expand(self.stored, chosen.view(-1, kind.block_bytes)).view(len(chosen), self.stored.shape[1])
 
 
+def _is_norm_around_one(stored_name: str) -> bool:
+    """Return True for norms whose factors Hugging Face stores minus 1."""
+    return stored_name.endswith("norm.weight") and not stored_name.endswith(".ssm_norm.weight")
+
+
+def _forget(path: Path, rows: Tensor) -> None:
+    forget_pages(path, [(rows.data_ptr(), rows.nbytes)])
+
+
 def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """llama.cpp stores some vectors as rows, and convolutions without their dimension of 1."""
     if len(shape) == 1:
         return math.prod(found) == shape[0]
     return found == (shape if len(shape) == 2 else tuple(size for size in shape if size != 1))
-
-
-def _forget(path: Path, rows: Tensor) -> None:
-    forget_pages(path, [(rows.data_ptr(), rows.nbytes)])
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _MODEL_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # LFM2
     HEAD: "lm_head.weight",
     TABLE: "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
@@ -56,6 +57,17 @@ _LAYER_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
 _HEAD_NAMES = {"attn_k_b": "k_b_proj", "attn_v_b": "v_b_proj"}
 _EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
@@ -144,8 +156,10 @@ class GGUFWeights:
         return self._pairs.get(part)
 
 
-def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
+def _hugging_face_name(name: str, parts: dict[str, str]) -> str:  # noqa: PLR0911 - a case for each form
     match name.split("."):
+        case ["blk", layer, part] if part in parts:
+            return f"model.layers.{layer}.{parts[part]}"
         case ["blk", layer, part, kind] if (whole := parts.get(f"{part}.{kind}")) is not None:
             return f"model.layers.{layer}.{whole}"
         case ["blk", layer, part] if part in parts:
@@ -154,6 +168,8 @@ def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
         case ["blk", layer, part, expert, "weight" | "bias" as kind] if part in _EXPERT_NAMES:
             return f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.{kind}"
+        case ["blk", layer, "shortconv", part, "weight"]:
+            return f"model.layers.{layer}.conv.{part}.weight"
         case ["blk", layer, part, head, "weight"] if part in _HEAD_NAMES:
             return f"model.layers.{layer}.self_attn.{_HEAD_NAMES[part]}.{head}.weight"
     return _MODEL_NAMES.get(name, name)

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from octavo.data.kv_groups import FullAttention, SlidingWindow
+from octavo.data.kv_groups import FullAttention, RecurrentStates, SlidingWindow
 
 if TYPE_CHECKING:
     from typing import Any
 
+    import torch
     from torch import Tensor
 
     from octavo.data.kv_groups import KVGroupKind
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 ROUNDED_KV = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 _SCALE_BYTES = 4  # per head and row
+_STATE_ALIGNMENT = 64
 
 
 class CacheSpec(Protocol):
@@ -191,16 +193,49 @@ class NothingStored:
 class StateShape(NothingStored):
     """A recurrent state per sequence, instead of data per position.
 
-    inputs: shapes of parts in the activations' dtype. numbers: shapes of float32 parts.
+    inputs: shapes of parts in the activations' dtype. numbers: shapes of float32 parts. kept_width: numbers of a kept
+    row, in the activations' dtype (see `octavo.kernels.operations.keep_rows`).
     """
 
     inputs: tuple[tuple[int, ...], ...]
     numbers: tuple[tuple[int, ...], ...]
+    kept_width: int = 0
+
+    @property
+    def kind(self) -> KVGroupKind:
+        """See `CacheSpec`."""
+        return RecurrentStates()
 
     def slot_bytes(self, dtype: str) -> int:
         """Return the bytes of a sequence's state. dtype: of activations."""
-        inputs, numbers = (sum(map(math.prod, shapes)) for shapes in (self.inputs, self.numbers))
-        return inputs * _VALUE_BYTES[dtype] + numbers * _VALUE_BYTES["float32"]
+        return sum(num_bytes for _, num_bytes in self._parts(dtype))
+
+    def kept_bytes(self, dtype: str) -> int:
+        """Return the bytes of a kept row. dtype: of activations."""
+        return self.kept_width * _VALUE_BYTES[dtype]
+
+    def _parts(self, dtype: str) -> list[tuple[tuple[int, ...], int]]:
+        """Return shapes, and bytes with padding."""
+        sizes = [*((each, dtype) for each in self.inputs), *((each, "float32") for each in self.numbers)]
+        return [
+            (shape, -(-math.prod(shape) * _VALUE_BYTES[each] // _STATE_ALIGNMENT) * _STATE_ALIGNMENT)
+            for shape, each in sizes
+        ]
+
+    def slot_views(self, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the state's parts, each [num_slots, ...], as views of `part`, uint8 [num_slots, slot_bytes].
+
+        dtype: of activations.
+        """
+        import torch  # noqa: PLC0415 - only to run a model
+
+        views, start = [], 0
+        for index, (shape, num_bytes) in enumerate(self._parts(str(dtype).removeprefix("torch."))):
+            each = dtype if index < len(self.inputs) else torch.float32
+            data = part[:, start : start + math.prod(shape) * each.itemsize].view(each)
+            views.append(data.view(len(part), *shape))
+            start += num_bytes
+        return tuple(views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +276,10 @@ class KVLayout:
         """Return the bytes of a sequence's states. dtype: of activations."""
         return sum(spec.slot_bytes(dtype) for spec in self.states.values())
 
+    def kept_bytes(self, dtype: str) -> int:
+        """Return the bytes of a kept row of all recurrent layers. dtype: of activations."""
+        return sum(spec.kept_bytes(dtype) for spec in self.states.values())
+
     @property
     def last_writer(self) -> int:
         """The last layer that stores something."""
@@ -249,7 +288,7 @@ class KVLayout:
 
     @property
     def kv_groups(self) -> tuple[LayerGroup, ...]:
-        """One group per kind. The first reads all positions, and may be empty."""
+        """One group per kind, without recurrent states. The first reads all positions, and may be empty."""
         groups: dict[KVGroupKind, list[int]] = {FullAttention(): []}
         for index, spec in enumerate(self.layers):
             if spec.shared_layer is None and not isinstance(spec, NothingStored):
@@ -259,13 +298,13 @@ class KVLayout:
     @property
     def group_indices(self) -> tuple[int, ...]:
         """Each layer's group index."""
-        kinds = [group.kind for group in self.kv_groups]
+        kinds = [*(group.kind for group in self.kv_groups), RecurrentStates()]
         return tuple(kinds.index(spec.kind) for spec in self.layers)
 
     @property
     def window(self) -> int | None:
         """The largest window, or None if no layer has one."""
-        read = (each.kind.most_positions for each in self.layers)
+        read = (group.kind.most_positions for group in self.kv_groups)
         return max((most for most in read if most is not None), default=None)
 
     @property

@@ -43,13 +43,13 @@ class Mamba2Tensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
-    """A layer whose heads have a state [state_size, head_dim] instead of keys and values.
+    """A layer with a state [state_size, head_dim] for each head, instead of keys and values.
 
     num_groups        groups of heads with the same B and C, and of the norm
     num_taps          width of the convolution before the heads
     dt_min, dt_max    limits of step sizes
     bias              of `in_proj` and `out_proj`
-    stores_decay      the checkpoint has the decay itself, and not the logarithm of its negative
+    decay_is_stored   the checkpoint has the decay itself, and not the logarithm of its negative
     """
 
     num_heads: int
@@ -61,7 +61,7 @@ class Mamba2Config:
     dt_max: float = math.inf
     bias: bool = False
     conv_bias: bool = True
-    stores_decay: bool = False
+    decay_is_stored: bool = False
 
     @classmethod
     def read(cls, config: ConfigFile, keys: Mamba2Keys) -> Mamba2Config:
@@ -79,7 +79,7 @@ class Mamba2Config:
             state_size=state_size,
             num_groups=num_groups,
             num_taps=num_taps,
-            stores_decay=config.flag("stores_decay", default=False),
+            decay_is_stored=config.flag("decay_is_stored", default=False),
         )
 
     def within(self, max_model_len: int) -> Mamba2Config:
@@ -101,7 +101,8 @@ class Mamba2Config:
     def cache_spec(self) -> StateShape:
         """See `TokenMixerConfig`."""
         matrix = self.num_heads, self.head_dim // _COLUMNS, self.state_size, _COLUMNS
-        return StateShape(((self.num_taps - 1, self.num_channels),), (matrix,))
+        kept_width = 2 * self.num_channels + self.num_heads
+        return StateShape(((self.num_taps - 1, self.num_channels),), (matrix,), kept_width)
 
     @property
     def width(self) -> int:
@@ -116,7 +117,7 @@ class Mamba2Config:
             conv=Taps(f"{name}.conv1d.weight", self.num_channels * self.num_taps, self.num_taps),
             conv_bias=Vector(f"{name}.conv1d.bias", self.num_channels) if self.conv_bias else None,
             dt_bias=Vector(f"{name}.dt_bias", self.num_heads),
-            decay=Vector(f"{name}.{'decay' if self.stores_decay else 'A_log'}", self.num_heads),
+            decay=Vector(f"{name}.{'decay' if self.decay_is_stored else 'A_log'}", self.num_heads),
             skip=Vector(f"{name}.D", self.num_heads),
             norm=Vector(f"{name}.norm.weight", self.num_values),
             out=Linear(((f"{name}.out_proj", hidden_size),), self.num_values, self.bias),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from octavo.kernels.operations.gated_norm import gated_norm
+from octavo.kernels.operations.keep_rows import keep_rows
 from octavo.kernels.operations.mamba2 import mamba2
 from octavo.kernels.operations.short_conv import short_conv
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Mamba2:
-    """Mamba-2 of one layer. `cache` has the convolution's inputs, and the heads' states."""
+    """Mamba-2 of one layer. `cache` has the convolution's inputs, the heads' states, and kept rows."""
 
     __slots__ = (
         "config", "conv_bias", "decay", "dt_bias", "eps", "inputs", "kernels", "norm", "out", "skip", "taps",
@@ -32,24 +33,28 @@ class Mamba2:
         no_bias = torch.empty(0, device=self.taps.device)
         self.conv_bias = no_bias if tensors.conv_bias is None else context.vector(tensors.conv_bias)
         self.dt_bias, decay = context.vector(tensors.dt_bias), context.vector(tensors.decay)
-        self.decay = decay if config.stores_decay else -decay.exp()
+        self.decay = decay if config.decay_is_stored else -decay.exp()
         self.skip, self.norm = context.vector(tensors.skip), context.vector(tensors.norm)
         self.out = context.linear(tensors.out)
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
         """Advance the states. Return the heads' outputs [num_tokens, num_heads * head_dim]."""
-        config, kernels, states, (inputs, matrices) = self.config, self.kernels, batch.states, cache
+        config, kernels, states, (inputs, matrices, kept) = self.config, self.kernels, batch.states, cache
         assert states is not None
+        kept_xbc, kept_mixed, kept_dt = kept.split_with_sizes(
+            (config.num_channels, config.num_channels, config.num_heads), dim=1
+        )
         gate, xbc, dt = kernels.linear(hidden, self.inputs).split_with_sizes(
             (config.num_values, config.num_channels, config.num_heads), dim=1
         )
         mixed = kernels.empty(len(hidden), config.num_channels, like=hidden)
-        short_conv(kernels, xbc, self.taps, self.conv_bias, inputs, states, True, mixed)
+        short_conv(kernels, xbc, kept_xbc, self.taps, self.conv_bias, inputs, states, True, mixed)
         heads = kernels.empty(len(hidden), config.num_values, like=hidden)
         mamba2(
-            kernels, mixed, dt, self.dt_bias, self.decay, self.skip, config.dt_min, config.dt_max, matrices, states,
-            config.num_groups, heads,
+            kernels, mixed, dt, kept_mixed, kept_dt, self.dt_bias, self.decay, self.skip, config.dt_min, config.dt_max,
+            matrices, states, config.num_groups, heads,
         )  # fmt: skip
+        keep_rows(kernels, xbc, mixed, dt, kept, states)
         normed = kernels.empty(len(hidden), config.num_values, like=hidden)
         gated_norm(
             kernels, heads, gate, self.norm, self.eps, config.num_values // config.num_groups, True, normed

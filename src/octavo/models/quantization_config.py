@@ -225,7 +225,7 @@ def _names(section: ConfigFile, key: str) -> tuple[str, ...]:
 
 def _as_pattern(name: str) -> str:
     """Make a pattern of a name with `*`, which also matches modules inside the named modules."""
-    name = part_name(name.replace("language_model.", ""))
+    name = part_name(f"{name.replace('language_model.', '')}.").removesuffix(".")
     if name.startswith("re:") or "*" not in name:
         return name
     return "re:" + re.escape(name).replace(r"\*", ".*") + r"(\.|$)"

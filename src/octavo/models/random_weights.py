@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from octavo.models.architecture import is_norm
 from octavo.models.registry import read_architecture
+from octavo.models.weight_files import LFM2_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,6 +97,20 @@ class RandomWeights:
 
 _NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
 _QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+_QWEN3_5 = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
 _DEEPSEEK = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -123,6 +138,11 @@ _GEMMA4 = {
     "sliding_window": 37,
     "layer_types": ["sliding_attention", "full_attention"],
     "final_logit_softcapping": 8.0,
+}
+_LFM2 = {
+    "layer_types": ["conv", "full_attention"],
+    "norm_eps": 1e-6,
+    "block_auto_adjust_ff_dim": False,
 }
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK
@@ -214,24 +234,25 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2
+    | {
+        "model_type": "lfm2_moe",
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+    },
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "Qwen2MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96},
     "Qwen3MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen3_moe", "norm_topk_prob": True},
-    "Qwen3_5ForCausalLM": {
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 24,
-        "linear_value_head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
-            "mrope_interleaved": True,
-        },
+    "Qwen3NextForCausalLM": _QWEN3_5
+    | _QWEN_MOE
+    | {
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 96,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
     "NemotronHForCausalLM": {
         "model_type": "nemotron_h",
@@ -249,6 +270,10 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 96,
         "routed_scaling_factor": 1.5,
     },
+    "Qwen3_5ForCausalLM": _QWEN3_5 | {"model_type": "qwen3_5_text"},
+    "Qwen3_5MoeForCausalLM": _QWEN3_5
+    | _QWEN_MOE
+    | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96},
     "Olmo3ForCausalLM": {
         "rope_parameters": {"full_attention": _NO_SCALING, "sliding_attention": _NO_SCALING},
         "sliding_window": 37,
@@ -256,15 +281,18 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
-_WITH_JOINED_EXPERTS = {
-    "GptOssForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM", "Gemma4ForCausalLM",
-}  # fmt: skip
+_OF_LFM2 = {ours: theirs for theirs, ours in LFM2_PARTS.items()}
+_JOINED = frozenset(
+    f"{name}ForCausalLM" for name in ("Gemma4", "GptOss", "GraniteMoe", "GraniteMoeHybrid", "Qwen3_5Moe")
+)
 _GRANITE_MOE = {
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
     "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
     "mlp.router": "block_sparse_moe.router.layer",
 }
 _STORED_NAMES = {
+    "Lfm2ForCausalLM": _OF_LFM2,
+    "Lfm2MoeForCausalLM": _OF_LFM2,
     "GraniteMoeForCausalLM": _GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": _GRANITE_MOE
     | {".mlp.gate_up_proj.": ".shared_mlp.input_linear.", ".mlp.down_proj.": ".shared_mlp.output_linear."},
@@ -333,7 +361,7 @@ def write_checkpoint(
     weights = RandomWeights(shapes, getattr(torch, architecture.dtype), seed, std, 1.0 - architecture.norm_offset)
     shards: list[dict[str, Tensor]] = [{}]
     tensors = {name: weights.tensor(name) for name in shapes}
-    if (family := config["architectures"][0]) in _WITH_JOINED_EXPERTS:
+    if (family := config["architectures"][0]) in _JOINED:
         tensors = _with_joined_experts(tensors, family)
     for name, tensor in tensors.items():
         full = max_shard_bytes is not None and _num_bytes(shards[-1]) + tensor.nbytes > max_shard_bytes

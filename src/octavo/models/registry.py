@@ -33,6 +33,8 @@ FAMILIES = {
     "GraniteForCausalLM": "octavo.models.granite",
     "GraniteMoeForCausalLM": "octavo.models.granite",
     "GraniteMoeHybridForCausalLM": "octavo.models.granite_hybrid",
+    "Lfm2ForCausalLM": "octavo.models.lfm2",
+    "Lfm2MoeForCausalLM": "octavo.models.lfm2",
     "LlamaForCausalLM": "octavo.models.llama",
     "MistralForCausalLM": "octavo.models.mistral",
     "MinistralForCausalLM": "octavo.models.ministral",
@@ -47,7 +49,9 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": "octavo.models.qwen2_moe",
     "Qwen3ForCausalLM": "octavo.models.qwen3",
     "Qwen3MoeForCausalLM": "octavo.models.qwen3_moe",
+    "Qwen3NextForCausalLM": "octavo.models.qwen3_next",
     "Qwen3_5ForCausalLM": "octavo.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "octavo.models.qwen3_5_moe",
     "SmolLM3ForCausalLM": "octavo.models.smollm3",
 }
 

@@ -38,6 +38,20 @@ _MIXER_PARTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_att
     ("up_proj", "down_proj", "gate", "experts", "shared_experts"), "mlp"
 )
 _MIXTRAL_PARTS = {"gate": "gate", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# Parts of LFM2's names and what replaces them, in this order.
+LFM2_PARTS = {
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+    ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+    ".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias",
+    ".feed_forward.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -130,4 +144,7 @@ def part_name(name: str) -> str:
         return name.replace(match[0], f".mlp.{_GRANITE_PARTS.get(match[1], match[1])}")
     if match := _SHARED.search(name):
         return name.replace(match[0], f".mlp.{_SHARED_PARTS[match[1]]}")
-    return _GEMMA.sub(r"\1.mlp.\2", name)
+    name = _GEMMA.sub(r"\1.mlp.\2", name)
+    for theirs, ours in LFM2_PARTS.items():
+        name = name.replace(theirs, ours)
+    return name

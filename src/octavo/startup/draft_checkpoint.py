@@ -59,6 +59,10 @@ def find_draft_checkpoint(
 
 def _rounded(config: ModelConfig, target: ServedModel, quantization: str) -> DraftCheckpoint:
     """Return the target in fewer bits."""
+    if target.architecture.kv_layout.states:
+        raise ConfigError(
+            "method quantized does not work with recurrent layers yet; use another method of speculative_config"
+        )
     stored = target.architecture.stored
     if stored is not None:
         raise ConfigError(

@@ -1,9 +1,7 @@
-"""Adapts a configuration to models with recurrent layers."""
+"""Checks configurations of models with recurrent layers."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
@@ -13,31 +11,14 @@ if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.models.architecture import Architecture
 
-logger = logging.getLogger(__name__)
 
-
-def for_recurrent_layers(config: EngineConfig, architecture: Architecture, *, has_store: bool) -> EngineConfig:
-    """Return the configuration without features that would need states of earlier positions.
-
-    These are the prefix cache, swapping and looked-up drafts. Raises `ConfigError` if the user asked for drafts, KV
-    stores, ranks or a GPU.
-    """
+def check_recurrent_layers(config: EngineConfig, architecture: Architecture, *, has_store: bool) -> None:
+    """Raise `ConfigError` if the user asked for KV stores, ranks or a GPU, and the model has recurrent layers."""
     if not architecture.kv_layout.states:
-        return config
+        return
     if config.device.tensor_parallel_size > 1:
         raise ConfigError("tensor_parallel_size above 1 does not work with recurrent layers yet")
     if resolve_device(config.device.device).type != "cpu" or config.device.kernels == "triton":
         raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
     if has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both":
         raise ConfigError("KV stores and prefill/decode hand-over do not work with recurrent layers yet")
-    if config.speculative.is_requested:
-        raise ConfigError(
-            f"speculative method {config.speculative.method} does not work with recurrent layers yet: choose none"
-        )
-    cache, speculative = config.cache, replace(config.speculative, method="none")
-    if cache.swap_space_bytes:
-        logger.warning("swap_space_bytes has no effect: requests of a model with recurrent layers are not swapped yet")
-    if cache.enable_prefix_caching or cache.swap_space_bytes:
-        logger.info("the model has recurrent layers: common prefixes are computed again")
-        cache = replace(cache, enable_prefix_caching=False, swap_space_bytes=0)
-    return replace(config, cache=cache, speculative=speculative)

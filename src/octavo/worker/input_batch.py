@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from octavo.kernels.interface import AttentionBatch, OutputRows
-from octavo.kernels.state_batch import StateBatch
 from octavo.worker.host_copies import SharedMemory
 from octavo.worker.sampler import SamplingColumns
+from octavo.worker.state_rows import StateRows, saves_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from octavo.structured_output.grammars import Matcher
     from octavo.worker.grammar_walks import Walk
     from octavo.worker.host_copies import HostCopies
-
-_ZERO_STATE = -1  # see `StateBatch.read_slots`
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +85,7 @@ class InputBatch:
     block_tables: [max_num_seqs, blocks] per KV group, undefined for released blocks.
     num_changes: how often requests were removed or failed.
     num_position_dims: dimensions of a position; after the prompt, all dimensions continue from its largest position.
-    has_states: True if layers have recurrent states. A request's slot is its row.
+    num_kept_rows: of each request, if layers have recurrent states, otherwise 0. The last block table then has slots.
     """
 
     def __init__(
@@ -100,10 +98,9 @@ class InputBatch:
         num_scratch_blocks: int = 0,
         num_groups: int = 1,
         num_position_dims: int = 1,
-        has_states: bool = False,
+        num_kept_rows: int = 0,
     ) -> None:
-        self.has_states, self._no_rows = has_states, torch.zeros(0, dtype=torch.int32)
-        self._state_lengths = np.zeros(max_num_seqs, dtype=np.int64)  # tokens in each slot's state
+        self._states = StateRows(max_num_seqs, num_kept_rows) if num_kept_rows else None
         copies = copies or SharedMemory()
         self.block_size = block_size
         self._tensors = copies.to_device_together
@@ -115,6 +112,7 @@ class InputBatch:
         self._rotary_positions: dict[int, NDArray[np.int64]] = {}  # of prompts: [num_position_dims, num_tokens]
         most_blocks = -(-max_model_len // block_size) + num_scratch_blocks
         self.block_tables = [np.zeros((max_num_seqs, most_blocks), dtype=np.int32) for _ in range(num_groups)]
+        self._num_groups = num_groups - (num_kept_rows > 0)  # with a block for each position
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_awaited = np.zeros(max_num_seqs, dtype=np.int64)
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int64, device=copies.device)
@@ -150,6 +148,8 @@ class InputBatch:
         self.num_tokens[row], self.num_blocks[:, row] = len(data.token_ids), 0
         self.token_ids[row, : len(data.token_ids)] = data.token_ids
         self.num_computed_tokens[row] = data.num_computed_tokens
+        if self._states is not None:
+            self._states.start(row, data.num_computed_tokens)
         if data.rotary_positions is not None:
             self._rotary_positions[row] = np.array(data.rotary_positions, dtype=np.int64)
         params = data.sampling_params
@@ -268,8 +268,19 @@ class InputBatch:
         others = [sampled_rows, num_known.astype(np.int32)]
         if output_start[-1] != cu_num_logits[-1]:
             others.append(logits_indices)
+        states: list[NDArray[np.generic]] = []
+        if self._states is not None:
+            saves = saves_of([request.request_id for request in requests], scheduled.state_saves)
+            states = self._states.arrays(
+                rows,
+                computed,
+                counts,
+                num_known=self.num_tokens[rows] + self.num_awaited[rows],
+                slots=self.block_tables[-1][rows, 0],
+                saves=saves,
+            )
         token_ids, attention, (rows_there, known_there, *indices) = self.gather(
-            rows, computed, counts, output_start, others, num_groups=len(self.block_tables)
+            rows, computed, counts, output_start, others, num_groups=self._num_groups, states=states
         )
         return ModelInputs(
             token_ids=token_ids,
@@ -294,11 +305,12 @@ class InputBatch:
         others: Sequence[NDArray[np.generic]] = (),
         *,
         num_groups: int,
+        states: Sequence[NDArray[np.generic]] = (),
     ) -> tuple[torch.Tensor, AttentionBatch, list[torch.Tensor]]:
         """Return token ids and attention input of `counts` tokens per row from `first` on, and copies of `others`.
 
         All results are on the device. output_start: each request's first output row, then the total. A request's output
-        rows are for its last tokens.
+        rows are for its last tokens. states: see `StateRows.arrays`.
         """
         query_start = _starts(counts)
         row_of_token, positions = rows, first
@@ -311,10 +323,7 @@ class InputBatch:
             token_ids.astype(np.int64),
             *self._attention_arrays(query_start, seq_lens, rows, row_of_token, positions, width, num_groups),
         ]
-        if self.has_states:
-            assert ((first == 0) | (first == self._state_lengths[rows])).all(), "a state would get a token twice"
-            self._state_lengths[rows] = seq_lens
-            arrays += [np.where(first > 0, rows, _ZERO_STATE).astype(np.int32), rows.astype(np.int32)]
+        arrays += states
         is_cut = output_start[-1] < query_start[-1]
         if is_cut:
             num_outputs = np.diff(output_start)
@@ -327,9 +336,8 @@ class InputBatch:
         tensors = iter(self._tensors([*arrays, *others]))
         fed = self._fed(token_ids, next(tensors))
         attention = self._attention(tensors, num_groups)
-        if self.has_states:
-            states = StateBatch(attention.query_start, next(tensors), next(tensors), self._no_rows, self._no_rows)
-            attention = replace(attention, states=states)
+        if states:
+            attention = replace(attention, states=StateRows.batch(tensors))
         if is_cut:
             outputs = OutputRows(next(tensors), self._attention(tensors, num_groups))
             attention = replace(attention, outputs=outputs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from octavo.data.kv_groups import RecurrentStates
 from octavo.data.kv_tiers import HOST, TierMove
 from octavo.worker.pinned_memory import pinned_memory
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from octavo.data.kv_groups import KVGroupKind
     from octavo.data.scheduler_output import BlockCopies
-    from octavo.models.kv_layout import KVLayout, StateShape
+    from octavo.models.kv_layout import KVLayout
 
 # Version of stored blocks. Each KV group after the first adds 1. Stores ignore other versions.
 LAYOUT_VERSION = 1
@@ -62,8 +63,10 @@ class PagedKVCache:
 
     dtype: int8, float8_e4m3fn, or the activations' dtype. With int8 and float8_e4m3fn, float32 scales follow each
     head's rows in a block. num_host_blocks: each group's number of blocks in host memory. num_scratch_blocks:
-    additional blocks of each group, which the scheduler does not use. num_state_slots: recurrent states of each layer
-    that has them. state_dtype: of their inputs.
+    additional blocks of each group, which the scheduler does not use. num_kept_rows: of recurrent layers.
+    num_host_states: recurrent states in host memory. state_dtype: of activations.
+
+    If layers have recurrent states, they are the last group: a block has the states of all layers.
     """
 
     def __init__(
@@ -76,16 +79,18 @@ class PagedKVCache:
         device: torch.device,
         num_host_blocks: int = 0,
         num_scratch_blocks: int = 0,
-        num_state_slots: int = 0,
+        num_kept_rows: int = 0,
+        num_host_states: int = 0,
         state_dtype: torch.dtype = torch.float32,
         allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.block_size, self.device, self.num_host_blocks = block_size, device, num_host_blocks
+        self.num_kept_rows = num_kept_rows if layout.states else 0
         self.dtype_name = kind = str(dtype).removeprefix("torch.")
         self.groups: list[GroupMemory] = []
         self._layers: dict[int, tuple[Tensor, ...]] = dict.fromkeys(range(len(layout.layers)), ())
         each_bytes, columns = layout.block_bytes(block_size, kind), layout.columns(block_size, kind)
-        for group, count, block_bytes in zip(layout.kv_groups, num_blocks, each_bytes, strict=True):
+        for group, count, block_bytes in zip(layout.kv_groups, num_blocks, each_bytes, strict=False):
             assert count > 0
             blocks = _reserve(count + num_scratch_blocks, block_bytes, dtype=dtype, device=device, allocate=allocate)
             host_blocks = _reserve_host(num_host_blocks, block_bytes, dtype=dtype, device=device)
@@ -93,8 +98,11 @@ class PagedKVCache:
             for number in group.layers:
                 start, end = (each // dtype.itemsize for each in (columns[number].start, columns[number].stop))
                 self._layers[number] = layout.layers[number].views(blocks[:, start:end], block_size)
-        for number, state in layout.states.items():
-            self._layers[number] = make_states(state, num_state_slots, state_dtype, device)
+        if layout.states:
+            states, layers = make_states(layout, num_blocks[-1], num_kept_rows, state_dtype, device)
+            in_host = _reserve_host(num_host_states, states.shape[1], dtype=torch.uint8, device=device)
+            self.groups.append(GroupMemory(RecurrentStates(), num_blocks[-1], states, in_host))
+            self._layers |= layers
         for number, spec in enumerate(layout.layers):
             if spec.shared_layer is not None:
                 self._layers[number] = self._layers[spec.shared_layer]
@@ -160,11 +168,22 @@ class PagedKVCache:
 
 
 def make_states(
-    shape: StateShape, num_slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> tuple[Tensor, ...]:
-    """Allocate a layer's states, all zero. dtype: of activations."""
-    inputs = (torch.zeros(num_slots, *each, dtype=dtype, device=device) for each in shape.inputs)
-    return *inputs, *(torch.zeros(num_slots, *each, device=device) for each in shape.numbers)
+    layout: KVLayout, num_slots: int, num_kept_rows: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Tensor, dict[int, tuple[Tensor, ...]]]:
+    """Allocate recurrent states, all zero: uint8 [num_slots, bytes of a sequence's states].
+
+    Also return each layer's views of the states, followed by its kept rows. dtype: of activations.
+    """
+    name = str(dtype).removeprefix("torch.")
+    memory = torch.zeros(num_slots, layout.state_bytes(name), dtype=torch.uint8, device=device)
+    layers: dict[int, tuple[Tensor, ...]] = {}
+    start = 0
+    for number, spec in layout.states.items():
+        end = start + spec.slot_bytes(name)
+        kept = torch.empty(num_kept_rows, spec.kept_width, dtype=dtype, device=device)
+        layers[number] = (*spec.slot_views(memory[:, start:end], dtype), kept)
+        start = end
+    return memory, layers
 
 
 def time_mark(device: torch.device) -> TimeMark:

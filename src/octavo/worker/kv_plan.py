@@ -34,13 +34,18 @@ class KVPlan:
     unknown, a bounded group gets enough blocks for all sequences that may run, and at least `block_bytes[0] /
     bytes_of_all` times the blocks of the first group.
     block_bytes: the first entry includes the draft model's KV. blocks_of_sequence: by bounded group, the blocks that a
-    sequence holds after a step.
+    sequence holds after a step. state_bytes: bytes of a sequence's recurrent states.
+
+    Recurrent states are the last group. Their number is `max_num_seqs`, whose memory is planned elsewhere, plus as many
+    saved states as have the size of all blocks.
     """
 
     block_bytes: tuple[int, ...]
     max_num_seqs: int
     blocks_of_sequence: tuple[int, ...]
     blocks_of_step: int
+    state_bytes: int = 0
+    saves_states: bool = True
 
     @classmethod
     def of(
@@ -52,8 +57,13 @@ class KVPlan:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         draft_block_bytes: int = 0,
+        dtype: str = "float32",
+        saves_states: bool = True,
     ) -> KVPlan:
-        """Compute the plan. Raises `ConfigError`; see `check_kv_dtype`."""
+        """Compute the plan. Raises `ConfigError`; see `check_kv_dtype`.
+
+        dtype: of activations. saves_states: True for a prefix cache.
+        """
         check_kv_dtype(architecture, kv_dtype)
         layout = architecture.kv_layout
         first, *others = layout.block_bytes(block_size, kv_dtype)
@@ -64,6 +74,8 @@ class KVPlan:
             # 2 more: a window may begin inside a block, and a copy has a source block.
             blocks_of_sequence=tuple(-(-most // block_size) + 2 for most in most_positions if most is not None),
             blocks_of_step=-(-max_num_batched_tokens // block_size),
+            state_bytes=layout.state_bytes(dtype),
+            saves_states=saves_states,
         )
 
     @property
@@ -81,11 +93,24 @@ class KVPlan:
         return [self.max_num_seqs * count + 2 * self.blocks_of_step for count in self.blocks_of_sequence]
 
     def num_bytes(self, size: KVSize) -> int:
-        """Return a cache's bytes."""
-        return sum(map(operator.mul, size.blocks_of_groups, self.block_bytes))
+        """Return a cache's bytes, without the states of running sequences."""
+        of_blocks: int = sum(map(operator.mul, size.blocks_of_groups, self.block_bytes))
+        num_saved = size.blocks_of_groups[-1] - self.max_num_seqs if self.state_bytes else 0
+        return of_blocks + num_saved * self.state_bytes
 
     def with_blocks(self, num_blocks: int) -> KVSize:
         """Return the size for `num_blocks` of the first group."""
+        size = self._with_blocks(num_blocks)
+        return self._with_states(size, sum(map(operator.mul, size.blocks_of_groups, self.block_bytes)))
+
+    def _with_states(self, size: KVSize, num_bytes: int) -> KVSize:
+        """Add states, of which saved ones take `num_bytes`, but at most one for each block."""
+        if not self.state_bytes:
+            return size
+        num_saved = min(num_bytes // self.state_bytes, size.num_blocks) if self.saves_states else 0
+        return KVSize((*size.blocks_of_groups, self.max_num_seqs + num_saved))
+
+    def _with_blocks(self, num_blocks: int) -> KVSize:
         if not self._bounded_bytes:
             return KVSize((num_blocks,))
         balanced = num_blocks * self.block_bytes[0] // self.bytes_of_all
@@ -107,6 +132,12 @@ class KVPlan:
 
     def within(self, num_bytes: int, most_blocks: int) -> KVSize:
         """Return the largest cache in `num_bytes`, with up to `most_blocks` of the first group."""
+        if not self.state_bytes:
+            return self._within(num_bytes, most_blocks)
+        of_states = num_bytes // 2 if self.saves_states else 0
+        return self._with_states(self._within(num_bytes - of_states, most_blocks), of_states)
+
+    def _within(self, num_bytes: int, most_blocks: int) -> KVSize:
         first_bytes, bounded_bytes = self.block_bytes[0], self._bounded_bytes
         if not bounded_bytes:
             return KVSize((min(num_bytes // first_bytes, most_blocks),))

@@ -108,6 +108,8 @@ def largest_batch(
             max_num_seqs=least,
             max_num_batched_tokens=num_tokens,
             draft_block_bytes=draft_block_bytes,
+            dtype=dtype,
+            saves_states=cache_config.enable_prefix_caching,
         )
         if configured_blocks is not None:
             kv_bytes = plan.num_bytes(plan.with_blocks(configured_blocks))
@@ -161,6 +163,8 @@ def decide_kv_size(
         max_num_seqs=scheduler_config.max_num_seqs,
         max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
         draft_block_bytes=draft_block_bytes,
+        dtype=dtype,
+        saves_states=cache_config.enable_prefix_caching,
     )
     longest = -(-max_model_len // cache_config.block_size)
     free = _free_for_step(device, cache_config, store_bytes, num_ranks)
@@ -192,7 +196,7 @@ def decide_kv_size(
     return size
 
 
-def decide_num_host_blocks(
+def decide_host_size(
     architecture: Architecture,
     cache_config: CacheConfig,
     *,
@@ -200,13 +204,20 @@ def decide_num_host_blocks(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
     num_ranks: int = 1,
-) -> int:
-    """Return how many blocks fit in `swap_space_bytes`. Raises `ConfigError` if too little is free."""
+    state_bytes: int = 0,
+) -> tuple[int, int]:
+    """Return how many blocks and recurrent states fit in `swap_space_bytes`, of which states get half.
+
+    state_bytes: bytes of a sequence's recurrent states. Raises `ConfigError` if too little is free.
+    """
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu")) // num_ranks
     if wanted + store_bytes > free:
         of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""
         raise ConfigError(f"swap_space_bytes is {wanted:,}{of_stores}, but only {free:,} bytes of host memory are free")
-    return wanted // (block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes)
+    of_block = block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes
+    if not state_bytes:
+        return wanted // of_block, 0
+    return wanted // 2 // of_block, wanted // 2 // state_bytes
 
 
 def _machine_free_bytes() -> int:

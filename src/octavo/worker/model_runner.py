@@ -91,10 +91,10 @@ class ModelRunner:
             num_scratch_blocks=0 if draft is None else draft.num_scratch_blocks,
             num_groups=len(kv_cache.groups),
             num_position_dims=model.architecture.num_position_dims,
-            has_states=(has_states := bool(model.architecture.kv_layout.states)),
+            num_kept_rows=kv_cache.num_kept_rows // max_num_seqs,
         )
         self._prompts = PromptScorer(model, self.batch, self.sampler, copies, has_ranks=leader is not None)
-        self._tasks = SampleTasks(self.batch, grammars, may_postpone=not has_states)
+        self._tasks = SampleTasks(self.batch, grammars)
         self.drafting = Drafting(PredictionProposer(proposer or NoProposer()), self.batch, self._tasks)
         self.draft_runner: DraftRunner | None = None
         if draft is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from octavo.worker.input_batch import InputBatch, ModelInputs, RequestRow
 
 logger = logging.getLogger(__name__)
-_MOST_S = 30.0  # wait of a step for grammars if its rows cannot be computed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,10 @@ class Trouble:
 
 
 class SampleTasks:
-    """Makes `SampleTask`s and advances grammars.
+    """Makes `SampleTask`s and advances grammars."""
 
-    may_postpone: False if a row cannot be computed again, so that steps wait for all grammars.
-    """
-
-    def __init__(self, batch: InputBatch, grammars: GrammarCompiler | None, *, may_postpone: bool = True) -> None:
-        self._batch, self._may_postpone = batch, may_postpone
+    def __init__(self, batch: InputBatch, grammars: GrammarCompiler | None) -> None:
+        self._batch = batch
         self._grammars = grammars
         self._walks = GrammarWalks()
         self._start_s = 0.0
@@ -78,20 +73,13 @@ class SampleTasks:
         if not not_plain:
             return tasks
         walks = [request.walk for request, _ in not_plain if request.walk is not None]
-        if self._may_postpone:
-            wait_for(walks, time.monotonic() - self._start_s, is_all=len(walks) == len(inputs.requests))
-        else:
-            wait([walk.result for walk in walks], _MOST_S)
+        wait_for(walks, time.monotonic() - self._start_s, is_all=len(walks) == len(inputs.requests))
         for request, rows in not_plain:
             known = self._batch.token_ids[request.row, : inputs.num_known[rows[-1]]]
             masks: Sequence[NDArray[np.bool_] | None] = [None] * len(rows)
             if request.walk is not None:
                 if not request.walk.is_ready:
-                    if self._may_postpone:
-                        postponed.add(request.request_id)
-                    else:
-                        error = TimeoutError(f"the grammar took more than {_MOST_S:g} s")
-                        troubles[rows[0]] = Trouble(error, "its grammar was advanced")
+                    postponed.add(request.request_id)
                     continue
                 walked = request.walk.result.result()
                 masks = walked.masks

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from octavo.data.kv_groups import RecurrentStates
 from octavo.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from octavo.sampling_params import SamplingParams
 
@@ -121,7 +122,12 @@ def _request(
         0,
         0,
         frozenset(),
-        block_ids=[[index % group.num_blocks for index in range(num_blocks)] for group in cache.groups],
+        block_ids=[
+            [len(runner.batch.requests) % group.num_blocks]
+            if isinstance(group.kind, RecurrentStates)
+            else [index % group.num_blocks for index in range(num_blocks)]
+            for group in cache.groups
+        ],
         num_computed_tokens=num_computed,
     )
 

@@ -12,7 +12,7 @@ import torch
 
 from octavo.config import DEFAULT_GROUP_SIZE
 from octavo.data.fingerprint import EngineFingerprint
-from octavo.data.kv_groups import KVGroupSpec
+from octavo.data.kv_groups import KVGroupSpec, RecurrentStates
 from octavo.data.worker_info import KVGroupInfo, WorkerInfo
 from octavo.errors import ConfigError
 from octavo.kernels import create_kernels
@@ -29,8 +29,8 @@ from octavo.worker.kv_cache import LAYOUT_VERSION, PagedKVCache
 from octavo.worker.kv_plan import check_kernels_have
 from octavo.worker.memory import (
     block_bytes,
+    decide_host_size,
     decide_kv_size,
-    decide_num_host_blocks,
     free_bytes,
     kernel_scratch_bytes,
     largest_batch,
@@ -211,7 +211,8 @@ class Worker:
             block_size=self.cache_config.block_size,
         )
 
-    def _describe(self, size: KVSize, num_host_blocks: int) -> WorkerInfo:
+    def _describe(self, size: KVSize, host_size: tuple[int, int]) -> WorkerInfo:
+        num_host_blocks, num_host_states = host_size
         architecture, block_size, draft = self.model.architecture, self.cache_config.block_size, self.draft
         layout, whole = architecture.kv_layout, (architecture.whole or architecture).kv_layout
         of_ranks = [rank.kv_layout.block_bytes(block_size, self.kv_dtype) for rank in architecture.ranks]
@@ -222,11 +223,15 @@ class Worker:
                 size.blocks_of_groups,
                 whole.block_bytes(block_size, self.kv_dtype),
                 *of_ranks,
-                strict=True,
+                strict=False,  # states follow
             )
         ]
         num_scratch_blocks = self._num_scratch_blocks if draft is not None and draft.checkpoint.shares_kv else 0
-        num_tokens = min(size.blocks_of_groups) * block_size
+        num_tokens = min(size.blocks_of_groups[: len(groups)]) * block_size
+        if layout.states:
+            of_states = layout.state_bytes(self.dtype)
+            spec = KVGroupSpec(RecurrentStates(), size.blocks_of_groups[-1], num_host_states)
+            groups.append(KVGroupInfo(spec, of_states, of_states))
         most_tokens = self.scheduler_config.max_num_batched_tokens
         return WorkerInfo(
             device=self.device.type,
@@ -265,16 +270,17 @@ class Worker:
         num_tokens = self.info.num_warm_up_tokens
         return self._on_device(lambda: take_fingerprint(self.runner, num_tokens, kernels.num_threads, others))
 
-    def _decide_num_blocks(self) -> tuple[KVSize, int]:
+    def _decide_num_blocks(self) -> tuple[KVSize, tuple[int, int]]:
         architecture = self.model.architecture
         draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
-        num_host_blocks = decide_num_host_blocks(
+        host_size = decide_host_size(
             architecture,
             self.cache_config,
             kv_dtype=self.kv_dtype,
             draft_block_bytes=draft_block_bytes,
             store_bytes=self._store_bytes,
             num_ranks=self._num_ranks,
+            state_bytes=architecture.kv_layout.state_bytes(self.dtype),
         )
         size = decide_kv_size(
             architecture,
@@ -290,7 +296,7 @@ class Worker:
             store_bytes=self._store_bytes_on_device,
             num_ranks=self._num_ranks,
         )
-        return size, num_host_blocks
+        return size, host_size
 
     def _load_draft(self, checkpoint: DraftCheckpoint) -> DraftModel:
         model = self._load_model(
@@ -332,6 +338,7 @@ class Worker:
                 self.kv_dtype,
                 [group.spec.num_blocks for group in info.kv_groups],
                 num_scratch_blocks=num_scratch_blocks,
+                num_host_states=info.kv_groups[-1].spec.num_host_blocks,
             ),
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
@@ -354,7 +361,7 @@ class Worker:
             block_size=self.cache_config.block_size,
             dtype=getattr(torch, kv_dtype),
             device=self.device,
-            num_state_slots=self.scheduler_config.max_num_seqs,
+            num_kept_rows=self.scheduler_config.max_num_seqs * (1 + self.num_speculative_tokens),
             state_dtype=self.model.dtype,
             allocate=self.kernels.allocate if self.device.type == "cpu" else None,
             **more_blocks,
@@ -367,7 +374,7 @@ class Worker:
         if self.draft is not None:
             of_drafts += self.draft.num_bytes(num_tokens, self.kernels)
         of_graphs = 0 if self._decodes is None else self._decodes.num_bytes
-        of_states = self.scheduler_config.max_num_seqs * architecture.kv_layout.state_bytes(self.dtype)
+        of_states = self.scheduler_config.max_num_seqs * self._state_bytes
         return (
             of_drafts
             + of_graphs
@@ -375,9 +382,15 @@ class Worker:
             + kernel_scratch_bytes(architecture, self.kernels, max_seq_len=self.max_model_len, max_tokens=num_tokens)
         )
 
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of a running request's states and kept rows."""
+        layout, num_kept = self.model.architecture.kv_layout, 1 + self.num_speculative_tokens
+        return layout.state_bytes(self.dtype) + num_kept * layout.kept_bytes(self.dtype)
+
     def _take_states_that_fit(self) -> None:
         """Lower max_num_seqs if recurrent states would take more than half of the free memory."""
-        size, wanted = self.model.architecture.kv_layout.state_bytes(self.dtype), self.scheduler_config.max_num_seqs
+        size, wanted = self._state_bytes, self.scheduler_config.max_num_seqs
         if not size:
             return
         most = free_bytes(self.device) // 2 // size

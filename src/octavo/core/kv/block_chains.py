@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from octavo.core.kv.block_hash import extend_block_hashes, hash_block_tokens
@@ -28,6 +28,7 @@ class BlockChain:
     num_committed: int = 0
     name: BlockLink | None = None  # of the last committed block
     partial: BlockHash | None = None  # hash of the prompt's partly filled last block
+    saving: list[tuple[int, BlockHash]] = field(default_factory=list)  # where the state will be saved: blocks, hash
 
     def keys(self, index: int) -> tuple[str, ...]:
         """Return the `extra_keys` of `hash_block_tokens` for the block at `index`."""

@@ -175,6 +175,16 @@ class BlockPool(ContentPool[Block, Block]):
         self._names.add(block.name)
         return block
 
+    def findable(self, block_id: int) -> Block | None:
+        """Return the block that lookups find for the content of a registered block, or None after an eviction."""
+        block = self.blocks[block_id]
+        if block.canonical is not None:
+            canonical_id, generation = block.canonical
+            block = self.blocks[canonical_id]
+            if block.generation != generation:
+                return None
+        return None if block.hash is None else block
+
     def _is_orphan(self, block: Block) -> bool:
         return block.parent is not None and block.parent not in self._names
 

@@ -9,11 +9,12 @@ from octavo.core.event_emitter import emit_nothing
 from octavo.core.kv.block_chains import BlockChains
 from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
 from octavo.core.kv.cache_history import MOST_REMEMBERED, CacheHistory
-from octavo.core.kv.groups import BoundedGroup, FullAttentionGroup, num_covered
+from octavo.core.kv.checkpoints import Checkpoints
+from octavo.core.kv.groups import BoundedGroup, FullAttentionGroup, StateGroup, num_covered
 from octavo.core.kv.host_block_pool import HostBlockPool
 from octavo.core.kv.prefix_cache import NO_COMPUTED_BLOCKS, ComputedBlocks, PrefixCache
 from octavo.data import events
-from octavo.data.kv_groups import NO_BLOCK
+from octavo.data.kv_groups import NO_BLOCK, RecurrentStates
 from octavo.data.scheduler_output import BlockCopies
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 class _Saved:
     host_blocks: list[int]
     num_tokens: int
+    state: int | None = None  # slot in host memory
 
 
 class KVCacheManager:
     """Allocates blocks of `block_size` tokens. An allocation succeeds in all KV groups or in none.
 
-    num_blocks: Number of blocks of the first KV group.
+    num_blocks: Number of blocks of the first KV group. bounded_groups: The other groups. Recurrent states are last.
+    checkpoint_interval: See `borders_to_save`, in tokens.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class KVCacheManager:
         num_host_blocks: int = 0,
         max_step_tokens: int = 1,
         extra_keys: tuple[str, ...] = (),
+        checkpoint_interval: int | None = None,
         emit: Callable[..., None] = emit_nothing,
     ) -> None:
         self.block_size = block_size
@@ -63,12 +67,25 @@ class KVCacheManager:
                 on_evict=self._keep_in_host,
             )
             for index, spec in enumerate(bounded_groups, 1)
+            if not isinstance(spec.kind, RecurrentStates)
         ]
         self.groups: list[KVGroup] = [FullAttentionGroup(self.pool), *self.bounded]
+        self.checkpoints: Checkpoints | None = None
+        if bounded_groups and isinstance(bounded_groups[-1].kind, RecurrentStates):
+            self.checkpoints = Checkpoints(
+                len(bounded_groups),
+                bounded_groups[-1],
+                self.pool,
+                block_size,
+                interval=checkpoint_interval,
+                copies=lambda: self._copies,
+                emit=emit,
+            )
+            self.groups.append(self.checkpoints.group)
         self.prefix_cache = PrefixCache(
             self.pool,
             self.host,
-            self.bounded,
+            [*self.bounded, *([] if self.states is None else [self.states])],
             BlockChains(block_size, extra_keys),
             CacheHistory(min(max(4 * num_blocks, 1024), MOST_REMEMBERED)),
             block_size,
@@ -76,6 +93,8 @@ class KVCacheManager:
             cache_decoded_blocks=cache_decoded_blocks,
             emit=emit,
         )
+        if self.checkpoints is not None:
+            self.checkpoints.attach(self.prefix_cache)
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
         self._pins: dict[int, list[list[int]]] = {}  # pinned ids by transfer id and group
@@ -93,6 +112,16 @@ class KVCacheManager:
         return max(group.usage for group in self.bounded) if self.bounded else 0.0
 
     @property
+    def states(self) -> StateGroup | None:
+        """The group of recurrent states, or None."""
+        return None if self.checkpoints is None else self.checkpoints.group
+
+    @property
+    def _groups_of_tokens(self) -> list[KVGroup]:
+        """The groups whose block tables have a block for each position."""
+        return self.groups if self.states is None else self.groups[:-1]
+
+    @property
     def num_tracked_requests(self) -> int:
         """Number of requests with records, plus the number of partly filled blocks in the prefix cache."""
         return len(self._saved.keys() | self.prefix_cache.request_ids) + self.prefix_cache.num_partial_blocks
@@ -102,8 +131,8 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def has_free(self, num_blocks: int) -> bool:
-        """Return True if every group has `num_blocks` free or cached blocks."""
-        return all(group.num_free_blocks >= num_blocks for group in self.groups)
+        """Return True if every group with blocks of tokens has `num_blocks` free or cached blocks."""
+        return all(group.num_free_blocks >= num_blocks for group in self._groups_of_tokens)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
         """Return a request's prefix hit. Changes nothing.
@@ -115,8 +144,13 @@ class KVCacheManager:
         saved = self._saved.get(request.request_id)
         if saved is None or saved.num_tokens <= full.num_usable * self.block_size:
             return self.prefix_cache.computed_blocks(request, full)
-        found = full.on_device[: num_covered(self.bounded, full.on_device, saved.num_tokens)]
-        return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
+        num_found = min(
+            num_covered(self.bounded, full.on_device, saved.num_tokens), saved.num_tokens // self.block_size
+        )
+        found = full.on_device[:num_found]
+        num_shared = len(full.on_device) + len(full.in_host)
+        in_host = saved.host_blocks[len(found) :]
+        return ComputedBlocks(found, saved.num_tokens, in_host, is_saved=True, num_shared=num_shared)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
         """Return how many tokens of a prefix hit are in cached host blocks (0 for swapped-out KV)."""
@@ -172,6 +206,7 @@ class KVCacheManager:
         num_held, is_any_found = len(sequence.block_table), computed is not NO_COMPUTED_BLOCKS
         self.grown.add(request.request_id)
         source_ids = self._hold_found(computed, claims) if is_any_found else []
+        state = (None, None) if self.checkpoints is None else self.checkpoints.find(computed)
         for group, claim in claims:
             group.extend(sequence, claim)
         self._count_slots(sequence)
@@ -182,6 +217,12 @@ class KVCacheManager:
             if saved is not None:
                 self.host.lend(saved.host_blocks)
             self.prefix_cache.announce(request, len(computed.blocks))
+            if self.checkpoints is not None:
+                if saved is not None and saved.state is not None:
+                    self.checkpoints.host.lend(saved.state)
+                    state = (None, saved.state) if computed.is_saved else state
+                self.checkpoints.load(request, state)
+                self.checkpoints.start(request, computed)
         return sequence.block_table[num_held:]
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
@@ -196,7 +237,8 @@ class KVCacheManager:
         return source_ids
 
     def _count_slots(self, sequence: TokenSequence) -> None:
-        sequence.num_slots = min(map(len, sequence.block_tables)) * self.block_size
+        tables = sequence.block_tables[: len(self._groups_of_tokens)]
+        sequence.num_slots = min(map(len, tables)) * self.block_size
 
     def can_hold(self, num_tokens: int, computed: ComputedBlocks, num_spare_blocks: int) -> bool:
         """Return True if a new request of `num_tokens` fits and `num_spare_blocks` of each group stay free."""
@@ -210,7 +252,7 @@ class KVCacheManager:
         if computed.blocks:
             self.prefix_cache.adopt(request, computed.blocks)
         first = len(computed.blocks)
-        for group, source_id in zip(self.groups, source_ids, strict=True):
+        for group, source_id in zip(self._groups_of_tokens, source_ids, strict=False):
             table = sequence.block_tables[group.index]
             if source_id is not None and table[first] != source_id:  # an evicted source may itself be the new block
                 self._copies.block_copies.append((group.index, source_id, table[first]))
@@ -226,19 +268,25 @@ class KVCacheManager:
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
         """Return how many blocks of each group are copied from host memory."""
-        return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
+        of_tokens = [len(self._read_in_host(request.sequence, computed, group)) for group in self._groups_of_tokens]
+        return of_tokens if self.states is None else [*of_tokens, 1]
 
     def take_copies(self) -> BlockCopies:
         """Remove and return the copies for the next step."""
         copies, self._copies = self._copies, BlockCopies()
         if self.host.lent:
             self.host.end_lending()
+        if self.checkpoints is not None:
+            self.checkpoints.host.end_lending()
         return copies
 
     def fail_copies(self, copies: BlockCopies) -> None:
         """Discard the host blocks that a failed step should have written."""
-        for _, _, host_block in copies.swap_out:
-            self.host.drop(host_block)
+        for group, _, host_block in copies.swap_out:
+            if self.checkpoints is not None and group == self.checkpoints.group.index:
+                self.checkpoints.host.drop(host_block)
+            else:
+                self.host.drop(host_block)
 
     def commit(self, request: Request) -> None:
         """Add a request's full, computed blocks to the prefix cache."""
@@ -247,6 +295,8 @@ class KVCacheManager:
             request.sequence.next_commit = (num_tokens // self.block_size + 1) * self.block_size
         if self.prefix_cache.is_enabled:
             self.prefix_cache.commit(request)
+            if self.checkpoints is not None:
+                self.checkpoints.commit(request)
 
     def release_unread(self, request: Request) -> None:
         """Release blocks that no later token reads. Call this only after the saves of these blocks are scheduled."""
@@ -269,16 +319,25 @@ class KVCacheManager:
 
         The device blocks may be released immediately, because the next step copies them before it writes KV.
         """
-        num_blocks = self.num_blocks_for(request.num_computed_tokens)
+        num_tokens = request.num_computed_tokens
+        if self.checkpoints is not None:
+            num_tokens = min(num_tokens, request.sequence.saves.num_stored)
+            if not all(group.has_read_blocks(request.sequence, num_tokens) for group in self.bounded):
+                return False
+        num_blocks = self.num_blocks_for(num_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None
         if host_blocks is None:
             return False
-        for group in self.groups:
-            first = group.first_read(request.num_computed_tokens)
+        state = None if self.checkpoints is None else self.checkpoints.swap_out(request)
+        if state is None and self.checkpoints is not None:
+            self.host.release(host_blocks)
+            return False
+        for group in self._groups_of_tokens:
+            first = group.first_read(num_tokens)
             block_ids = request.sequence.block_tables[group.index][first:num_blocks]
             pairs = zip(block_ids, host_blocks[first:], strict=True)
             self._copies.swap_out.extend((group.index, block_id, host_block) for block_id, host_block in pairs)
-        self._saved[request.request_id] = _Saved(host_blocks, request.num_computed_tokens)
+        self._saved[request.request_id] = _Saved(host_blocks, num_tokens, state)
         return True
 
     def drop_saved(self, request_id: str) -> None:
@@ -286,31 +345,40 @@ class KVCacheManager:
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)
+            if self.checkpoints is not None and saved.state is not None:
+                self.checkpoints.host.release(saved.state)
 
     def _evicted(self, block: Block) -> None:
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
             self._keep_in_host(block)
+        if self.checkpoints is not None and self.host.has_name(block.name):
+            self.checkpoints.block_evicted(block)
 
     def _keep_in_host(self, block: Block) -> None:
         if not self._is_reachable(block.parent):
             return
-        ids = [(group.index, block_id) for group in self.groups if (block_id := group.id_of(block)) is not None]
-        groups = frozenset(index for index, _ in ids)
-        host_block = self.host.keep(block, groups)
+        groups = self._groups_of_tokens
+        ids = [(group.index, block_id) for group in groups if (block_id := group.id_of(block)) is not None]
+        kept_groups = frozenset(index for index, _ in ids)
+        host_block = self.host.keep(block, kept_groups)
         if host_block is not None:
             self._copies.swap_out.extend((index, block_id, host_block) for index, block_id in ids)
-            self._emit(events.BlockOffloaded, block.block_id, host_block, tuple(sorted(groups)))
+            self._emit(events.BlockOffloaded, block.block_id, host_block, tuple(sorted(kept_groups)))
 
     def _is_used_in_host(self, block: Block) -> bool:
         return self.host.has_name(block.name) or self.host.is_followed(block.name)
 
     def _forgotten(self, block: Block) -> None:
-        for group in self.bounded:
+        for group in self.prefix_cache.parted:
             group.block_forgotten(block)
 
     def _is_reachable(self, parent: BlockLink | None) -> bool:
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
+
+    def saved_states(self) -> list[int]:
+        """Return the host slots with states of preempted requests."""
+        return [saved.state for saved in self._saved.values() if saved.state is not None]
 
     def saved_blocks(self) -> dict[str, list[int]]:
         """Return the host blocks with swapped-out KV, by request id."""
@@ -353,6 +421,8 @@ class KVCacheManager:
         if not self.pool.reset():
             return False
         self.host.reset()
+        if self.checkpoints is not None:
+            self.checkpoints.host.reset()
         return True
 
     def advance_weights_epoch(self) -> bool:

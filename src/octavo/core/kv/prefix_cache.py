@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.core.kv.cache_history import Miss, MissReason
-from octavo.core.kv.groups import longest_hit, num_covered
+from octavo.core.kv.groups import BoundedGroup, StateGroup, longest_hit, num_covered
 from octavo.data.events import BlockCached
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from octavo.core.kv.block_hash import BlockHash
     from octavo.core.kv.block_pool import Block, BlockLink, BlockPool
     from octavo.core.kv.cache_history import CacheHistory
-    from octavo.core.kv.groups import BoundedGroup
     from octavo.core.kv.host_block_pool import HostBlock, HostBlockPool
     from octavo.data.request import Request
 
@@ -29,6 +28,8 @@ class ComputedBlocks:
     """A prefix hit with the KV of a request's first `num_tokens` tokens. Valid until the next allocation.
 
     The request shares `blocks`. `host_blocks` or `source` are copied into new blocks after `blocks`.
+    num_shared: Number of cached blocks at the beginning of the request, if missing states may have shortened the hit.
+    state_name: Name of the block after which the recurrent state is saved.
     """
 
     blocks: list[Block]
@@ -36,6 +37,8 @@ class ComputedBlocks:
     host_blocks: list[int] = field(default_factory=list)
     source: Block | None = None  # has all tokens after `blocks`; only the last token is recomputed
     is_saved: bool = False  # True if `host_blocks` has KV that a preemption swapped out
+    num_shared: int = 0
+    state_name: BlockLink | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -62,13 +65,13 @@ class _Partial:
 
 
 class PrefixCache:
-    """Finds and shares blocks by their hashes."""
+    """Finds and shares blocks by their hashes. parted: The KV groups after the first."""
 
     def __init__(
         self,
         pool: BlockPool,
         host: HostBlockPool,
-        bounded: Sequence[BoundedGroup],
+        parted: Sequence[BoundedGroup | StateGroup],
         chains: BlockChains,
         history: CacheHistory,
         block_size: int,
@@ -83,16 +86,19 @@ class PrefixCache:
         self.history = history
         self._pool = pool
         self._host = host
-        self._bounded = bounded
+        self.parted = parted
+        self._bounded = [group for group in parted if isinstance(group, BoundedGroup)]
+        self._has_states = len(self._bounded) < len(parted)
         self._block_size = block_size
         self._emit = emit
         self._computing: dict[BlockHash, str] = {}  # id of the request that will commit the block
+        self._saving: dict[BlockHash, str] = {}  # id of the request that will save the state after the block
         self._partials: dict[BlockHash, _Partial] = {}
 
     @property
     def request_ids(self) -> AbstractSet[str]:
         """Ids of requests with records."""
-        return self.chains.request_ids | set(self._computing.values())
+        return self.chains.request_ids | {*self._computing.values(), *self._saving.values()}
 
     @property
     def num_partial_blocks(self) -> int:
@@ -111,12 +117,12 @@ class PrefixCache:
         """
         found, num_tokens = self._find_from(request, 0, None, self._pool.find), len(request.sequence.token_ids)
         in_host = self._find_in_host(request, found)
-        num_usable = longest_hit(self._bounded, found, in_host, num_tokens)
+        num_usable = longest_hit(self.parted, found, in_host, num_tokens)
         if self._host.num_cached_blocks and num_usable < len(found) + len(in_host):
             num_read = min(len(found) * self._block_size, num_tokens - 1)
             covered = found[: num_covered(self._bounded, found, num_read)]
             after = self._find_in_host(request, covered)
-            num_with_host = longest_hit(self._bounded, covered, after, num_tokens)
+            num_with_host = longest_hit(self.parted, covered, after, num_tokens)
             if num_with_host > num_usable:
                 return FullBlocks(covered, after, num_with_host)
         return FullBlocks(found, in_host, num_usable)
@@ -148,6 +154,15 @@ class PrefixCache:
         """Return `full` as a prefix hit. If possible, extend it by another prompt's partly filled last block."""
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
         found, num_found = full.on_device, full.num_usable
+        if self._has_states:  # a state exists only at the ends of some blocks
+            blocks: list[Block | HostBlock] = [*found, *full.in_host]
+            return ComputedBlocks(
+                found[:num_found],
+                num_found * size,
+                [block.block_id for block in full.in_host[: max(num_found - len(found), 0)]],
+                num_shared=len(blocks),
+                state_name=blocks[num_found - 1].name if num_found else None,
+            )
         if num_found > len(found):
             host_blocks = [block.block_id for block in full.in_host[: num_found - len(found)]]
             return ComputedBlocks(found, min(num_found * size, num_tokens - 1), host_blocks)
@@ -207,15 +222,43 @@ class PrefixCache:
         index = len(computed.blocks)
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None
+        if self._has_states:
+            return self._awaited_checkpoint(request, index)
         if index >= self._num_useful_blocks(request):
             return None
         name = self.chains.extended(request).hashes[index]
         owner = self._computing.get(name)
         return None if owner is None or owner == request.request_id else (name, owner)
 
+    def _awaited_checkpoint(self, request: Request, num_found: int) -> tuple[BlockHash, str] | None:
+        """Return the last checkpoint after `num_found` blocks that another request will save, or None."""
+        most = (len(request.sequence.token_ids) - 1) // self._block_size
+        for name in reversed(self.chains.extended(request).hashes[num_found:most] if self._saving else ()):
+            owner = self._saving.get(name)
+            if owner is not None and owner != request.request_id:
+                return name, owner
+        return None
+
     def is_being_computed(self, block_hash: BlockHash) -> bool:
-        """Return True if a running request will commit this block."""
-        return block_hash in self._computing
+        """Return True if a running request will commit this block, or save the state after it."""
+        return block_hash in (self._saving if self._has_states else self._computing)
+
+    def announce_checkpoints(self, request: Request, borders: list[int]) -> None:
+        """Record that a request will save its state after each of these numbers of blocks. Ascending."""
+        if not self.reads_cache(request):
+            return
+        chain = self.chains.extended(request)
+        chain.saving = [(border, chain.hashes[border - 1]) for border in borders]
+        for _, name in chain.saving:
+            self._saving.setdefault(name, request.request_id)
+
+    def end_checkpoints(self, request: Request, num_blocks: int) -> None:
+        """Record that a request has saved, or skipped, its states after up to `num_blocks` blocks."""
+        chain = self.chains.of(request)
+        while chain.saving and chain.saving[0][0] <= num_blocks:
+            _, name = chain.saving.pop(0)
+            if self._saving.get(name) == request.request_id:
+                del self._saving[name]
 
     def adopt(self, request: Request, blocks: list[Block]) -> None:
         """Record that a request shares these blocks."""
@@ -252,7 +295,7 @@ class PrefixCache:
             in_host = self._host.find(hashes[index], tokens, chain.name, keys)
             name = None if in_host is None else in_host.name
             canonical = self._pool.register(block, hashes[index], tokens, chain.name, keys, name)
-            for group in self._bounded:
+            for group in self.parted:
                 group.block_doubled(block, canonical)
             if block.hash is not None:
                 self.history.add(index, tokens, hashes[index], hashes[index - 1] if index else None, keys)
@@ -288,4 +331,5 @@ class PrefixCache:
         for block_hash in chain.hashes[chain.num_committed :]:
             if self._computing.get(block_hash) == request.request_id:
                 del self._computing[block_hash]
+        self.end_checkpoints(request, len(chain.hashes))
         chain.num_committed, chain.name = 0, None

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from octavo.kernels.operation import Operation
-from octavo.kernels.state_steps import StateSteps
+from octavo.kernels.state_steps import StateSteps, gather_rows, scatter_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,9 @@ def gated_delta(
     qkv: Tensor,
     a: Tensor,
     b: Tensor,
+    kept_qkv: Tensor,
+    kept_a: Tensor,
+    kept_b: Tensor,
     decay: Tensor,
     dt_bias: Tensor,
     state: Tensor,
@@ -40,9 +43,11 @@ def gated_delta(
     q is divided by |q| * sqrt(key_dim), k by |k|.
     a, b [num_tokens, num_heads], of any float dtype. decay (negative), dt_bias float32 [num_heads].
     state float32 [num_slots, num_heads, value_dim / 16, key_dim, 16]: see `matrix_states`; any slot stride.
-    out [num_tokens, num_heads * value_dim] of qkv's dtype. Tokens may have any stride.
+    out [num_tokens, num_heads * value_dim] of qkv's dtype.
+    kept_qkv, kept_a, kept_b: the same of kept rows [num_kept, ...]. Rows may have any stride.
     is_tiled: value head h uses key head h % num_key_heads (GGUF), not h // (num_heads / num_key_heads).
     """
+    qkv, a, b = (gather_rows(batch, each, kept) for each, kept in ((qkv, kept_qkv), (a, kept_a), (b, kept_b)))
     num_heads, depth = state.shape[1], state.shape[3]
     width = num_key_heads * depth
     query, key, value = qkv.float().split_with_sizes([width, width, qkv.shape[1] - 2 * width], dim=1)
@@ -54,14 +59,17 @@ def gated_delta(
     decays = (decay * F.softplus(a.float() + dt_bias)).exp()[:, :, None, None, None]
     beta = b.float().sigmoid()[:, :, None, None, None]
     query, key = query[:, :, None, :, None], key[:, :, None, :, None]
+    results = torch.empty(len(qkv), out.shape[1], device=out.device)
     for steps in StateSteps.of(batch):
         values = steps.read(state)  # [num_heads, value_dim / 16, key_dim, 16]
-        for row in range(steps.rows.start, steps.rows.stop):
+        steps.write(state, 0, values)
+        for num_rows, row in enumerate(range(steps.rows.start, steps.rows.stop), 1):
             values *= decays[row]
             change = (value[row] - (values * key[row]).sum(dim=2, keepdim=True)) * beta[row]
             values += key[row] * change
-            out[row] = (values * query[row]).sum(dim=2).flatten().to(out.dtype)
-            steps.write(state, row - steps.rows.start, values)
+            results[row] = (values * query[row]).sum(dim=2).flatten()
+            steps.write(state, num_rows, values)
+    scatter_rows(batch, results, out)
 
 
 def _normalized(x: Tensor) -> Tensor:

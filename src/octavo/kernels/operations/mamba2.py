@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 
 from octavo.kernels.operation import Operation
-from octavo.kernels.state_steps import StateSteps
+from octavo.kernels.state_steps import StateSteps, gather_rows, scatter_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 def mamba2(
     xbc: Tensor,
     dt: Tensor,
+    kept_xbc: Tensor,
+    kept_dt: Tensor,
     dt_bias: Tensor,
     decay: Tensor,
     skip: Tensor,
@@ -38,8 +41,10 @@ def mamba2(
     and C of group h // (num_heads / num_groups).
     dt [num_tokens, num_heads], of any float dtype. dt_bias, decay (negative), skip float32 [num_heads].
     state float32 [num_slots, num_heads, head_dim / 16, state_size, 16]: see `matrix_states`; any slot stride.
-    out [num_tokens, num_heads * head_dim] of xbc's dtype. Tokens may have any stride.
+    out [num_tokens, num_heads * head_dim] of xbc's dtype.
+    kept_xbc, kept_dt: the same of kept rows [num_kept, ...]. Rows may have any stride.
     """
+    xbc, dt = gather_rows(batch, xbc, kept_xbc), gather_rows(batch, dt, kept_dt)
     num_heads, depth = state.shape[1], state.shape[3]
     width = num_groups * depth
     x, keys, queries = xbc.float().split_with_sizes([xbc.shape[1] - 2 * width, width, width], dim=1)
@@ -50,10 +55,13 @@ def mamba2(
     )
     size = F.softplus(dt.float() + dt_bias).clamp(dt_min, dt_max)[:, :, None, None, None]
     decays = (size * decay[:, None, None, None]).exp()
+    results = torch.empty(len(xbc), out.shape[1], device=out.device)
     for steps in StateSteps.of(batch):
         values = steps.read(state)  # [num_heads, head_dim / 16, state_size, 16]
-        for row in range(steps.rows.start, steps.rows.stop):
+        steps.write(state, 0, values)
+        for num_rows, row in enumerate(range(steps.rows.start, steps.rows.stop), 1):
             values = values * decays[row] + keys[row] * (size[row] * x[row])
-            results = (values * queries[row]).sum(dim=2) + skip[:, None, None] * x[row, :, :, 0]
-            out[row] = results.flatten().to(out.dtype)
-            steps.write(state, row - steps.rows.start, values)
+            sums = (values * queries[row]).sum(dim=2) + skip[:, None, None] * x[row, :, :, 0]
+            results[row] = sums.flatten()
+            steps.write(state, num_rows, values)
+    scatter_rows(batch, results, out)

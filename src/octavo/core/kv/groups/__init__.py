@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from octavo.core.kv.groups.bounded import BoundedGroup
 from octavo.core.kv.groups.full_attention import FullAttentionGroup
 from octavo.core.kv.groups.interface import Claim, KVGroup
+from octavo.core.kv.groups.states import StateGroup, borders_to_save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,11 +15,23 @@ if TYPE_CHECKING:
     from octavo.core.kv.block_pool import Block
     from octavo.core.kv.host_block_pool import HostBlock
 
-__all__ = ["BoundedGroup", "Claim", "FullAttentionGroup", "KVGroup", "longest_hit", "num_covered"]
+__all__ = [
+    "BoundedGroup",
+    "Claim",
+    "FullAttentionGroup",
+    "KVGroup",
+    "StateGroup",
+    "borders_to_save",
+    "longest_hit",
+    "num_covered",
+]
 
 
 def longest_hit(
-    groups: Sequence[BoundedGroup], blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int
+    groups: Sequence[BoundedGroup | StateGroup],
+    blocks: Sequence[Block],
+    host_blocks: Sequence[HostBlock],
+    num_tokens: int,
 ) -> int:
     """Return the largest number of leading blocks after which a request can continue in every group."""
     count, is_shortened = len(blocks) + len(host_blocks), True

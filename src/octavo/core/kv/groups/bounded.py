@@ -13,6 +13,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from octavo.core.kv.groups.interface import Claim
+from octavo.core.kv.groups.parts import Parts
 from octavo.data.kv_groups import NO_BLOCK, longest_hit, num_blocks_read
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from octavo.data.request import Sequence as TokenSequence
 
 
-class BoundedGroup:
+class BoundedGroup(Parts):
     """A `KVGroup` with a limit on the positions that a token attends to.
 
     on_evict: Called with the first group's block before its part is evicted.
@@ -40,35 +41,19 @@ class BoundedGroup:
         blocks: Sequence[Block],  # of the first group
         on_evict: Callable[[Block], None] | None = None,
     ) -> None:
+        super().__init__(index, spec, block_size=block_size, blocks=blocks, on_evict=on_evict)
         most_read = num_blocks_read(spec.kind, block_size)
         assert most_read is not None, f"{spec.kind} has no bound"
-        self.index = index
-        self.kind = spec.kind
-        self.num_blocks = spec.num_blocks
-        self.quarantined: set[int] = set()
-        self._block_size = block_size
         self._most_read = most_read
         self._most_held = most_read + -(-(max_step_tokens - 1) // block_size)
         self._num_for_step = max_step_tokens // block_size
-        self._blocks = blocks
-        self._on_evict = on_evict or (lambda _block: None)
-        self._free = list(range(spec.num_blocks - 1, -1, -1))
-        self._left: OrderedDict[int, None] = OrderedDict()  # cached blocks to evict first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # other cached blocks, least recently used first
-        self._id_of: dict[int, int] = {}  # ids of parts, by id of the first group's block
-        self._block_of: list[int | None] = [None] * spec.num_blocks
-        self._num_holders = [0] * spec.num_blocks
+        self._left: OrderedDict[int, None] = OrderedDict()  # cached blocks to evict before those in `_cached`
         self._private: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
         """See `KVGroup`."""
-        return len(self._free) + len(self._left) + len(self._cached)
-
-    @property
-    def usage(self) -> float:
-        """Share of blocks held, 0 to 1."""
-        return 1 - self.num_free_blocks / self.num_blocks
+        return super().num_free_blocks + len(self._left)
 
     def first_read(self, num_tokens: int) -> int:
         """See `KVGroup`."""
@@ -178,9 +163,8 @@ class BoundedGroup:
         table = sequence.block_tables[self.index]
         start = len(table)
         for first_group_id in sequence.block_table[start : start + count]:
-            block_id = self._free.pop() if self._free else self._evict()
-            self._id_of[first_group_id], self._block_of[block_id] = block_id, first_group_id
-            self._num_holders[block_id] = 1
+            block_id = self._take()
+            self._join(first_group_id, block_id)
             if is_private:
                 self._private.add(block_id)
             table.append(block_id)
@@ -189,11 +173,9 @@ class BoundedGroup:
         return self._left if block_id in self._left else self._cached
 
     def _evict(self) -> int:
-        block_id, _ = (self._left or self._cached).popitem(last=False)
-        first_group_id = self._block_of[block_id]
-        assert first_group_id is not None
-        self._on_evict(self._blocks[first_group_id])
-        self._separate(block_id)
+        place = self._left or self._cached
+        block_id = next(iter(place))
+        self._evict_from(place, block_id)
         return block_id
 
     def renew(self, block: Block) -> None:
@@ -244,72 +226,16 @@ class BoundedGroup:
     def _release(self, block_ids: Iterable[int]) -> int:
         num_private = 0
         for block_id in block_ids:
-            if self._num_holders[block_id] <= 0:
-                raise AssertionError(f"double free of block {block_id} of group {self.index}")
-            self._num_holders[block_id] -= 1
-            if self._num_holders[block_id] or block_id in self.quarantined:
-                continue
-            num_private += block_id in self._private
-            self._private.discard(block_id)
-            first_group_id = self._block_of[block_id]
-            if first_group_id is not None and self._blocks[first_group_id].hash is not None:
-                self._cached[block_id] = None
-            else:
-                self._separate(block_id)
-                self._free.append(block_id)
+            if self._drop_holder(block_id):
+                num_private += block_id in self._private
+                self._private.discard(block_id)
         return num_private
-
-    def block_forgotten(self, block: Block) -> None:
-        """Discard the part of a block that lookups no longer find. A held part becomes free at its release."""
-        block_id = self._id_of.get(block.block_id)
-        if block_id is None:
-            return
-        self._separate(block_id)
-        if block_id in self._place(block_id):
-            del self._place(block_id)[block_id]
-            self._free.append(block_id)
-
-    def block_doubled(self, block: Block, canonical: Block) -> None:
-        """Move the part of `block` to `canonical`, unless `canonical` has a part.
-
-        canonical: The indexed block with the same content.
-        """
-        block_id = self._id_of.get(block.block_id)
-        if block_id is not None and canonical.block_id not in self._id_of:
-            self._separate(block_id)
-            self._id_of[canonical.block_id], self._block_of[block_id] = block_id, canonical.block_id
-
-    def _separate(self, block_id: int) -> None:
-        first_group_id = self._block_of[block_id]
-        if first_group_id is not None:
-            del self._id_of[first_group_id]
-            self._block_of[block_id] = None
 
     def quarantine(self, block_id: int) -> None:
         """See `KVGroup`."""
-        self._id_of = {first_group_id: other for first_group_id, other in self._id_of.items() if other != block_id}
-        self._block_of[block_id] = None
-        self._place(block_id).pop(block_id, None)
+        super().quarantine(block_id)
         self._private.discard(block_id)
-        self._free = [other for other in self._free if other != block_id]
-        self.quarantined.add(block_id)
-
-    def num_holders(self, block_id: int) -> int:
-        """See `KVGroup`."""
-        return self._num_holders[block_id]
-
-    def free_ids(self) -> list[int]:
-        """See `KVGroup`."""
-        return list(self._free)
 
     def cached_ids(self) -> list[int]:
         """See `KVGroup`."""
         return [*self._left, *self._cached]
-
-    def block_of(self, block_id: int) -> int | None:
-        """Return the first group's block id for this part, or None."""
-        return self._block_of[block_id]
-
-    def parts(self) -> dict[int, int]:
-        """Map the first group's block ids to ids of parts."""
-        return dict(self._id_of)
