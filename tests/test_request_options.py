@@ -66,7 +66,9 @@ def test_keyword_fields_override_request_options():
 
 
 def test_request_options_survive_ipc_encoding():
-    options = RequestOptions(priority=-3, cache_salt="salt", tenant="a", tenant_weight=2.5, timeout_s=1.5, cache_points=(4, 9))
+    options = RequestOptions(
+        priority=-3, cache_salt="salt", tenant="a", tenant_weight=2.5, timeout_s=1.5, cache_points=(4, 9)
+    )
     request = Request("r", [1, 2], SamplingParams(), options=options, deadline=7.0)
     (read,) = ipc.decode_to_engine(ipc.encode(ipc.Add.of("r", [request]))).to_requests()
     assert read.options == options

@@ -96,7 +96,9 @@ def talk(core, *, has_points):
     ids, history, previous, turns = itertools.count(100), [], [], []
     for turn in range(20):
         name, user = f"turn {turn}", list(itertools.islice(ids, 5 + 37 * turn % 90))
-        reasoning, answer = (list(itertools.islice(ids, count)) for count in (20 + 53 * turn % 200, 10 + 29 * turn % 120))
+        reasoning, answer = (
+            list(itertools.islice(ids, count)) for count in (20 + 53 * turn % 200, 10 + 29 * turn % 120)
+        )
         prompt = [*history, *user, 1, 2, 3, 4, 5, 6]
         core.answers[name] = [*reasoning, *answer]
         points = (len(history) + len(user),) if has_points else ()

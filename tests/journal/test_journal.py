@@ -17,7 +17,15 @@ from stores import Store
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
 from octavo.core.draft_policy import DraftPolicy
-from octavo.data.events import CheckpointEvicted, CheckpointSaved, ExpertsComputed, HostBlocksFound, KernelsCompiled, RequestQueued, StepScheduled
+from octavo.data.events import (
+    CheckpointEvicted,
+    CheckpointSaved,
+    ExpertsComputed,
+    HostBlocksFound,
+    KernelsCompiled,
+    RequestQueued,
+    StepScheduled,
+)
 from octavo.data.expert_stats import ExpertLoad
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import ContentSpan, RequestStatus
@@ -238,9 +246,7 @@ def test_replay_repeats_work_of_experts(make_core, tmp_path):
 @pytest.mark.parametrize("interval", [None, 8])
 @pytest.mark.parametrize("points", [(), (13, 21)])
 def test_replay_repeats_saves_of_states(make_core, tmp_path, interval, points):
-    recorded = Recorded(
-        make_core, tmp_path / "run.journal", num_state_slots=9, state_checkpoint_interval=interval
-    )
+    recorded = Recorded(make_core, tmp_path / "run.journal", num_state_slots=9, state_checkpoint_interval=interval)
     core = recorded.core
     core.add("a", list(range(40)), max_tokens=3, cache_points=points)
     core.add("b", [*range(22), *[1] * 18], max_tokens=3)

@@ -15,7 +15,7 @@ class States:
 
     def __init__(self, num_slots=4):
         self.evicted = []
-        self.pool = BlockPool(40, on_forget=lambda block: self.group.block_forgotten(block))
+        self.pool = BlockPool(40, on_forget=self.forget)
         self.group = StateGroup(
             1,
             KVGroupSpec(RecurrentStates(), num_slots),
@@ -23,6 +23,9 @@ class States:
             blocks=self.pool.blocks,
             on_evict=lambda block: self.evicted.append((block.block_id, self.group.id_of(block))),
         )
+
+    def forget(self, block):
+        self.group.block_forgotten(block)
 
     def start(self, num_blocks, due=(), *, num_found=0, goes_on=False):
         """Return a sequence with blocks and a slot, whose saves are planned."""
@@ -125,7 +128,18 @@ def test_equal_cache_points_save_one_state():
 
 @pytest.mark.parametrize(
     ("num_tokens", "limit", "hit"),
-    [(99, 9, 6), (25, 9, 6), (24, 9, 3), (13, 9, 3), (12, 9, 1), (5, 9, 1), (4, 9, 0), (99, 5, 3), (99, 2, 1), (99, 0, 0)],
+    [
+        (99, 9, 6),
+        (25, 9, 6),
+        (24, 9, 3),
+        (13, 9, 3),
+        (12, 9, 1),
+        (5, 9, 1),
+        (4, 9, 0),
+        (99, 5, 3),
+        (99, 2, 1),
+        (99, 0, 0),
+    ],
 )
 def test_hit_is_longest_prefix_that_ends_at_checkpoint(num_tokens, limit, hit):
     made = States(8)
