@@ -148,6 +148,10 @@ class PrefixCache:
         num_tokens = len(request.sequence.token_ids)
         return min(num_tokens // self._block_size, -(-(num_tokens - 1) // self._block_size))
 
+    def _most_with_state(self, request: Request) -> int:
+        """Return the number of leading blocks whose state is of use: at least one token follows it."""
+        return (len(request.sequence.token_ids) - 1) // self._block_size
+
     def computed_blocks(self, request: Request, full: FullBlocks) -> ComputedBlocks:
         """Return `full` as a prefix hit. If possible, extend it by another prompt's partly filled last block."""
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
@@ -198,11 +202,13 @@ class PrefixCache:
         index, size = computed.num_blocks, self._block_size
         if not self.reads_cache(request):
             return None
-        num_useful = self._num_useful_blocks(request)
+        num_useful = self._most_with_state(request) if self._has_states else self._num_useful_blocks(request)
         if num_useful == 0:
             return Miss(MissReason.TOO_SHORT)
         if index >= num_useful or computed.source is not None:
             return None
+        if index < computed.num_shared:
+            return Miss(MissReason.NO_STATE)
         chain = self.chains.extended(request)
         parent = chain.hashes[index - 1] if index else None
         tokens = request.sequence.token_ids[index * size : (index + 1) * size]
@@ -223,7 +229,7 @@ class PrefixCache:
 
     def _awaited_checkpoint(self, request: Request, num_found: int) -> tuple[BlockHash, str] | None:
         """Return the last checkpoint after `num_found` blocks that another request will save, or None."""
-        most = (len(request.sequence.token_ids) - 1) // self._block_size
+        most = self._most_with_state(request)
         for name in reversed(self.chains.extended(request).hashes[num_found:most] if self._saving else ()):
             owner = self._saving.get(name)
             if owner is not None and owner != request.request_id:
