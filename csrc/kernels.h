@@ -18,6 +18,7 @@
 #include "latent.h"
 #include "linear_int4_tiles.h"  // linear, over all of its parts
 #include "mamba2.h"
+#include "multiply.h"
 #include "packing.h"
 #include "rank_experts.h"
 #include "ranks.h"
@@ -49,6 +50,7 @@
   KERNEL(copy_rows, TwoHeadsArgs)           \
   KERNEL(sigmoid_gate, TwoHeadsArgs)        \
   KERNEL(divide, DivideArgs)                \
+  KERNEL(multiply, MultiplyArgs)            \
   KERNEL(rope_and_write_kv, RopeArgs)       \
   KERNEL(rope_and_write_latents, LatentArgs) \
   KERNEL(paged_attention, AttentionArgs)    \

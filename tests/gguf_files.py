@@ -9,8 +9,11 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from octavo.kernels.block_weight import BlockKind, random_blocks
+from octavo.models.weight_files import decoder_names
 
-_ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+_ARCHITECTURES = {
+    "Lfm2ForCausalLM": "lfm2", "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
+}  # fmt: skip
 _PARTS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -23,6 +26,9 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
 }
 _MODEL = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -119,6 +125,10 @@ def _numbers(config):
         "rope.freq_base": rope["rope_theta"],
         "vocab_size": config["vocab_size"],
     }
+    if config["architectures"] == ["Lfm2ForCausalLM"]:
+        kv_heads = [0 if kind == "conv" else config["num_key_value_heads"] for kind in config["layer_types"]]
+        numbers |= {"attention.head_count_kv": kv_heads, "shortconv.l_cache": config.get("conv_L_cache", 3)}
+        numbers["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
     if rope["rope_type"] in {"linear", "yarn"}:
         numbers |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":
@@ -129,13 +139,17 @@ def _numbers(config):
 def _tensors(directory, config):
     """Return float32 by llama.cpp's names; rows of a Llama's q and k are in the order of its rotation."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    is_llama = config["architectures"] == ["LlamaForCausalLM"]
-    for name, value in load_file(directory / "model.safetensors").items():
-        array, part = value.float().numpy(), name.split(".")[-2]
+    is_llama, is_lfm2 = (config["architectures"] == [f"{name}ForCausalLM"] for name in ("Llama", "Lfm2"))
+    stored = load_file(directory / "model.safetensors")
+    for name, stored_name in decoder_names(stored).items():
+        array, part = stored[stored_name].float().numpy(), name.split(".")[-2]
+        array = array[:, 0] if array.ndim == 3 else array  # the taps of a convolution
         if is_llama and part in heads:  # as LlamaModel.permute of llama.cpp's conversion
             pairs = array.reshape(heads[part], 2, -1, *array.shape[1:])
             array = pairs.swapaxes(1, 2).reshape(array.shape)
-        if name in _MODEL:
+        if is_lfm2 and name == "model.norm.weight":
+            yield_name = "token_embd_norm.weight"
+        elif name in _MODEL:
             yield_name = _MODEL[name]
         else:
             _, _, layer, *parts, kind = name.split(".")

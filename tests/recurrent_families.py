@@ -1,3 +1,3 @@
 """Families with recurrent layers, which ranks and Triton do not compute yet."""
 
-RECURRENT = frozenset({"Qwen3_5ForCausalLM"})
+RECURRENT = frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Qwen3_5ForCausalLM"})

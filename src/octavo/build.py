@@ -39,7 +39,7 @@ from octavo.models.split import Share
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.identity import cache_keys, check_fingerprint, find_identity, kv_format
 from octavo.startup.launch import ServedModel, make_grammars, make_processors
-from octavo.startup.recurrent import for_recurrent_layers
+from octavo.startup.recurrent import check_recurrent_layers
 from octavo.worker.device import resolve_device
 from octavo.worker.local_executor import LocalExecutor
 from octavo.worker.step_modes import ComputesAtOnce, ComputesInBackground, LaunchesAhead
@@ -106,7 +106,7 @@ def build_core(
     check_mooncake(config.kv_transfer)
     model_config = config.model
     served = served or ServedModel.find(model_config)
-    config = for_recurrent_layers(config, served.architecture, has_store=kv_store is not None)
+    check_recurrent_layers(config, served.architecture, has_store=kv_store is not None)
     device_config, architecture = _device_config(config), served.architecture
     dtype = architecture.dtype if model_config.dtype == "auto" else model_config.dtype
     isa = _instruction_set(device_config, dtype)

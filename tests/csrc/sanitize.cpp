@@ -538,6 +538,11 @@ void advance_states(Run& run, DType type) {
     run.table.keep_rows(pool, {{of.batch()}, {made(x, size + gap), {nullptr, type, 0}, made(inputs, channels + gap)}, {size, 0, channels},
                                {out.as(), type, together}, rows, kept + rows});
   });
+  const Memory factors = random.reals(type, rows * channels);
+  run.same("multiply", rows * channels * item, [&](ThreadPool& pool, const Memory& out) {
+    std::memcpy(out.as(), factors.as(), static_cast<size_t>(rows * channels * item));
+    run.table.multiply(pool, {{out.as(), type, channels}, made(inputs, channels + gap), rows, channels});
+  });
   const Memory gates = random.reals(type, rows * width), weights = random.reals(type, width / heads);
   run.same("gated_norm", rows * width * item, [&](ThreadPool& pool, const Memory& out) {
     run.table.gated_norm(pool, {made(x, size + gap), made(gates, width), weights.as(), type, 0, 1e-6f, width / heads, groups == 1,

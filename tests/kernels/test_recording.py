@@ -16,6 +16,7 @@ from octavo.kernels.reference import ReferenceKernels
 from octavo.kernels.state_batch import StateBatch
 from octavo.models.expert_layer import ExpertBranches, Experts
 from octavo.models.gated_attention import GatedAttentionConfig
+from octavo.models.gated_conv import GatedConvConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.kv_layout import StateShape
 from octavo.models.latent_attention import LatentAttentionConfig
@@ -84,12 +85,14 @@ class Cache:
     def __init__(self, model):
         dtype = str(model.dtype).removeprefix("torch.")
         self.layers = []
-        for spec in model.architecture.kv_layout.layers:
+        layout = model.architecture.kv_layout
+        _, states = make_states(layout, NUM_BLOCKS, 0, model.dtype)
+        for number, spec in enumerate(layout.layers):
             if spec.shared_layer is not None:
                 self.layers.append(self.layers[spec.shared_layer])
                 continue
             if isinstance(spec, StateShape):
-                self.layers.append(tuple(part.fill_(0.25) for part in make_states(spec, NUM_BLOCKS, model.dtype)))
+                self.layers.append(tuple(part.fill_(0.25) for part in states[number]))
                 continue
             size = spec.block_bytes(BLOCK_SIZE, dtype) // model.dtype.itemsize
             self.layers.append(spec.views(torch.zeros(NUM_BLOCKS, size, dtype=model.dtype), BLOCK_SIZE))
@@ -111,6 +114,8 @@ def calls_of_layer(kernels, config, layer, dtype):
     if isinstance(mixer, LatentAttentionConfig):
         calls = 8
     elif isinstance(mixer, GatedDeltaConfig):
+        calls = 7
+    elif isinstance(mixer, GatedConvConfig):
         calls = 6
     else:
         calls = 6 if mixer.qk_norm else 4

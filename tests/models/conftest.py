@@ -24,12 +24,14 @@ class OneSequenceCache:
     def __init__(self, model, num_blocks, block_size):
         dtype = str(model.dtype).removeprefix("torch.")
         self.layers = []
-        for spec in model.architecture.kv_layout.layers:
+        layout = model.architecture.kv_layout
+        _, states = make_states(layout, 1, 0, model.dtype)
+        for number, spec in enumerate(layout.layers):
             if spec.shared_layer is not None:
                 self.layers.append(self.layers[spec.shared_layer])
                 continue
             if isinstance(spec, StateShape):
-                self.layers.append(make_states(spec, 1, model.dtype))
+                self.layers.append(states[number])
                 continue
             size = spec.block_bytes(block_size, dtype) // model.dtype.itemsize
             self.layers.append(spec.views(torch.full((num_blocks, size), float("nan"), dtype=model.dtype), block_size))

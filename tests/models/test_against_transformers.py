@@ -202,6 +202,8 @@ def without(model, *norms):
     return with_weights(model, tuple(f"{norm}.weight" for norm in norms), torch.zeros_like)
 
 
+QK_NORMS = tuple(f"{name}.weight" for name in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
+ROUTERS = tuple(f"{name}.weight" for name in ("mlp.gate", "mlp.router", "feed_forward.gate"))
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -232,7 +234,7 @@ ALTERATIONS = {
     "expert_scale": lambda model: with_weights(model, ("router.per_expert_scale",), lambda p: 1 / p.roll(1) - 2),
     "branch_norms": lambda model: without(model, "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2"),
     "experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),
-    "router": lambda model: with_weights(model, ("mlp.gate.weight", "mlp.router.weight"), lambda p: p.roll(1, 0)),
+    "router": lambda model: with_weights(model, ROUTERS, lambda p: p.roll(1, 0)),
     "granite_experts": lambda model: with_weights(model, EXPERTS, lambda p: p.roll(1, 0)),
     "granite_router": lambda model: with_weights(model, ("moe.router.weight",), lambda p: p.roll(1, 0)),
     "router_bias": lambda model: with_weights(model, ("mlp.router.bias",), lambda p: -3 * p),
@@ -241,6 +243,7 @@ ALTERATIONS = {
     "sinks": lambda model: with_weights(model, ("self_attn.sinks",), lambda p: p + 3),
     "normalizing": lambda model: with_config(model, norm_topk_prob=not model.config.norm_topk_prob),
     "choice_bias": lambda model: with_attribute(model, "e_score_correction_bias", lambda bias: bias.roll(1) * 5),
+    "expert_choice_bias": lambda model: with_attribute(model, "expert_bias", lambda bias: bias.roll(1) * 5),
     "groups": lambda model: with_config(model, topk_group=1),
     "routed_scale": lambda model: with_config(model, routed_scaling_factor=4.0),
     "score_scale": lambda model: with_attribute(model, "scaling", lambda scale: scale / 1.2),
@@ -256,8 +259,11 @@ ALTERATIONS = {
     "residual": lambda model: with_config(model, residual_multiplier=1.0),
     "attention_scale": lambda model: with_config(model, attention_multiplier=model.config.head_dim**-0.5),
     "decay": lambda model: with_weights(model, ("A_log",), lambda p: p + 1.5),
-    "taps": lambda model: with_weights(model, ("conv1d.weight",), lambda p: p.flip(2)),
+    "taps": lambda model: with_weights(model, ("conv1d.weight", "conv.conv.weight"), lambda p: p.flip(2)),
     "delta_gate": lambda model: with_weights(model, ("in_proj_z.weight",), lambda p: -p),
+    "conv_bias": lambda model: with_weights(model, ("conv.conv.bias",), torch.zeros_like),
+    "conv_gates": lambda model: with_weights(model, ("conv.in_proj.weight",), lambda p: p.roll(len(p) // 3, 0)),
+    "conv_output": lambda model: with_weights(model, ("conv.out_proj.weight",), lambda p: p.roll(1, 0)),
     "delta_norm": lambda model: with_weights(model, ("linear_attn.norm.weight",), lambda p: p.roll(1)),
     "output_gate": lambda model: with_weights(model, ("q_proj.weight",), lambda p: p.flip(0)),
     "rates": lambda model: with_weights(model, ("in_proj_b.weight", "in_proj_a.weight"), lambda p: p.roll(1, 0)),
@@ -290,6 +296,6 @@ ALTERATIONS = {
     "layer_types": with_swapped_layer_types,
     "bias": lambda model: with_weights(model, ("_proj.bias",), torch.zeros_like),
     "grouping": with_other_grouping,
-    "qk_norm": lambda model: with_weights(model, ("q_norm.weight", "k_norm.weight"), torch.ones_like),
+    "qk_norm": lambda model: with_weights(model, QK_NORMS, torch.ones_like),
     "tied": untied,
 }

@@ -15,6 +15,7 @@ from octavo.models.config_file import ConfigFile
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import FAMILIES, read_architecture
 from octavo.models.weight_bytes import weight_bytes
+from octavo.models.weight_files import LFM2_PARTS
 
 QWEN25_OLD = {  # as published, before transformers 5
     "architectures": ["Qwen2ForCausalLM"],
@@ -101,18 +102,26 @@ _GEMMA4 = re.compile(r"(layers\.\d+)\.(router|experts)(?:\.proj)?(?=\.)")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_tensor_shapes_equal_transformers(name, tied, tmp_path):
-    """Only Granite-MoE and Gemma 4 have other names."""
+    """Only Granite-MoE, Gemma 4 and LFM2 have other names."""
     config = tiny_config(name, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
     architecture = read_architecture(write(tmp_path, config))
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     expected = {}
     for key, parameter in model.named_parameters():
-        ours = _GEMMA4.sub(r"\1.mlp.\2", key.replace(".block_sparse_moe.", ".mlp."))
+        ours = named_like_llama(_GEMMA4.sub(r"\1.mlp.\2", key.replace(".block_sparse_moe.", ".mlp.")))
         expected |= shapes_of_experts(ours, tuple(parameter.shape), is_transposed=name == "GptOssForCausalLM")
-    names = ("score_correction_bias", "layer_scalar")
-    biases = {key: tuple(each.shape) for key, each in model.named_buffers() if key.endswith(names)}
+    names = ("score_correction_bias", "layer_scalar", ".expert_bias")
+    buffers = {key: tuple(each.shape) for key, each in model.named_buffers() if key.endswith(names)}
+    biases = {named_like_llama(key): shape for key, shape in buffers.items()}
     assert architecture.tensor_shapes() == expected | biases
     assert architecture.num_parameters == model.num_parameters() + sum(map(math.prod, biases.values()))
+
+
+def named_like_llama(name):
+    """Return the name in place of LFM2's."""
+    for theirs, ours in LFM2_PARTS.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def shapes_of_experts(name, shape, *, is_transposed):

@@ -28,7 +28,7 @@ ARCHITECTURES = {
     "SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo2", "Glm4": "glm4", "Qwen2Moe": "qwen2moe",
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
-    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe",
+    "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "Lfm2": "lfm2", "Lfm2Moe": "lfm2moe",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -41,7 +41,8 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "gpt-oss-5-experts-of-which-3", "deepseek-v2-2-of-4-groups", "deepseek-v2-lite-3-of-5",
     "deepseek-v3-yarn-choice-bias", "glm-4.5-3-of-5-groups-dense-first", "granite-moe-3-of-7",
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
-    "gemma4-one-expert-shared-kv-embeddings",
+    "gemma4-one-expert-shared-kv-embeddings", "lfm2-7-layers-3-per-kv", "lfm2-adjusted-mlp-tied-layers-listed",
+    "lfm2-old-style-attention-first", "lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -50,6 +51,8 @@ _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_paramete
 CONFIGS["deepseek-v3-yarn-choice-bias"]["rope_parameters"]["mscale"] = 0.8  # files have no value of its own
 CONFIGS["deepseek-v2-lite-3-of-5"]["kv_b_is_split"] = True  # as in today's files
 CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no other value than head_dim
+for name in ("lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80"):
+    CONFIGS[name]["tie_word_embeddings"] = True  # its files have no other head
 CONFIGS |= {
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
     | _GEMMA3 | {"layer_types": None},
@@ -74,9 +77,10 @@ def converted(config):
     architecture = ARCHITECTURES[name]
     ropes = config.get("rope_parameters") or {"rope_type": "default"}
     rope = dict(ropes.get("full_attention", ropes)) | dict(config.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta", expected.layers[-1].attention.rope.theta))
+    own_rope = expected.attentions[-1].rope
+    rope.setdefault("rope_theta", config.get("rope_theta", own_rope.theta))
     kind = rope.get("type", rope.get("rope_type"))
-    partial = expected.layers[-1].attention.rope.partial_rotary_factor
+    partial = own_rope.partial_rotary_factor
     said = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -94,7 +98,7 @@ def converted(config):
         said |= {"rope.scaling.type": kind, "rope.scaling.factor": rope["factor"]}
     if kind == "yarn":
         said["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    said |= own_keys(name, config, rope)
+    said |= lfm2_keys(name, config, expected) if name.startswith("Lfm2") else own_keys(name, config, rope)
     metadata = {f"{architecture}.{key}": value for key, value in said.items()}
     metadata["general.architecture"] = architecture
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
@@ -124,7 +128,8 @@ def stored_name(names, name):
             return f"blk.{name.split('.')[2]}.{part}.scale"
     if name.endswith((".sinks", ".layer_scalar")):
         return f"{names.get_name(name)}.weight"
-    return names.get_name(name, (".weight", ".bias"))
+    found = names.get_name(name, (".weight", ".bias"))
+    return found or names.get_name(name.replace("model.norm.", "model.embedding_norm."), (".weight",))  # of LFM2
 
 
 def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for each family
@@ -220,6 +225,26 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return {"rope.scaling.yarn_log_multiplier": log_multiplier, "attention.temperature_scale": beta}
         case _:
             return {}
+
+
+def lfm2_keys(name, config, expected):
+    attentions = [getattr(layer.attention, "num_kv_heads", 0) for layer in expected.layers]
+    keys = {
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count_kv": attentions,
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+        "shortconv.l_cache": config.get("conv_L_cache", 3),
+    }
+    if name == "Lfm2":
+        return keys | {"feed_forward_length": expected.layers[0].mlp.intermediate_size}
+    return keys | {
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_count": config["num_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_weights_scale": config.get("routed_scaling_factor"),
+        "expert_gating_func": 2,
+    }
 
 
 def gemma4_keys(config):
@@ -354,11 +379,30 @@ def test_configs_cover_every_gguf_family():
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
+        ("attention.head_count_kv", [0, 0, 2, 0, 3], "must be the same number in all layers with attention"),
+        ("attention.head_count_kv", [0, 0, 2, 0, -2], "must have 5 integers of at least 0"),
+        ("attention.head_count_kv", [0, 2], "must have 5 integers of at least 0"),
+        ("attention.head_count_kv", 0, "head_count_kv = 0: must be an integer from 1"),
+        ("attention.sliding_window", 64, "sliding_window = 64: octavo does not support this"),
+        ("shortconv.l_cache", None, "shortconv.l_cache is null"),
+        ("expert_gating_func", 1, "octavo supports 2 .sigmoid. for this family"),
+    ],
+)
+def test_other_lfm2_metadata_is_refused(key, value, words):
+    file, *_ = converted(CONFIGS["lfm2-moe-3-of-7"])
+    file = replace(file, metadata=file.metadata | {f"lfm2moe.{key}": value})
+    with pytest.raises(ModelError, match=words):
+        config_of(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
         ("attention.value_length_swa", 8, "value_length_swa = 8: must be attention.key_length_swa = 20"),
         ("rope.dimension_count_swa", 10, "dimension_count_swa = 10: must be attention.key_length_swa = 20"),
         ("feed_forward_length", [176] * 6 + [352], "feed_forward_length.*: must double in the last 3 layers only"),
-        ("feed_forward_length", [176, 352], "feed_forward_length.*: must have 7 integers above 0"),
-        ("attention.head_count_kv", [1, 0, 1, 1, 1, 1, 1], "head_count_kv.*: must have 7 integers above 0"),
+        ("feed_forward_length", [176, 352], "feed_forward_length.*: must have 7 integers of at least 1"),
+        ("attention.head_count_kv", [1, 0, 1, 1, 1, 1, 1], "head_count_kv.*: must have 7 integers of at least 1"),
         ("attention.shared_kv_layers", 9, "must double in the last 9 layers only"),
         ("expert_gating_func", 2, "expert_gating_func = 2: octavo does not support this"),
     ],

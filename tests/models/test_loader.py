@@ -30,6 +30,7 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 # may also choose another expert, unless all are chosen.
 SCALED = {
     "Glm4MoeForCausalLM": {"num_experts_per_tok": 8},
+    "Lfm2MoeForCausalLM": {"num_experts_per_tok": 8},
     "GraniteForCausalLM": {"attention_multiplier": 0.25},
     "Gemma4ForCausalLM": {
         "num_hidden_layers": 2,

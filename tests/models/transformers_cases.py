@@ -65,6 +65,7 @@ def equal_heads(hidden_size: int, num_heads: int) -> dict[str, int]:
 
 # Wide enough that the next token is rarely the last one again, as tied random weights tend to choose.
 TIED = {"tie_word_embeddings": True, "intermediate_size": 512, "num_hidden_layers": 3}
+CONV, FULL = "conv", "full_attention"
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -283,6 +284,76 @@ def linear_heads(num_key_heads: int, num_value_heads: int, key_dim: int, value_d
 
 
 MORE_CASES = (
+    Case(
+        "lfm2-7-layers-3-per-kv",
+        "Lfm2",
+        0,
+        heads(96, 6, 2, 16) | {"num_hidden_layers": 7, "layer_types": [CONV, CONV, FULL, CONV, FULL, CONV, CONV]},
+        ("taps", "conv_gates", "conv_output", "qk_norm", "grouping"),
+    ),
+    Case(
+        "lfm2-adjusted-mlp-tied-layers-listed",
+        "Lfm2",
+        0,
+        heads(192, 6, 3, 32)
+        | TIED
+        | {"tie_word_embeddings": False, "tie_embedding": True, "layer_types": None, "full_attn_idxs": [1]}
+        | {"block_auto_adjust_ff_dim": True, "block_ff_dim": 700, "block_ffn_dim_multiplier": 1.1}
+        | {"block_multiple_of": 24, "conv_L_cache": 2},
+        ("taps", "conv_gates", "tied"),
+    ),
+    Case(
+        "lfm2-7-per-kv-biases-long-conv",
+        "Lfm2",
+        0,
+        heads(112, 7, 1, 20) | {"conv_bias": True, "conv_L_cache": 7, "norm_eps": 0.02},
+        ("taps", "conv_gates", "conv_bias", "bias"),
+    ),
+    Case(
+        "lfm2-old-style-attention-first",
+        "Lfm2",
+        0,
+        heads(160, 2, 2, 80)
+        | {"rope_theta": 1e4, "num_hidden_layers": 3, "layer_types": [FULL, CONV, FULL]}
+        | {"block_auto_adjust_ff_dim": True},
+        ("taps", "theta", "qk_norm"),
+    ),
+    Case(
+        "lfm2-moe-3-of-7",
+        "Lfm2Moe",
+        0,
+        heads(96, 6, 2, 16)
+        | {"num_hidden_layers": 5, "layer_types": [CONV, CONV, FULL, CONV, FULL], "num_experts": 7}
+        | {"routed_scaling_factor": 2.0},
+        ("taps", "conv_gates", "experts", "router", "expert_choice_bias", "normalizing", "routed_scale", "qk_norm"),
+    ),
+    Case(
+        "lfm2-moe-one-expert-without-bias-tied",
+        "Lfm2Moe",
+        0,
+        heads(192, 6, 3, 32)
+        | TIED
+        | {"layer_types": [CONV, FULL, CONV], "num_dense_layers": 0, "num_experts_per_tok": 1}
+        | {"use_expert_bias": False, "norm_topk_prob": False, "conv_L_cache": 2},
+        ("taps", "experts", "router", "tied"),
+    ),
+    Case(
+        "lfm2-moe-7-per-kv-biases-long-conv",
+        "Lfm2Moe",
+        0,
+        heads(112, 7, 1, 20)
+        | {"num_hidden_layers": 3, "layer_types": [CONV, FULL, CONV], "conv_bias": True, "conv_L_cache": 8}
+        | {"norm_topk_prob": False, "num_dense_layers": 2, "routed_scaling_factor": 1.5},
+        ("taps", "conv_bias", "experts", "expert_choice_bias", "routed_scale"),
+    ),
+    Case(
+        "lfm2-moe-5-of-12-head-80",
+        "Lfm2Moe",
+        0,
+        heads(160, 2, 2, 80)
+        | {"rope_theta": 1e4, "num_experts": 12, "num_experts_per_tok": 5, "layer_types": [FULL, CONV]},
+        ("experts", "router", "theta", "conv_output"),
+    ),
     Case(
         "qwen3_5-5-layers-2-values-per-key",
         "Qwen3_5",

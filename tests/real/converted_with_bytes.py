@@ -28,7 +28,18 @@ def main() -> None:
             replace(subclass)
 
     for module in pkgutil.iter_modules([f"{root}/conversion"]):
-        if module.name in {"qwen", "llama", "olmo", "gpt_oss", "mistral", "deepseek", "glm", "granite", "gemma"}:
+        if module.name in {
+            "qwen",
+            "llama",
+            "olmo",
+            "gpt_oss",
+            "mistral",
+            "deepseek",
+            "glm",
+            "granite",
+            "gemma",
+            "lfm2",
+        }:
             importlib.import_module(f"conversion.{module.name}")
     replace(base.TextModel)
     sys.argv = ["convert_hf_to_gguf", checkpoint, "--outfile", output, "--outtype", "f32"]

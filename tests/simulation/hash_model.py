@@ -152,12 +152,19 @@ class HashWorker:
     """
 
     def __init__(
-        self, num_blocks: list[int], block_size: int, num_host_blocks: int, kinds: Sequence[KVGroupKind] = ()
+        self,
+        num_blocks: list[int],
+        block_size: int,
+        num_host_blocks: int,
+        kinds: Sequence[KVGroupKind] = (),
+        num_host_states: int = 0,
     ) -> None:
         self.block_size = block_size
         self.kinds = kinds
         self.memory = [[[POISON] * block_size for _ in range(count)] for count in num_blocks]
         self.host = [[[POISON] * block_size for _ in range(num_host_blocks)] for _ in num_blocks]
+        if kinds and isinstance(kinds[-1], RecurrentStates):
+            self.host[-1] = [[POISON] for _ in range(num_host_states)]
         self.rows: dict[str, Row] = {}
         self.identities: dict[str, int] = {}
         self.spans: dict[str, Sequence[ContentSpan]] = {}
@@ -271,12 +278,12 @@ class HashWorker:
         read = range(kind.first_position(position), position + 1)
         return read_content([blocks[table[i // size]][i % size] for i in read], position)
 
-    def poison(self, block_ids: list[list[int]], host_block_ids: list[int]) -> None:
-        """Overwrite blocks without a holder, on the device by KV group, and in host memory."""
+    def poison(self, block_ids: list[list[int]], host_block_ids: list[list[int]]) -> None:
+        """Overwrite blocks without a holder, on the device and in host memory, by KV group."""
         blank = [POISON] * self.block_size
         for memory, ids in zip(self.memory, block_ids, strict=True):
             for block_id in ids:
                 memory[block_id] = blank[:]
-        for memory in self.host:
-            for block_id in host_block_ids:
+        for memory, ids in zip(self.host, host_block_ids, strict=True):
+            for block_id in ids:
                 memory[block_id] = blank[:]

@@ -33,7 +33,7 @@ class Submitted:
     scheduled: SchedulerOutput
     start: float
     sharing: Sharing
-    free: tuple[list[list[int]], list[int]]
+    free: tuple[list[list[int]], list[list[int]]]
     requests: dict[str, tuple[Request, int]]
     result: ModelOutput | None = None
 

@@ -120,6 +120,7 @@ class WorldConfig:
     span_rate: float = 0.0
     has_states: bool = False
     num_spare_states: int = 0
+    num_host_states: int = 0
     checkpoint_interval: int | None = None
     cache_point_rate: float = 0.0
     has_ranks: bool = False
@@ -253,7 +254,7 @@ def draw_recurrent(rng: random.Random, num_steps: int = 300) -> WorldConfig:
         num_spare_states=rng.choice([0, 1, 2, rng.randint(1, 8), 40]),
         checkpoint_interval=rng.choice([None, None, config.block_size, 3 * config.block_size]),
         cache_point_rate=rng.choice([0.0, 0.5]),
-        num_host_blocks=0,
+        num_host_states=rng.choice([0, rng.randint(1, 4), 20]),
         remote_rate=0.0,
         pair_rate=0.0,
     )
@@ -364,7 +365,9 @@ class World:
 
             self.worker: HashWorker = RankedWorker(seed, config, sizes)
         else:
-            self.worker = HashWorker(sizes, config.block_size, config.num_host_blocks, config.kinds)
+            self.worker = HashWorker(
+                sizes, config.block_size, config.num_host_blocks, config.kinds, config.num_host_states
+            )
         # Colliding keys are not allowed with a store, which does not compare tokens.
         rate = config.remote_rate if config.hash_bits is None else 0.0
         self.store = SimulatedStore(self.worker, random.Random(seed + "store"), rate)
@@ -373,7 +376,10 @@ class World:
         self.span_rng = random.Random(seed + "spans")
         self.point_rng = random.Random(seed + "points")
         self.pipeline = Pipeline(self.worker, self.store, self.async_rng)
-        self.nothing_free: tuple[list[list[int]], list[int]] = [[] for _ in self.worker.memory], []
+        self.nothing_free: tuple[list[list[int]], list[list[int]]] = (
+            [[] for _ in self.worker.memory],
+            [[] for _ in self.worker.host],
+        )
         self.free = self.nothing_free
         self.is_giving_back = False
         self.ending: set[str] = set()
@@ -403,6 +409,7 @@ class World:
                 num_states
                 if isinstance(kind, RecurrentStates)
                 else min(config.num_blocks, num_blocks_read(kind, size) + num_more),
+                config.num_host_states if isinstance(kind, RecurrentStates) else 0,
             )
             for kind in config.kinds
         ]
@@ -487,9 +494,13 @@ class World:
                 block = cached[key]
                 is_on_device = isinstance(block, Block)
                 ids = [group.id_of(block) for group in manager.bounded] if is_on_device else []
-                has_part.append(None not in ids if is_on_device else len(block.groups) == len(manager.groups))
+                num_groups = 1 + len(manager.bounded)
+                has_part.append(None not in ids if is_on_device else len(block.groups) == num_groups)
                 name, start = block.name, start + size
-                if manager.states is not None and is_on_device and manager.states.id_of(block) is not None:
+                if manager.checkpoints is not None and (
+                    (is_on_device and manager.checkpoints.group.id_of(block) is not None)
+                    or manager.checkpoints.host.find(block.name) is not None
+                ):
                     states.append(start)
         ends = [min(end, len(token_ids) - 1) for end in range(0, start + 1, size)]
         if manager.states is not None:
@@ -549,7 +560,7 @@ class World:
             raise SimulationError(f"{len(steps)} steps are in flight, and the core has {self.scheduler.in_flight}")
         self.free = self._find_free()
 
-    def _find_free(self) -> tuple[list[list[int]], list[int]]:
+    def _find_free(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return the blocks of each group and the host blocks that have no holder and are not the source of a copy.
 
         Blocks evicted while a step is computed are copied with the next step.
@@ -557,7 +568,10 @@ class World:
         manager = self.scheduler.kv_cache_manager
         copied = {(group, block) for group, block, _ in manager._copies.swap_out}
         free = [[each for each in group.free_ids() if (group.index, each) not in copied] for group in manager.groups]
-        return free, manager.host.free_block_ids()
+        in_host = [manager.host.free_block_ids() for _ in manager.groups]
+        if manager.checkpoints is not None:
+            in_host[-1] = manager.checkpoints.host.free_slots()
+        return free, in_host
 
     def _decide(self) -> None:
         """Decide a step, check it, and submit it unless it is empty."""

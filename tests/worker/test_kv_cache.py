@@ -15,7 +15,7 @@ from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
 from octavo.worker import kv_cache
 from octavo.worker.kv_cache import LAYOUT_VERSION, PagedKVCache
-from octavo.worker.memory import block_bytes, decide_num_host_blocks
+from octavo.worker.memory import block_bytes, decide_host_size
 
 CPU = torch.device("cpu")
 
@@ -249,9 +249,9 @@ def test_swap_space_bytes_sets_number_of_host_blocks(tmp_path):
     architecture = read_architecture(directory)
     per_block = block_bytes(architecture, 16, "float32")
     config = CacheConfig(swap_space_bytes=3 * per_block + 1)
-    assert decide_num_host_blocks(architecture, config, kv_dtype="float32") == 3
+    assert decide_host_size(architecture, config, kv_dtype="float32") == (3, 0)
     with pytest.raises(ConfigError, match="swap_space_bytes"):
-        decide_num_host_blocks(architecture, CacheConfig(swap_space_bytes=1 << 60), kv_dtype="float32")
+        decide_host_size(architecture, CacheConfig(swap_space_bytes=1 << 60), kv_dtype="float32")
 
 
 def test_shared_layer_reads_kv_of_earlier_layer():

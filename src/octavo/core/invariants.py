@@ -120,6 +120,16 @@ def _check_state_slots(scheduler: Scheduler) -> Iterator[Breach]:
         if pending and (pending != sorted(pending) or pending[-1] * size > request.num_tokens):
             yield Breach(3, f"{name}: states after blocks {pending} are being saved")
     yield from _check_parts(scheduler, group)
+    yield from _check_host_states(scheduler.kv_cache_manager)
+
+
+def _check_host_states(manager: KVCacheManager) -> Iterator[Breach]:
+    assert manager.checkpoints is not None
+    host = manager.checkpoints.host
+    places = [*manager.saved_states(), *host.cached_slots(), *host.free_slots()]
+    places += [slot for slot, name in host.lent.items() if name is None]
+    if sorted(places) != list(range(host.num_slots)):
+        yield Breach(1, f"host slots of states in no list or in several lists: {sorted(places)}")
 
 
 def _check_parts(scheduler: Scheduler, group: BoundedGroup | StateGroup) -> Iterator[Breach]:

@@ -104,21 +104,24 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
-    """A KV group's kind and block count."""
+    """A KV group's kind and block count. num_host_blocks: Blocks in host memory, only of recurrent states."""
 
     kind: KVGroupKind
     num_blocks: int
+    num_host_blocks: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
-        return {"kind": self.kind.name, "num_blocks": self.num_blocks, **asdict(self.kind)}  # type: ignore[call-overload]
+        in_host = {"num_host_blocks": self.num_host_blocks} if self.num_host_blocks else {}
+        return {"kind": self.kind.name, "num_blocks": self.num_blocks, **in_host, **asdict(self.kind)}  # type: ignore[call-overload]
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> KVGroupSpec:
         """Read a result of `to_json`. Raises KeyError if the kind is unknown."""
         options = dict(fields)
         kind, num_blocks = kind_named(options.pop("kind")), options.pop("num_blocks")
-        return cls(kind(**options), num_blocks)
+        num_host_blocks = options.pop("num_host_blocks", 0)
+        return cls(kind(**options), num_blocks, num_host_blocks)
 
 
 def num_blocks_read(kind: KVGroupKind, block_size: int) -> int | None:

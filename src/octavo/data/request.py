@@ -55,6 +55,7 @@ class StateSaves:
 
     due: Descending. At these ends of the known tokens the state will be saved.
     goes_on: True if the state is saved at ends of later blocks, too.
+    num_stored: Number of tokens in the sequence's slot after its last step.
     newest: The largest number of blocks that was saved, found or skipped.
     kept: The largest number of blocks whose save no later save replaces.
     pending: Slots of saves whose steps have no result yet, by number of blocks.
@@ -63,6 +64,7 @@ class StateSaves:
 
     due: list[int] = field(default_factory=list)
     goes_on: bool = False
+    num_stored: int = 0
     newest: int = 0
     kept: int = 0
     pending: dict[int, int] = field(default_factory=dict)

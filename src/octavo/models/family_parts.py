@@ -13,6 +13,7 @@ from octavo.models.attention import AttentionConfig
 from octavo.models.config_file import ConfigFile
 from octavo.models.experts import ExpertsConfig
 from octavo.models.gated_attention import GatedAttentionConfig
+from octavo.models.gated_conv import GatedConvConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.latent_attention import LatentAttentionConfig
 from octavo.models.registry import architecture_of
@@ -50,12 +51,14 @@ _DEEPSEEK: dict[str, Any] = {
 }
 _OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite"))
 _WITH_EXPERTS = frozenset(
-    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
+    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Lfm2Moe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
 )
+_LFM2: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 6}
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {"attention_bias": True},
     {"mlp_bias": True},
+    {"conv_bias": True},
     {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6},
     {"embedding_multiplier": 2.0},
     {"residual_multiplier": 0.5},
@@ -106,6 +109,7 @@ def family_parts(name: str) -> tuple[list[str], list[str]]:
     """Return a family's constant and optional parts."""
     sample = _SAMPLE | {"architectures": [name]} | (_EXPERTS if name in _WITH_EXPERTS else {})
     sample |= _DEEPSEEK if name in _OF_DEEPSEEK else {}
+    sample |= _LFM2 if name.startswith("Lfm2") else {}
     try:
         always = _names_of(sample | _ROPE)
         sample |= _ROPE
@@ -132,6 +136,9 @@ def _layer_parts(layer: LayerConfig) -> Iterator[Part]:
         yield from _rope_parts(layer.attention.rope)
     elif isinstance(layer.attention, GatedDeltaConfig):
         yield Part("gated delta net")
+    elif isinstance(layer.attention, GatedConvConfig):
+        yield Part("gated short convolution")
+        yield from _changed("convolution", layer.attention)
     else:
         yield Part("attention")
     yield from _mlp_parts(layer.mlp)

@@ -41,7 +41,7 @@ _NOT_READ = (
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
 # llama.cpp stores these weights in wider types
-_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp")
+_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".shortconv.conv.")
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
@@ -132,14 +132,16 @@ class GGUFFields:
             )
         return width
 
-    def counts(self, key: str) -> list[int]:
-        """Return a count for each layer."""
+    def counts(self, key: str, least: int = 1) -> list[int]:
+        """Return a count for each layer. least: the smallest one that is allowed."""
         values = self.values.values.get(key)
         if not isinstance(values, list):
             return [self.count(key)] * self.num_layers
         self.values.mark(key)
-        if len(values) != self.num_layers or any(type(each) is not int or each < 1 for each in values):
-            raise self.values.error(key, f"must have {self.num_layers} integers above 0, one for each layer")
+        if len(values) != self.num_layers or any(type(each) is not int or each < least for each in values):
+            raise self.values.error(
+                key, f"must have {self.num_layers} integers of at least {least}, one for each layer"
+            )
         return values
 
     def window(self) -> int | None:
@@ -493,8 +495,7 @@ def _read_routed(fields: GGUFFields, *, is_sigmoid: bool) -> dict[str, Any]:
 
 
 def _read_glm4_moe(fields: GGUFFields) -> dict[str, Any]:
-    if fields.optional("expert_gating_func") not in {None, float(_SIGMOID)}:
-        raise fields.values.error("expert_gating_func", f"octavo supports {_SIGMOID} (sigmoid) for this family")
+    _require_sigmoid(fields)
     return _read_routed(fields, is_sigmoid=True) | {
         "use_qk_norm": fields.has("blk.0.attn_q_norm.weight"),
         "partial_rotary_factor": fields.count("rope.dimension_count", fields.head_dim) / fields.head_dim,
@@ -507,6 +508,32 @@ def _read_granite_moe(fields: GGUFFields) -> dict[str, Any]:
         "num_experts_per_tok": fields.count("expert_used_count"),
     }
     return _read_granite(fields) | experts
+
+
+def _read_lfm2(fields: GGUFFields) -> dict[str, Any]:
+    key = "attention.head_count_kv"
+    heads = fields.counts(key, least=0)
+    if len({*heads} - {0}) > 1:
+        raise fields.values.error(key, "must be the same number in all layers with attention, and 0 in the others")
+    return {
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "num_key_value_heads": max(heads),
+        "norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": fields.count("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,  # files have the adjusted width
+    }
+
+
+def _read_lfm2_moe(fields: GGUFFields) -> dict[str, Any]:
+    _require_sigmoid(fields)
+    dense = int(fields.optional("leading_dense_block_count") or 0)
+    scale = fields.optional("expert_weights_scale") or 1.0
+    return _read_lfm2(fields) | _read_experts(fields, num_dense_layers=dense, routed_scaling_factor=scale)
+
+
+def _require_sigmoid(fields: GGUFFields) -> None:
+    if fields.optional("expert_gating_func") not in {None, float(_SIGMOID)}:
+        raise fields.values.error("expert_gating_func", f"octavo supports {_SIGMOID} (sigmoid) for this family")
 
 
 def _scores_by_sigmoid(fields: GGUFFields) -> bool:
@@ -555,5 +582,7 @@ _FAMILIES = {
     "granite": GGUFFamily("GraniteForCausalLM", "granite", _read_granite, rotates_pairs=True),
     "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", _read_smollm3, rotates_pairs=True),
     "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2", _read_olmo, _OLMO_NORMS),
+    "lfm2": GGUFFamily("Lfm2ForCausalLM", "lfm2", _read_lfm2),
+    "lfm2moe": GGUFFamily("Lfm2MoeForCausalLM", "lfm2_moe", _read_lfm2_moe),
     "glm4": GGUFFamily("Glm4ForCausalLM", "glm4", names=_GLM_NAMES),
 }

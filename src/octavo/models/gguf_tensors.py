@@ -65,7 +65,7 @@ class GGUFTensors:
             if name not in self._names:
                 continue
             stored = self._weights.file.tensors[self._names[name]]
-            if stored.shape != shape:
+            if stored.shape not in {shape, _without_ones(shape)}:
                 raise ModelError(
                     f"{stored.path}: {self._names[name]} has the shape {list(stored.shape)}, but the metadata requires "
                     f"{list(shape)}"
@@ -181,6 +181,11 @@ class ExpandedRows:
 
 def _forget(path: Path, rows: Tensor) -> None:
     forget_pages(path, [(rows.data_ptr(), rows.nbytes)])
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that llama.cpp gives to the taps of a convolution, [channels, 1, width]."""
+    return shape if len(shape) < 3 else tuple(size for size in shape if size > 1)
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:

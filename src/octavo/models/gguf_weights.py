@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _MODEL_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # LFM2
     HEAD: "lm_head.weight",
     TABLE: "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
@@ -151,6 +152,8 @@ def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
         case ["blk", layer, part, expert, "weight" | "bias" as kind] if part in _EXPERT_NAMES:
             return f"model.layers.{layer}.mlp.experts.{expert}.{_EXPERT_NAMES[part]}.{kind}"
+        case ["blk", layer, "shortconv", part, "weight"]:
+            return f"model.layers.{layer}.conv.{part}.weight"
         case ["blk", layer, part, head, "weight"] if part in _HEAD_NAMES:
             return f"model.layers.{layer}.self_attn.{_HEAD_NAMES[part]}.{head}.weight"
     return _MODEL_NAMES.get(name, name)

@@ -6,13 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from octavo.data.kv_groups import FullAttention, RecurrentStates, SlidingWindow
 
 if TYPE_CHECKING:
     from typing import Any
 
+    import torch
     from torch import Tensor
 
     from octavo.data.kv_groups import KVGroupKind
@@ -199,11 +198,13 @@ class StateShape:
 
         dtype: of activations.
         """
+        import torch  # noqa: PLC0415 - only to run a model
+
         views, start = [], 0
         for index, (shape, num_bytes) in enumerate(self._parts(str(dtype).removeprefix("torch."))):
             each = dtype if index < len(self.inputs) else torch.float32
             data = part[:, start : start + math.prod(shape) * each.itemsize].view(each)
-            views.append(torch.unflatten(data, 1, shape))
+            views.append(data.view(len(part), *shape))
             start += num_bytes
         return tuple(views)
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from octavo.models.architecture import is_norm
 from octavo.models.registry import read_architecture
+from octavo.models.weight_files import LFM2_PARTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,6 +123,11 @@ _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"],
     "final_logit_softcapping": 8.0,
 }
+_LFM2 = {
+    "layer_types": ["conv", "full_attention"],
+    "norm_eps": 1e-6,
+    "block_auto_adjust_ff_dim": False,
+}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK
     | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
@@ -195,6 +201,15 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2
+    | {
+        "model_type": "lfm2_moe",
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+    },
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "Qwen2MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96},
@@ -221,7 +236,10 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
+_OF_LFM2 = {ours: theirs for theirs, ours in LFM2_PARTS.items()}
 _STORED_NAMES = {
+    "Lfm2ForCausalLM": _OF_LFM2,
+    "Lfm2MoeForCausalLM": _OF_LFM2,
     "GraniteMoeForCausalLM": {
         "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
         "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",

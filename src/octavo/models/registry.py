@@ -32,6 +32,8 @@ FAMILIES = {
     "GptOssForCausalLM": "octavo.models.gpt_oss",
     "GraniteForCausalLM": "octavo.models.granite",
     "GraniteMoeForCausalLM": "octavo.models.granite",
+    "Lfm2ForCausalLM": "octavo.models.lfm2",
+    "Lfm2MoeForCausalLM": "octavo.models.lfm2",
     "LlamaForCausalLM": "octavo.models.llama",
     "MistralForCausalLM": "octavo.models.mistral",
     "MinistralForCausalLM": "octavo.models.ministral",

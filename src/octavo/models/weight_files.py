@@ -29,6 +29,20 @@ _GRANITE_PARTS = {
 }
 _GEMMA = re.compile(r"(\.layers\.\d+)\.(router|experts)(?:\.proj(?=\.))?(?=\.)")
 _MIXTRAL_PARTS = {"gate": "gate", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# Parts of LFM2's names and what replaces them, in this order.
+LFM2_PARTS = {
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".self_attn.q_layernorm.": ".self_attn.q_norm.",
+    ".self_attn.k_layernorm.": ".self_attn.k_norm.",
+    ".feed_forward.expert_bias": ".mlp.gate.e_score_correction_bias",
+    ".feed_forward.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -104,12 +118,15 @@ def decoder_names(stored: Iterable[str]) -> dict[str, str]:
     stored = list(stored)
     if BARE_EMBEDDING in stored:
         return {f"model.{name}": name for name in stored}
-    return {_of_experts(_TEXT_PART.sub("", name)): name for name in stored if not _OTHER_PARTS.match(name)}
+    return {_llama_name(_TEXT_PART.sub("", name)): name for name in stored if not _OTHER_PARTS.match(name)}
 
 
-def _of_experts(name: str) -> str:
+def _llama_name(name: str) -> str:
     if match := _MIXTRAL.search(name):
         return name.replace(match[0], f".mlp.{match[1] or ''}{_MIXTRAL_PARTS[match[2]]}")
     if match := _GRANITE.search(name):
         return name.replace(match[0], f".mlp.{_GRANITE_PARTS.get(match[1], match[1])}")
-    return _GEMMA.sub(r"\1.mlp.\2", name)
+    name = _GEMMA.sub(r"\1.mlp.\2", name)
+    for theirs, ours in LFM2_PARTS.items():
+        name = name.replace(theirs, ours)
+    return name

@@ -1,9 +1,7 @@
-"""Adapts a configuration to models with recurrent layers."""
+"""Checks configurations of models with recurrent layers."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
@@ -13,23 +11,14 @@ if TYPE_CHECKING:
     from octavo.config import EngineConfig
     from octavo.models.architecture import Architecture
 
-logger = logging.getLogger(__name__)
 
-
-def for_recurrent_layers(config: EngineConfig, architecture: Architecture, *, has_store: bool) -> EngineConfig:
-    """Return the configuration without swapping, which does not keep recurrent states yet.
-
-    Raises `ConfigError` if the user asked for KV stores, ranks or a GPU.
-    """
+def check_recurrent_layers(config: EngineConfig, architecture: Architecture, *, has_store: bool) -> None:
+    """Raise `ConfigError` if the user asked for KV stores, ranks or a GPU, and the model has recurrent layers."""
     if not architecture.kv_layout.states:
-        return config
+        return
     if config.device.tensor_parallel_size > 1:
         raise ConfigError("tensor_parallel_size above 1 does not work with recurrent layers yet")
     if resolve_device(config.device.device).type != "cpu" or config.device.kernels == "triton":
         raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
     if has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both":
         raise ConfigError("KV stores and prefill/decode hand-over do not work with recurrent layers yet")
-    if not config.cache.swap_space_bytes:
-        return config
-    logger.warning("swap_space_bytes has no effect: requests of a model with recurrent layers are not swapped yet")
-    return replace(config, cache=replace(config.cache, swap_space_bytes=0))

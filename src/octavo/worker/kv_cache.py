@@ -63,8 +63,8 @@ class PagedKVCache:
 
     dtype: int8, float8_e4m3fn, or the activations' dtype. With int8 and float8_e4m3fn, float32 scales follow each
     head's rows in a block. num_host_blocks: each group's number of blocks in host memory. num_scratch_blocks:
-    additional blocks of each group, which the scheduler does not use. num_kept_rows: of recurrent layers. state_dtype:
-    of activations.
+    additional blocks of each group, which the scheduler does not use. num_kept_rows: of recurrent layers.
+    num_host_states: recurrent states in host memory. state_dtype: of activations.
 
     If layers have recurrent states, they are the last group: a block has the states of all layers.
     """
@@ -80,6 +80,7 @@ class PagedKVCache:
         num_host_blocks: int = 0,
         num_scratch_blocks: int = 0,
         num_kept_rows: int = 0,
+        num_host_states: int = 0,
         state_dtype: torch.dtype = torch.float32,
         allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
@@ -99,7 +100,8 @@ class PagedKVCache:
                 self._layers[number] = layout.layers[number].views(blocks[:, start:end], block_size)
         if layout.states:
             states, layers = make_states(layout, num_blocks[-1], num_kept_rows, state_dtype, device)
-            self.groups.append(GroupMemory(RecurrentStates(), num_blocks[-1], states, states[:0]))
+            in_host = _reserve_host(num_host_states, states.shape[1], dtype=torch.uint8, device=device)
+            self.groups.append(GroupMemory(RecurrentStates(), num_blocks[-1], states, in_host))
             self._layers |= layers
         for number, spec in enumerate(layout.layers):
             if spec.shared_layer is not None:

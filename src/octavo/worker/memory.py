@@ -196,7 +196,7 @@ def decide_kv_size(
     return size
 
 
-def decide_num_host_blocks(
+def decide_host_size(
     architecture: Architecture,
     cache_config: CacheConfig,
     *,
@@ -204,13 +204,20 @@ def decide_num_host_blocks(
     draft_block_bytes: int = 0,
     store_bytes: int = 0,
     num_ranks: int = 1,
-) -> int:
-    """Return how many blocks fit in `swap_space_bytes`. Raises `ConfigError` if too little is free."""
+    state_bytes: int = 0,
+) -> tuple[int, int]:
+    """Return how many blocks and recurrent states fit in `swap_space_bytes`, of which states get half.
+
+    state_bytes: bytes of a sequence's recurrent states. Raises `ConfigError` if too little is free.
+    """
     wanted, free = cache_config.swap_space_bytes, free_bytes(torch.device("cpu")) // num_ranks
     if wanted + store_bytes > free:
         of_stores = f" and KV stores take {store_bytes:,} bytes" if store_bytes else ""
         raise ConfigError(f"swap_space_bytes is {wanted:,}{of_stores}, but only {free:,} bytes of host memory are free")
-    return wanted // (block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes)
+    of_block = block_bytes(architecture, cache_config.block_size, kv_dtype) + draft_block_bytes
+    if not state_bytes:
+        return wanted // of_block, 0
+    return wanted // 2 // of_block, wanted // 2 // state_bytes
 
 
 def _machine_free_bytes() -> int:

@@ -29,8 +29,8 @@ from octavo.worker.kv_cache import LAYOUT_VERSION, PagedKVCache
 from octavo.worker.kv_plan import check_kernels_have
 from octavo.worker.memory import (
     block_bytes,
+    decide_host_size,
     decide_kv_size,
-    decide_num_host_blocks,
     free_bytes,
     kernel_scratch_bytes,
     largest_batch,
@@ -211,7 +211,8 @@ class Worker:
             block_size=self.cache_config.block_size,
         )
 
-    def _describe(self, size: KVSize, num_host_blocks: int) -> WorkerInfo:
+    def _describe(self, size: KVSize, host_size: tuple[int, int]) -> WorkerInfo:
+        num_host_blocks, num_host_states = host_size
         architecture, block_size, draft = self.model.architecture, self.cache_config.block_size, self.draft
         layout, whole = architecture.kv_layout, (architecture.whole or architecture).kv_layout
         of_ranks = [rank.kv_layout.block_bytes(block_size, self.kv_dtype) for rank in architecture.ranks]
@@ -229,7 +230,8 @@ class Worker:
         num_tokens = min(size.blocks_of_groups[: len(groups)]) * block_size
         if layout.states:
             of_states = layout.state_bytes(self.dtype)
-            groups.append(KVGroupInfo(KVGroupSpec(RecurrentStates(), size.blocks_of_groups[-1]), of_states, of_states))
+            spec = KVGroupSpec(RecurrentStates(), size.blocks_of_groups[-1], num_host_states)
+            groups.append(KVGroupInfo(spec, of_states, of_states))
         most_tokens = self.scheduler_config.max_num_batched_tokens
         return WorkerInfo(
             device=self.device.type,
@@ -268,16 +270,17 @@ class Worker:
         num_tokens = self.info.num_warm_up_tokens
         return self._on_device(lambda: take_fingerprint(self.runner, num_tokens, kernels.num_threads, others))
 
-    def _decide_num_blocks(self) -> tuple[KVSize, int]:
+    def _decide_num_blocks(self) -> tuple[KVSize, tuple[int, int]]:
         architecture = self.model.architecture
         draft_block_bytes = 0 if self.draft is None else self.draft.bytes_per_block
-        num_host_blocks = decide_num_host_blocks(
+        host_size = decide_host_size(
             architecture,
             self.cache_config,
             kv_dtype=self.kv_dtype,
             draft_block_bytes=draft_block_bytes,
             store_bytes=self._store_bytes,
             num_ranks=self._num_ranks,
+            state_bytes=architecture.kv_layout.state_bytes(self.dtype),
         )
         size = decide_kv_size(
             architecture,
@@ -293,7 +296,7 @@ class Worker:
             store_bytes=self._store_bytes_on_device,
             num_ranks=self._num_ranks,
         )
-        return size, num_host_blocks
+        return size, host_size
 
     def _load_draft(self, checkpoint: DraftCheckpoint) -> DraftModel:
         model = self._load_model(
@@ -335,6 +338,7 @@ class Worker:
                 self.kv_dtype,
                 [group.spec.num_blocks for group in info.kv_groups],
                 num_scratch_blocks=num_scratch_blocks,
+                num_host_states=info.kv_groups[-1].spec.num_host_blocks,
             ),
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class _Saved:
     host_blocks: list[int]
     num_tokens: int
+    state: int | None = None  # slot in host memory
 
 
 class KVCacheManager:
@@ -69,16 +70,18 @@ class KVCacheManager:
             if not isinstance(spec.kind, RecurrentStates)
         ]
         self.groups: list[KVGroup] = [FullAttentionGroup(self.pool), *self.bounded]
-        self.states: StateGroup | None = None
+        self.checkpoints: Checkpoints | None = None
         if bounded_groups and isinstance(bounded_groups[-1].kind, RecurrentStates):
-            self.states = StateGroup(
+            self.checkpoints = Checkpoints(
                 len(bounded_groups),
                 bounded_groups[-1],
-                block_size=block_size,
-                blocks=self.pool.blocks,
-                on_evict=lambda block: emit(events.CheckpointEvicted, block.block_id),
+                self.pool,
+                block_size,
+                interval=checkpoint_interval,
+                copies=lambda: self._copies,
+                emit=emit,
             )
-            self.groups.append(self.states)
+            self.groups.append(self.checkpoints.group)
         self.prefix_cache = PrefixCache(
             self.pool,
             self.host,
@@ -90,11 +93,8 @@ class KVCacheManager:
             cache_decoded_blocks=cache_decoded_blocks,
             emit=emit,
         )
-        self.checkpoints = None
-        if self.states is not None:
-            self.checkpoints = Checkpoints(
-                self.states, self.pool, self.prefix_cache, block_size, interval=checkpoint_interval, emit=emit
-            )
+        if self.checkpoints is not None:
+            self.checkpoints.attach(self.prefix_cache)
         self._emit = emit
         self._saved: dict[str, _Saved] = {}
         self._pins: dict[int, list[list[int]]] = {}  # pinned ids by transfer id and group
@@ -110,6 +110,11 @@ class KVCacheManager:
     def bounded_usage(self) -> float:
         """Usage of the fullest bounded group."""
         return max(group.usage for group in self.bounded) if self.bounded else 0.0
+
+    @property
+    def states(self) -> StateGroup | None:
+        """The group of recurrent states, or None."""
+        return None if self.checkpoints is None else self.checkpoints.group
 
     @property
     def _groups_of_tokens(self) -> list[KVGroup]:
@@ -139,8 +144,13 @@ class KVCacheManager:
         saved = self._saved.get(request.request_id)
         if saved is None or saved.num_tokens <= full.num_usable * self.block_size:
             return self.prefix_cache.computed_blocks(request, full)
-        found = full.on_device[: num_covered(self.bounded, full.on_device, saved.num_tokens)]
-        return ComputedBlocks(found, saved.num_tokens, saved.host_blocks[len(found) :], is_saved=True)
+        num_found = min(
+            num_covered(self.bounded, full.on_device, saved.num_tokens), saved.num_tokens // self.block_size
+        )
+        found = full.on_device[:num_found]
+        num_shared = len(full.on_device) + len(full.in_host)
+        in_host = saved.host_blocks[len(found) :]
+        return ComputedBlocks(found, saved.num_tokens, in_host, is_saved=True, num_shared=num_shared)
 
     def num_host_tokens(self, computed: ComputedBlocks) -> int:
         """Return how many tokens of a prefix hit are in cached host blocks (0 for swapped-out KV)."""
@@ -196,7 +206,7 @@ class KVCacheManager:
         num_held, is_any_found = len(sequence.block_table), computed is not NO_COMPUTED_BLOCKS
         self.grown.add(request.request_id)
         source_ids = self._hold_found(computed, claims) if is_any_found else []
-        checkpoint = None if self.checkpoints is None else self.checkpoints.find(computed)
+        state = (None, None) if self.checkpoints is None else self.checkpoints.find(computed)
         for group, claim in claims:
             group.extend(sequence, claim)
         self._count_slots(sequence)
@@ -208,16 +218,12 @@ class KVCacheManager:
                 self.host.lend(saved.host_blocks)
             self.prefix_cache.announce(request, len(computed.blocks))
             if self.checkpoints is not None:
-                self._copy_checkpoint(request, checkpoint)
+                if saved is not None and saved.state is not None:
+                    self.checkpoints.host.lend(saved.state)
+                    state = (None, saved.state) if computed.is_saved else state
+                self.checkpoints.load(request, state)
                 self.checkpoints.start(request, computed)
         return sequence.block_table[num_held:]
-
-    def _copy_checkpoint(self, request: Request, checkpoint: int | None) -> None:
-        assert self.states is not None
-        group = self.states.index
-        (slot,) = request.sequence.block_tables[group]
-        if checkpoint not in (None, slot):  # an evicted checkpoint may itself be the request's slot
-            self._copies.block_copies.append((group, checkpoint, slot))
 
     def _hold_found(self, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int | None]:
         for group, claim in claims:
@@ -262,19 +268,25 @@ class KVCacheManager:
 
     def num_swapped_in(self, request: Request, computed: ComputedBlocks) -> list[int]:
         """Return how many blocks of each group are copied from host memory."""
-        return [len(self._read_in_host(request.sequence, computed, group)) for group in self.groups]
+        of_tokens = [len(self._read_in_host(request.sequence, computed, group)) for group in self._groups_of_tokens]
+        return of_tokens if self.states is None else [*of_tokens, 1]
 
     def take_copies(self) -> BlockCopies:
         """Remove and return the copies for the next step."""
         copies, self._copies = self._copies, BlockCopies()
         if self.host.lent:
             self.host.end_lending()
+        if self.checkpoints is not None:
+            self.checkpoints.host.end_lending()
         return copies
 
     def fail_copies(self, copies: BlockCopies) -> None:
         """Discard the host blocks that a failed step should have written."""
-        for _, _, host_block in copies.swap_out:
-            self.host.drop(host_block)
+        for group, _, host_block in copies.swap_out:
+            if self.checkpoints is not None and group == self.checkpoints.group.index:
+                self.checkpoints.host.drop(host_block)
+            else:
+                self.host.drop(host_block)
 
     def commit(self, request: Request) -> None:
         """Add a request's full, computed blocks to the prefix cache."""
@@ -307,16 +319,25 @@ class KVCacheManager:
 
         The device blocks may be released immediately, because the next step copies them before it writes KV.
         """
-        num_blocks = self.num_blocks_for(request.num_computed_tokens)
+        num_tokens = request.num_computed_tokens
+        if self.checkpoints is not None:
+            num_tokens = min(num_tokens, request.sequence.saves.num_stored)
+            if not all(group.has_read_blocks(request.sequence, num_tokens) for group in self.bounded):
+                return False
+        num_blocks = self.num_blocks_for(num_tokens)
         host_blocks = self.host.take(num_blocks) if num_blocks else None
         if host_blocks is None:
             return False
-        for group in self.groups:
-            first = group.first_read(request.num_computed_tokens)
+        state = None if self.checkpoints is None else self.checkpoints.swap_out(request)
+        if state is None and self.checkpoints is not None:
+            self.host.release(host_blocks)
+            return False
+        for group in self._groups_of_tokens:
+            first = group.first_read(num_tokens)
             block_ids = request.sequence.block_tables[group.index][first:num_blocks]
             pairs = zip(block_ids, host_blocks[first:], strict=True)
             self._copies.swap_out.extend((group.index, block_id, host_block) for block_id, host_block in pairs)
-        self._saved[request.request_id] = _Saved(host_blocks, request.num_computed_tokens)
+        self._saved[request.request_id] = _Saved(host_blocks, num_tokens, state)
         return True
 
     def drop_saved(self, request_id: str) -> None:
@@ -324,21 +345,26 @@ class KVCacheManager:
         saved = self._saved.pop(request_id, None)
         if saved is not None:
             self.host.release(saved.host_blocks)
+            if self.checkpoints is not None and saved.state is not None:
+                self.checkpoints.host.release(saved.state)
 
     def _evicted(self, block: Block) -> None:
         self._emit(events.BlockEvicted, block.block_id)
         if all(group.id_of(block) is not None for group in self.bounded) or self._is_used_in_host(block):
             self._keep_in_host(block)
+        if self.checkpoints is not None and self.host.has_name(block.name):
+            self.checkpoints.block_evicted(block)
 
     def _keep_in_host(self, block: Block) -> None:
         if not self._is_reachable(block.parent):
             return
-        ids = [(group.index, block_id) for group in self.groups if (block_id := group.id_of(block)) is not None]
-        groups = frozenset(index for index, _ in ids)
-        host_block = self.host.keep(block, groups)
+        groups = self._groups_of_tokens
+        ids = [(group.index, block_id) for group in groups if (block_id := group.id_of(block)) is not None]
+        kept_groups = frozenset(index for index, _ in ids)
+        host_block = self.host.keep(block, kept_groups)
         if host_block is not None:
             self._copies.swap_out.extend((index, block_id, host_block) for index, block_id in ids)
-            self._emit(events.BlockOffloaded, block.block_id, host_block, tuple(sorted(groups)))
+            self._emit(events.BlockOffloaded, block.block_id, host_block, tuple(sorted(kept_groups)))
 
     def _is_used_in_host(self, block: Block) -> bool:
         return self.host.has_name(block.name) or self.host.is_followed(block.name)
@@ -349,6 +375,10 @@ class KVCacheManager:
 
     def _is_reachable(self, parent: BlockLink | None) -> bool:
         return parent is None or self.pool.has_name(parent) or self.host.has_name(parent)
+
+    def saved_states(self) -> list[int]:
+        """Return the host slots with states of preempted requests."""
+        return [saved.state for saved in self._saved.values() if saved.state is not None]
 
     def saved_blocks(self) -> dict[str, list[int]]:
         """Return the host blocks with swapped-out KV, by request id."""
@@ -391,6 +421,8 @@ class KVCacheManager:
         if not self.pool.reset():
             return False
         self.host.reset()
+        if self.checkpoints is not None:
+            self.checkpoints.host.reset()
         return True
 
     def advance_weights_epoch(self) -> bool:

@@ -29,6 +29,7 @@ class ComputedBlocks:
 
     The request shares `blocks`. `host_blocks` or `source` are copied into new blocks after `blocks`.
     num_shared: Number of cached blocks at the beginning of the request, if missing states may have shortened the hit.
+    state_name: Name of the block after which the recurrent state is saved.
     """
 
     blocks: list[Block]
@@ -37,6 +38,7 @@ class ComputedBlocks:
     source: Block | None = None  # has all tokens after `blocks`; only the last token is recomputed
     is_saved: bool = False  # True if `host_blocks` has KV that a preemption swapped out
     num_shared: int = 0
+    state_name: BlockLink | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -157,7 +159,14 @@ class PrefixCache:
         size, num_tokens = self._block_size, len(request.sequence.token_ids)
         found, num_found = full.on_device, full.num_usable
         if self._has_states:  # a state exists only at the ends of some blocks
-            return ComputedBlocks(found[:num_found], num_found * size, num_shared=len(found))
+            blocks: list[Block | HostBlock] = [*found, *full.in_host]
+            return ComputedBlocks(
+                found[:num_found],
+                num_found * size,
+                [block.block_id for block in full.in_host[: max(num_found - len(found), 0)]],
+                num_shared=len(blocks),
+                state_name=blocks[num_found - 1].name if num_found else None,
+            )
         if num_found > len(found):
             host_blocks = [block.block_id for block in full.in_host[: num_found - len(found)]]
             return ComputedBlocks(found, min(num_found * size, num_tokens - 1), host_blocks)

@@ -18,7 +18,7 @@ from octavo.data.request import StateSaves
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from octavo.core.kv.block_pool import Block
+    from octavo.core.kv.block_pool import Block, BlockLink
     from octavo.core.kv.host_block_pool import HostBlock
     from octavo.data.kv_groups import KVGroupSpec
     from octavo.data.request import Sequence as TokenSequence
@@ -63,7 +63,8 @@ class StateGroup(Parts):
     checkpoint was saved or found (GreedyDual; Cao and Irani, "Cost-Aware WWW Proxy Caching Algorithms", 1997). All
     slots have the same size.
 
-    on_evict: Called with the first group's block before its checkpoint is evicted.
+    on_evict: Called with the first group's block before its checkpoint is evicted. is_in_host: Returns True if host
+    memory has the checkpoint of the block with a name.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class StateGroup(Parts):
         block_size: int,
         blocks: Sequence[Block],  # of the first group
         on_evict: Callable[[Block], None] | None = None,
+        is_in_host: Callable[[BlockLink | None], bool] = lambda _name: False,
     ) -> None:
         super().__init__(index, spec, block_size=block_size, blocks=blocks, on_evict=on_evict)
+        self._is_in_host = is_in_host
         self._worth = [0] * spec.num_blocks  # tokens to compute again without the checkpoint
         self._priority = [0] * spec.num_blocks
         self._num_taken = [0] * spec.num_blocks
@@ -90,9 +93,14 @@ class StateGroup(Parts):
         self, blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int, limit: int
     ) -> int:
         """Return the largest number of leading blocks that end at a checkpoint. At least one token follows them."""
-        del host_blocks
-        most = min(limit, len(blocks), (num_tokens - 1) // self._block_size)
-        return next((count for count in range(most, 0, -1) if self.id_of(blocks[count - 1]) is not None), 0)
+        most, num_here = min(limit, (num_tokens - 1) // self._block_size), len(blocks)
+        for count in range(most, 0, -1):
+            if count <= num_here and self.id_of(blocks[count - 1]) is not None:
+                return count
+            name = blocks[count - 1].name if count <= num_here else host_blocks[count - 1 - num_here].name
+            if self._is_in_host(name):
+                return count
+        return 0
 
     def claim(
         self, sequence: TokenSequence, found: Sequence[Block], num_read: int, num_step_blocks: int, num_all_blocks: int
@@ -151,12 +159,13 @@ class StateGroup(Parts):
         sequence.block_tables[self.index].clear()
         sequence.saves = StateSaves()
 
-    def begin(self, sequence: TokenSequence, num_found: int, due: list[int], *, goes_on: bool) -> None:
-        """Plan the saves of a sequence that starts with the state after `num_found` blocks.
+    def begin(self, sequence: TokenSequence, num_tokens: int, due: list[int], *, goes_on: bool) -> None:
+        """Plan the saves of a sequence that starts with the state after `num_tokens` tokens.
 
         due: Ascending. goes_on: See `StateSaves`.
         """
-        sequence.saves = StateSaves(due[::-1], goes_on, newest=num_found, kept=num_found)
+        num_blocks = num_tokens // self._block_size
+        sequence.saves = StateSaves(due[::-1], goes_on, num_tokens, newest=num_blocks, kept=num_blocks)
 
     def plan_saves(self, sequence: TokenSequence, num_tokens: int) -> list[tuple[int, int]]:
         """Return the saves of the next step, which computes a sequence's tokens before `num_tokens`.
@@ -167,6 +176,7 @@ class StateGroup(Parts):
         num_tokens: Does not count drafts.
         """
         saves, size = sequence.saves, self._block_size
+        saves.num_stored = min(num_tokens, len(sequence.token_ids) - 1)  # see `octavo.worker.state_rows`
         num_blocks = num_tokens // size
         if num_blocks <= saves.newest:
             return []
