@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from os.path import commonprefix
-
 import pytest
 from fakes import ByteTokenizer, make_engine
 
@@ -69,15 +67,21 @@ def test_prompt_that_the_next_turn_keeps_has_its_end_as_point():
     assert prefixes(template, [USER])[-1] == "<user>How is Rome?<assistant>"
 
 
-def test_begun_answer_has_point_at_its_end(template):
+def test_begun_answer_has_points_for_next_turn_and_at_its_end(template):
     begun = [USER, {"role": "assistant", "content": "Sun", "reasoning_content": ""}]
     text = template.render(begun, add_generation_prompt=False, continue_final_message=True)
-    *_, last = shared_offsets(template.render, begun, text)
-    assert text[:last] == commonprefix([text, template.render([*begun, USER])])
+    user = "<user>How is Rome?</s><assistant>"
+    assert [text[:offset] for offset in shared_offsets(template.render, begun, text)] == [
+        "<user>",
+        user,
+        f"{user}<think></think>Sun",
+    ]
 
 
 def test_refused_comparisons_give_no_points():
-    template = ChatTemplate("{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}{{ messages[0].role }}")
+    template = ChatTemplate(
+        "{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}{{ messages[0].role }}"
+    )
     assert shared_offsets(template.render, [USER], "user") == [4]
     assert shared_offsets(template.render, [SYSTEM, USER], "user") == []
 

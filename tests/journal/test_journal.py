@@ -17,7 +17,15 @@ from stores import Store
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.config import EngineConfig, kernels_required
 from octavo.core.draft_policy import DraftPolicy
-from octavo.data.events import CheckpointEvicted, CheckpointSaved, ExpertsComputed, HostBlocksFound, KernelsCompiled, RequestQueued, StepScheduled
+from octavo.data.events import (
+    CheckpointEvicted,
+    CheckpointSaved,
+    ExpertsComputed,
+    HostBlocksFound,
+    KernelsCompiled,
+    RequestQueued,
+    StepScheduled,
+)
 from octavo.data.expert_stats import ExpertLoad
 from octavo.data.model_output import ModelOutput
 from octavo.data.request import ContentSpan, RequestStatus
@@ -238,9 +246,7 @@ def test_replay_repeats_work_of_experts(make_core, tmp_path):
 @pytest.mark.parametrize("interval", [None, 8])
 @pytest.mark.parametrize("points", [(), (13, 21)])
 def test_replay_repeats_saves_of_states(make_core, tmp_path, interval, points):
-    recorded = Recorded(
-        make_core, tmp_path / "run.journal", num_state_slots=9, state_checkpoint_interval=interval
-    )
+    recorded = Recorded(make_core, tmp_path / "run.journal", num_state_slots=9, state_checkpoint_interval=interval)
     core = recorded.core
     core.add("a", list(range(40)), max_tokens=3, cache_points=points)
     core.add("b", [*range(22), *[1] * 18], max_tokens=3)
@@ -603,6 +609,26 @@ def test_explain_reports_prefix_miss_by_other_salt(make_core):
     core.add("mine", list(range(9)), max_tokens=1, cache_salt="mine")
     core.run()
     assert "the rest was not found: other salt" in explained(core, "mine")
+
+
+def test_explain_reports_cached_tokens_without_saved_state(make_core):
+    core = make_core(num_state_slots=9)
+    core.add("a", list(range(40)), max_tokens=1)
+    core.run()
+    core.add("b", [*range(30), 99], max_tokens=1)
+    core.run()
+    text = explained(core, "b")
+    assert "20 of its 31 tokens were found in the prefix cache; 8 more were cached, but the recurrent state" in text
+    assert "after them was not saved" in text
+
+
+def test_explain_reports_cached_tokens_without_window_blocks(make_core):
+    core = make_core(window=8, num_window_blocks=12, max_num_batched_tokens=8, max_num_seqs=1)
+    for name, prompt in (("first", range(60)), ("large", range(100, 160)), ("again", [*range(40), 7])):
+        core.add(name, list(prompt), max_tokens=1)
+        core.run()
+    told = "0 of its 41 tokens were found in the prefix cache; 40 more were cached, but some of their window blocks"
+    assert told in explained(core, "again")
 
 
 def test_explain_reports_first_differing_prefix_token(make_core):

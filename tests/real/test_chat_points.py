@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,7 +32,8 @@ def num_shared(template: ChatTemplate, tokenizer: Tokenizer, prompt: list[int], 
         text = template.render(later, **options)
     except RequestError:
         return len(prompt)
-    return len(commonprefix([prompt, tokenizer.encode(text, add_special_tokens=False)]))
+    pairs = zip(prompt, tokenizer.encode(text, add_special_tokens=False), strict=False)
+    return next((place for place, (token, other) in enumerate(pairs) if token != other), len(prompt))
 
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)

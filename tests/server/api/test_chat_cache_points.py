@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from octavo.data.request import Request
 
 TEMPLATE = """\
-{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif -%}
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor -%}
+{%- if add_generation_prompt %}<assistant><think>{% endif -%}
 """
 PREFIXES = "<system>Be brief.<user>", "<system>Be brief.<user>Hello<assistant>"
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
