@@ -217,8 +217,8 @@ class InputProcessor:
         # The scheduler's check would be later, after the prompt is copied or sent.
         PromptTooLongError.check(len(token_ids), self.model_info.max_model_len, least_output_tokens=least)
         predicted = self._read_predicted(prompt)
-        if hasattr(prompt, "keys") and (cache_points := prompt.get("cache_points")):
-            options = replace(options, cache_points=cache_points)
+        if points := _get(prompt, "cache_points"):
+            options = replace(options, cache_points=points)
         self._check_token_ids(token_ids, params, predicted)
         arrival = next(self._arrivals)
         seed = params.seed if params.seed is not None else draw_seed(self._seed, arrival)
@@ -264,8 +264,8 @@ class InputProcessor:
             raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", parameter="prompt")
         return None, [_token_id(each) for each in prompt]
 
-    def _read_predicted(self, prompt: Any) -> list[int]:
-        given = prompt.get(_PREDICTED) if hasattr(prompt, "keys") else None
+    def _read_predicted(self, prompt: Prompt) -> list[int]:
+        given = _get(prompt, _PREDICTED)
         if given is None:
             return []
         if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
@@ -292,6 +292,11 @@ class InputProcessor:
                     raise RequestError(
                         f"{name}: token id {token_id} is outside the vocabulary of {vocab_size}", parameter=name
                     )
+
+
+def _get(prompt: Any, key: str) -> Any:
+    """Return a value of a prompt that is a dictionary, or None."""
+    return prompt.get(key) if hasattr(prompt, "keys") else None
 
 
 def _token_id(value: Any, parameter: str = "prompt") -> int:
