@@ -1,3 +1,11 @@
 """Families with recurrent layers, which ranks and Triton do not compute yet."""
 
-RECURRENT = frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Qwen3_5ForCausalLM"})
+RECURRENT = frozenset(
+    {
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+    }
+)
