@@ -611,6 +611,26 @@ def test_explain_reports_prefix_miss_by_other_salt(make_core):
     assert "the rest was not found: other salt" in explained(core, "mine")
 
 
+def test_explain_reports_cached_tokens_without_saved_state(make_core):
+    core = make_core(num_state_slots=9)
+    core.add("a", list(range(40)), max_tokens=1)
+    core.run()
+    core.add("b", [*range(30), 99], max_tokens=1)
+    core.run()
+    text = explained(core, "b")
+    assert "20 of its 31 tokens were found in the prefix cache; 8 more were cached, but the recurrent state" in text
+    assert "after them was not saved" in text
+
+
+def test_explain_reports_cached_tokens_without_window_blocks(make_core):
+    core = make_core(window=8, num_window_blocks=12, max_num_batched_tokens=8, max_num_seqs=1)
+    for name, prompt in (("first", range(60)), ("large", range(100, 160)), ("again", [*range(40), 7])):
+        core.add(name, list(prompt), max_tokens=1)
+        core.run()
+    told = "0 of its 41 tokens were found in the prefix cache; 40 more were cached, but some of their window blocks"
+    assert told in explained(core, "again")
+
+
 def test_explain_reports_first_differing_prefix_token(make_core):
     core = make_core()
     core.add("a", list(range(9)), max_tokens=1)

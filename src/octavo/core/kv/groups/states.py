@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from octavo.core.kv.groups.interface import Claim
 from octavo.core.kv.groups.parts import Parts
 from octavo.data.request import StateSaves
+from octavo.data.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -83,6 +84,13 @@ class StateGroup(Parts):
         self._priority = [0] * spec.num_blocks
         self._num_taken = [0] * spec.num_blocks
         self._evicted_priority = 0
+
+    @property
+    def slots(self) -> StateSlots:
+        """Usage of the slots."""
+        num_checkpoints, num_free = len(self._cached), len(self._free)
+        num_running = self.num_blocks - len(self.quarantined) - num_checkpoints - num_free
+        return StateSlots(num_running, num_checkpoints, num_free)
 
     def first_read(self, num_tokens: int) -> int:
         """Return 0: a block table has only the request's own slot."""
