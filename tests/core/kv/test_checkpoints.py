@@ -268,7 +268,7 @@ def test_hit_without_checkpoint_raises(made):
     made.group.block_forgotten(computed.blocks[-1])
     with pytest.raises(AssertionError, match="a prefix hit does not end at a checkpoint"):
         made.checkpoints.find(computed)
-    assert made.checkpoints.find(NO_COMPUTED_BLOCKS) is None
+    assert made.checkpoints.find(NO_COMPUTED_BLOCKS) == (None, None)
 
 
 def test_eviction_of_block_frees_its_checkpoint():

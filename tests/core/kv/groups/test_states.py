@@ -32,7 +32,7 @@ class States:
         sequence = Sequence([0] * 4 * num_blocks, 1, block_tables=[[], []], first_held=[0, 0])
         sequence.block_tables[0] += [block.block_id for block in self.pool.take(num_blocks)]
         self.group.extend(sequence, self.group.claim(sequence, [], 0, num_blocks, num_blocks))
-        self.group.begin(sequence, num_found, list(due), goes_on=goes_on)
+        self.group.begin(sequence, 4 * num_found, list(due), goes_on=goes_on)
         return sequence
 
     def cache(self, sequence):

@@ -101,7 +101,8 @@ class StateGroup(Parts):
         self, blocks: Sequence[Block], host_blocks: Sequence[HostBlock], num_tokens: int, limit: int
     ) -> int:
         """Return the largest number of leading blocks that end at a checkpoint. At least one token follows them."""
-        most, num_here = min(limit, (num_tokens - 1) // self._block_size), len(blocks)
+        num_here = len(blocks)
+        most = min(limit, num_here + len(host_blocks), (num_tokens - 1) // self._block_size)
         for count in range(most, 0, -1):
             if count <= num_here and self.id_of(blocks[count - 1]) is not None:
                 return count
