@@ -105,8 +105,9 @@ def test_unordered_pending_saves_break_invariant_3(saving):
 
 
 def test_drafts_count_as_known_tokens(saving):
-    saving.scheduler.requests["runs"].spec_token_ids = [1] * 4
     sequence_of(saving).saves.pending[7] = group_of(saving)._take()
+    assert breaches(saving) == [3]
+    saving.scheduler.requests["runs"].spec_token_ids = [1] * 4
     assert breaches(saving) == []
 
 

@@ -82,6 +82,7 @@ def test_recurrent_group_follows_windows_and_bounds_no_tokens():
     manager = made.manager
     assert [group.index for group in manager.groups] == [0, 1, 2]
     assert (manager.bounded, manager.states) == ([manager.groups[1]], manager.groups[2])
+    assert (manager.states.kind, manager.states.num_blocks) == (RecurrentStates(), 2)
     request = made.request("a", 9)
     made.start(request)
     assert [len(table) for table in request.sequence.block_tables] == [3, 3, 1]

@@ -317,6 +317,8 @@ def test_each_save_while_decoding_replaces_previous_one(made):
         found.append(made.borders(sequence))
     assert found == [[2], [2, 3], [2, 4], [2, 5], [2, 6]]
     assert (made.group.num_free_blocks, made.evicted) == (3, [])
+    made.group.plan_saves(sequence, 28)
+    assert (made.borders(sequence), made.group.num_free_blocks) == ([2], 2)
 
 
 def test_save_while_decoding_takes_only_last_end_of_block(made):
@@ -333,6 +335,17 @@ def test_pending_save_is_not_replaced(made):
     assert made.commit(sequence, 2) == [1, 2]
     assert made.group.plan_saves(sequence, 12) == [(12, 2)]
     assert made.borders(sequence) == [1]
+
+
+def test_save_that_was_pending_without_free_slot_is_replaced_later():
+    made = States(2)
+    sequence = made.start(9, goes_on=True)
+    made.cache(sequence)
+    assert made.group.plan_saves(sequence, 4) == [(4, 1)]
+    assert made.group.plan_saves(sequence, 8) == []
+    made.commit(sequence, 2)
+    assert made.group.plan_saves(sequence, 12) == [(12, 1)]
+    assert made.evicted == []
 
 
 def test_slot_with_other_content_is_not_replaced():

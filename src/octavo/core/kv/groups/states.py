@@ -217,7 +217,6 @@ class StateGroup(Parts):
         if saves.replaceable is None:
             return
         slot, num_taken = saves.replaceable
-        saves.replaceable = None
         if slot in self._cached and self._num_taken[slot] == num_taken:
             del self._cached[slot]
             self._separate(slot)
