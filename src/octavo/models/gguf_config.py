@@ -42,18 +42,9 @@ _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
 # llama.cpp stores these weights in wider types
 _WIDENED = (
-    TABLE,
-    "per_layer_model_proj",
-    ".ffn_gate_inp",
-    ".shortconv.conv.",
-    ".ssm_alpha",
-    ".ssm_beta",
-    ".ssm_ba",
-    ".ssm_a",
-    ".ssm_conv1d",
-    ".ssm_d",
+    TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".ssm_alpha", ".ssm_beta", ".ssm_ba", ".ssm_a", ".ssm_d",
     ".ssm_norm",
-)
+)  # fmt: skip
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func

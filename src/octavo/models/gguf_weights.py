@@ -162,8 +162,6 @@ def _hugging_face_name(name: str, parts: dict[str, str]) -> str:  # noqa: PLR091
             return f"model.layers.{layer}.{parts[part]}"
         case ["blk", layer, part, kind] if (whole := parts.get(f"{part}.{kind}")) is not None:
             return f"model.layers.{layer}.{whole}"
-        case ["blk", layer, part] if part in parts:
-            return f"model.layers.{layer}.{parts[part]}"
         case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
         case ["blk", layer, part, expert, "weight" | "bias" as kind] if part in _EXPERT_NAMES:
