@@ -1,3 +1,3 @@
-"""Families with recurrent layers, which ranks and Triton do not compute yet."""
+"""Families with recurrent layers, which Triton does not compute yet."""
 
 RECURRENT = frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Qwen3_5ForCausalLM"})

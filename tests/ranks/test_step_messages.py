@@ -40,7 +40,7 @@ def test_launch_keeps_configuration_with_paths():
 def test_answers_of_ranks_arrive_as_sent():
     for message in (messages.Loaded("kernels", "model"), messages.Failed("why"), messages.Ready("weights", "draft")):
         assert received(message) == message
-    allocate = messages.Allocate([4, 5], 6, "int8", 7, 8, 2)
+    allocate = messages.Allocate([4, 5], 6, "int8", 7, 8, 2, 9, 10)
     assert sent(allocate) == allocate
 
 
@@ -114,7 +114,7 @@ def test_messages_cannot_be_changed():
         messages.Loaded("", ""),
         messages.Failed(""),
         messages.Ready("weights", "draft"),
-        messages.Allocate([], 0, "", 0, 0, 0),
+        messages.Allocate([], 0, "", 0, 0, 0, 0, 0),
     ]
     launch = messages.Launch(EngineConfig(), 1, 2, 3, None, "", None, 1, [], "", 0, "")
     for message in (step, step.new[0], launch, *others):

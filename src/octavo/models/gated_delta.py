@@ -22,7 +22,7 @@ class GatedDeltaTensors(NamedTuple):
 
     inputs: Linear
     rates: Linear
-    conv: Taps
+    conv: Vector
     decay: Vector
     dt_bias: Vector
     norm: Vector
