@@ -49,6 +49,7 @@ def test_step_keeps_scheduled_tokens_blocks_and_scores_but_no_sampling_parameter
     scheduled = SchedulerOutput(
         41, [NEW], known, {"r1": 2, "r2": 3}, 5, finished_req_ids={"r3"}, preempted_req_ids={"r4"},
         scheduled_spec_decode_tokens={"r2": [8, 9]}, copies=BlockCopies([(0, 1, 2)], [(1, 2, 3)], [(0, 3, 4)]),
+        state_saves={"r1": [(1, 5), (2, 6)]},
     )  # fmt: skip
     step = sent(messages.Step.of(6, scheduled, {"r2": [1]}))
     assert (step.number, step.sampled) == (6, {"r2": [1]})
@@ -60,6 +61,7 @@ def test_step_keeps_scheduled_tokens_blocks_and_scores_but_no_sampling_parameter
     assert found.finished_req_ids == {"r3", "r4"}
     assert found.scheduled_spec_decode_tokens == {"r2": [8, 9]}
     assert found.copies == scheduled.copies
+    assert found.state_saves == scheduled.state_saves
     [data] = found.scheduled_new_reqs
     for name in (
         "request_id",
