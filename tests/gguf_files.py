@@ -1,7 +1,9 @@
 """GGUF files for tests, written with the package `gguf` from checkpoints in Hugging Face's layout."""
 
 import json
+import math
 
+import delta_net_gguf
 import gguf
 import numpy as np
 import torch
@@ -30,6 +32,7 @@ _PARTS = {
     "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj",
 }
+_FLOATS = (".ssm_conv1d.", ".ffn_gate_inp")  # matrices that llama.cpp does not quantize
 _MODEL = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -67,11 +70,13 @@ def write_gguf(directory, path, *, kind="F32", kinds=None, changes=None, splits=
     blocks. changes: metadata, set last; None removes a key.
     """
     config = json.loads((directory / "config.json").read_text())
-    architecture = _ARCHITECTURES[config["architectures"][0]]
-    metadata = {f"{architecture}.{key}": value for key, value in _numbers(config).items()}
+    has_delta_nets = (name := config["architectures"][0]) in delta_net_gguf.ARCHITECTURES
+    architecture = (_ARCHITECTURES | delta_net_gguf.ARCHITECTURES)[name]
+    numbers = _numbers(config) | (delta_net_gguf.numbers(config) if has_delta_nets else {})
+    metadata = {f"{architecture}.{key}": value for key, value in numbers.items()}
     metadata |= byte_vocabulary(config["vocab_size"])
     metadata |= changes or {}
-    tensors = dict(_tensors(directory, config))
+    tensors = dict((delta_net_gguf.tensors if has_delta_nets else _tensors)(directory, config))
     factors = _llama3_factors(config)
     if factors is not None:
         tensors["rope_freqs.weight"] = factors
@@ -80,10 +85,12 @@ def write_gguf(directory, path, *, kind="F32", kinds=None, changes=None, splits=
         add(writer, key, value)
     for name, value in tensors.items():
         stored = gguf.GGMLQuantizationType[(kinds or {}).get(name.split(".")[-2], kind)]
-        if value.ndim == 2 and stored.name.endswith("_K"):
-            rows = random_blocks(torch.Generator().manual_seed(len(name)), BlockKind[stored.name], *value.shape).rows
-            writer.add_tensor(name, rows.numpy(), raw_dtype=stored)
-        elif value.ndim == 2 and stored.name != "F32":
+        is_matrix = value.ndim > 1 and not any(part in name for part in _FLOATS)
+        if is_matrix and stored.name.endswith("_K"):
+            shape = math.prod(value.shape[:-1]), value.shape[-1]
+            blocks = random_blocks(torch.Generator().manual_seed(len(name)), BlockKind[stored.name], *shape)
+            writer.add_tensor(name, blocks.rows.view(*value.shape[:-1], -1).numpy(), raw_dtype=stored)
+        elif is_matrix and stored.name != "F32":
             writer.add_tensor(name, gguf.quantize(value, stored), raw_dtype=stored)
         else:
             writer.add_tensor(name, value)

@@ -1,3 +1,11 @@
 """Families with recurrent layers, which Triton does not compute yet."""
 
-RECURRENT = frozenset({"Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Qwen3_5ForCausalLM"})
+RECURRENT = frozenset(
+    {
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+    }
+)

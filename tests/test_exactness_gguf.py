@@ -22,6 +22,7 @@ FILES = {
     "mixed": {"kind": "Q4_1", "kinds": {"attn_v": "Q8_0", "ffn_down": "Q5_1", "attn_output": "F16"}},
     "Q4_K_M": {"kind": "Q4_K", "kinds": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "attn_q": "Q5_K"}},
     "some expanded": {"kind": "Q5_0", "kinds": {"attn_k": "F16"}},
+    "gated delta nets": {"kind": "Q4_0", "kinds": {"attn_gate": "Q4_1", "ssm_alpha": "F32", "attn_q": "Q8_0"}},
 }
 REQUESTS = [
     (
@@ -36,7 +37,8 @@ REQUESTS = [
 def path(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("gguf")
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if request.param == "Q4_K_M" else {}
-    config = tiny_config("LlamaForCausalLM", vocab_size=288, tie_word_embeddings=True, **sizes)
+    name = "Qwen3_5ForCausalLM" if request.param == "gated delta nets" else "LlamaForCausalLM"
+    config = tiny_config(name, vocab_size=288, tie_word_embeddings=True, **sizes)
     folder = write_checkpoint(directory / "folder", config, std=0.1)
     return write_gguf(folder, directory / "model.gguf", **FILES[request.param])
 

@@ -1,7 +1,8 @@
-"""Write a GGUF file with random blocks in the widths of a real mixture of experts, for benchmarks.
+"""Write a GGUF file with random blocks in the widths of a real mixture of experts or hybrid model, for benchmarks.
 
     python tools/make_expert_gguf.py qwen3-30b-a3b OUT.gguf --layers 4 --type Q4_K
     python tools/make_expert_gguf.py gpt-oss-20b OUT.gguf --layers 4
+    python tools/make_expert_gguf.py qwen3.5-0.8b OUT.gguf --layers 24 --type Q4_K
 
 Tensors are written one by one, and no float weights are made or rounded. All layers have the same blocks, but each
 layer has its own bytes in the file. The vocabulary consists of bytes, with filler tokens up to the model's size.
@@ -41,6 +42,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "chosen": 4, "expert": 1536, "vocabulary": 154880, "has_qk_norm": False, "theta": 1e6, "query": 768,
         "latent": 512, "rotated": 64, "value": 256, "shared": 1, "dense": 10240,
     },
+    "qwen3.5-0.8b": {
+        "architecture": "qwen35", "hidden": 1024, "heads": 8, "kv_heads": 2, "head_dim": 256, "dense": 3584,
+        "vocabulary": 248320, "theta": 1e7, "key_heads": 16, "value_heads": 16, "state": 128, "taps": 4, "interval": 4,
+        "rotated": 64,
+    },
+    "qwen3.6-35b-a3b": {
+        "architecture": "qwen35moe", "hidden": 2048, "heads": 16, "kv_heads": 2, "head_dim": 256, "experts": 256,
+        "chosen": 8, "expert": 512, "vocabulary": 248320, "theta": 1e7, "key_heads": 16, "value_heads": 32,
+        "state": 128, "taps": 4, "interval": 4, "rotated": 64,
+    },
 }  # fmt: skip
 
 
@@ -53,7 +64,7 @@ def write(path: Path, shape: dict[str, Any], *, layers: int, kind: str, seed: in
     generator = torch.Generator().manual_seed(seed)
     for name, in_kind, sizes in tensors(shape, layers, kind):
         if in_kind == "F32":
-            writer.add_tensor(name, torch.ones(sizes).numpy() if "norm" in name else 0.02 * torch.randn(sizes).numpy())
+            writer.add_tensor(name, float_values(name, sizes).numpy())
             continue
         rows = sizes[0] if len(sizes) == 2 else sizes[0] * sizes[1]
         columns = sizes[-1]
@@ -68,28 +79,50 @@ def write(path: Path, shape: dict[str, Any], *, layers: int, kind: str, seed: in
     return path
 
 
+def float_values(name: str, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Return a float tensor: ones for norms, and negative decays."""
+    if "norm" in name:
+        return torch.ones(sizes)
+    return -torch.rand(sizes) if name.endswith("ssm_a") else 0.02 * torch.randn(sizes)
+
+
 def metadata(shape: dict[str, Any], layers: int) -> dict[str, Any]:
     """Return the file's metadata."""
     keys = {
         "block_count": layers,
         "context_length": 32768,
         "embedding_length": shape["hidden"],
-        "feed_forward_length": shape["expert"],
+        "feed_forward_length": shape.get("dense", shape.get("expert")),
         "attention.head_count": shape["heads"],
         "attention.head_count_kv": shape["kv_heads"],
         "attention.key_length": shape["head_dim"],
         "attention.value_length": shape["head_dim"],
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": shape["theta"],
-        "expert_count": shape["experts"],
-        "expert_used_count": shape["chosen"],
-        "expert_feed_forward_length": shape["expert"],
     }
+    if "experts" in shape:
+        keys |= {
+            "expert_count": shape["experts"],
+            "expert_used_count": shape["chosen"],
+            "expert_feed_forward_length": shape["expert"],
+        }
+    if "state" in shape:
+        keys |= {
+            "ssm.conv_kernel": shape["taps"],
+            "ssm.state_size": shape["state"],
+            "ssm.group_count": shape["key_heads"],
+            "ssm.time_step_rank": shape["value_heads"],
+            "ssm.inner_size": shape["value_heads"] * shape["state"],
+            "full_attention_interval": shape["interval"],
+            "rope.dimension_count": shape["rotated"],
+            "rope.dimension_sections": [11, 11, 10, 0],
+        }
+        if "experts" in shape:
+            keys["expert_shared_feed_forward_length"] = shape["expert"]
     if shape["architecture"] == "gpt-oss":
         keys["attention.sliding_window"] = 128
     if "latent" in shape:
         keys |= {
-            "feed_forward_length": shape["dense"],
             "leading_dense_block_count": 1,
             "attention.q_lora_rank": shape["query"],
             "attention.kv_lora_rank": shape["latent"],
@@ -123,9 +156,11 @@ def vocabulary(size: int) -> dict[str, Any]:
     }
 
 
-def tensors(shape: dict[str, Any], layers: int, kind: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def tensors(  # noqa: C901 - a case for each family
+    shape: dict[str, Any], layers: int, kind: str
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield names, types and sizes. Embeddings, head and values have Q6_K in a file of Q4_K, as llama.cpp's mix."""
-    hidden, inner, experts = shape["hidden"], shape["expert"], shape["experts"]
+    hidden, inner, experts = shape["hidden"], shape.get("expert", 0), shape.get("experts", 0)
     wide, dense = "Q6_K" if kind == "Q4_K" else "Q8_0", "Q8_0" if kind == "MXFP4" else kind
     q_rows, kv_rows = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
     is_gpt_oss = shape["architecture"] == "gpt-oss"
@@ -136,6 +171,9 @@ def tensors(shape: dict[str, Any], layers: int, kind: str) -> Iterator[tuple[str
         name = f"blk.{layer}."
         if "latent" in shape:
             yield from latent_layer(name, shape, kind, wide, is_dense=layer == 0)
+            continue
+        if "state" in shape:
+            yield from hybrid_layer(name, shape, kind, wide, is_recurrent=(layer + 1) % shape["interval"] > 0)
             continue
         rows = {"attn_q": q_rows, "attn_k": kv_rows, "attn_v": kv_rows}
         for part, count in rows.items():
@@ -157,6 +195,46 @@ def tensors(shape: dict[str, Any], layers: int, kind: str) -> Iterator[tuple[str
                 yield f"{name}{part}.bias", "F32", (count,)
             for part, count in (("gate", inner), ("up", inner), ("down", hidden)):
                 yield f"{name}ffn_{part}_exps.bias", "F32", (experts, count)
+
+
+def hybrid_layer(
+    name: str, shape: dict[str, Any], kind: str, wide: str, *, is_recurrent: bool
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield a layer with a gated delta net or gated attention, and an MLP or experts with a shared expert."""
+    hidden, heads, values = shape["hidden"], shape["value_heads"], shape["value_heads"] * shape["state"]
+    channels = 2 * shape["key_heads"] * shape["state"] + values
+    for part in ("attn", "post_attention"):
+        yield f"{name}{part}_norm.weight", "F32", (hidden,)
+    if is_recurrent:
+        yield f"{name}attn_qkv.weight", kind, (channels, hidden)
+        yield f"{name}attn_gate.weight", kind, (values, hidden)
+        yield f"{name}ssm_conv1d.weight", "F32", (channels, shape["taps"])
+        yield f"{name}ssm_dt.bias", "F32", (heads,)
+        yield f"{name}ssm_a", "F32", (heads,)
+        for part in ("beta", "alpha"):
+            yield f"{name}ssm_{part}.weight", "F32", (heads, hidden)
+        yield f"{name}ssm_norm.weight", "F32", (shape["state"],)
+        yield f"{name}ssm_out.weight", kind, (hidden, values)
+    else:
+        rows, kv_rows = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+        yield f"{name}attn_q.weight", kind, (2 * rows, hidden)
+        yield f"{name}attn_k.weight", kind, (kv_rows, hidden)
+        yield f"{name}attn_v.weight", wide, (kv_rows, hidden)
+        yield f"{name}attn_output.weight", kind, (hidden, rows)
+        for part in ("q", "k"):
+            yield f"{name}attn_{part}_norm.weight", "F32", (shape["head_dim"],)
+    suffix = ""
+    if "experts" in shape:
+        suffix, experts, inner = "_shexp", shape["experts"], shape["expert"]
+        yield f"{name}ffn_gate_inp.weight", "F32", (experts, hidden)
+        yield f"{name}ffn_gate_inp_shexp.weight", "F32", (hidden,)
+        for part in ("gate", "up"):
+            yield f"{name}ffn_{part}_exps.weight", kind, (experts, inner, hidden)
+        yield f"{name}ffn_down_exps.weight", kind, (experts, hidden, inner)
+    inner = shape.get("dense", shape.get("expert"))
+    for part in ("gate", "up"):
+        yield f"{name}ffn_{part}{suffix}.weight", kind, (inner, hidden)
+    yield f"{name}ffn_down{suffix}.weight", kind, (hidden, inner)
 
 
 def latent_layer(

@@ -268,6 +268,8 @@ ALTERATIONS = {
     "output_gate": lambda model: with_weights(model, ("q_proj.weight",), lambda p: p.flip(0)),
     "rates": lambda model: with_weights(model, ("in_proj_b.weight", "in_proj_a.weight"), lambda p: p.roll(1, 0)),
     "key_heads": lambda model: with_weights(model, ("in_proj_qkv.weight",), lambda p: p.roll(len(p) // 4, 0)),
+    "joined_rates": lambda model: with_weights(model, ("in_proj_ba.weight",), lambda p: p.roll(1, 0)),
+    "joined_inputs": lambda model: with_weights(model, ("in_proj_qkvz.weight",), lambda p: p.roll(len(p) // 4, 0)),
     "short_factor": lambda model: with_rope(model, short_factor=model.config.rope_parameters["long_factor"]),
     "long_factor": lambda model: with_rope(model, long_factor=model.config.rope_parameters["short_factor"]),
     "partial": lambda model: with_rope(model, partial_rotary_factor=1.0),

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import delta_net_gguf
 import gguf
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ ARCHITECTURES = {
     "Qwen3Moe": "qwen3moe", "Mixtral": "llama", "Olmoe": "olmoe", "GptOss": "gpt-oss",
     "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Glm4MoeLite": "deepseek2",
     "Glm4Moe": "glm4moe", "GraniteMoe": "granitemoe", "Lfm2": "lfm2", "Lfm2Moe": "lfm2moe",
+    "Qwen3_5": "qwen35", "Qwen3_5Moe": "qwen35moe", "Qwen3Next": "qwen3next",
 }  # fmt: skip
 # The configurations compared with transformers that a GGUF file can represent.
 CONFIGS = {name: BY_NAME[name].full_config for name in (
@@ -43,6 +45,9 @@ CONFIGS = {name: BY_NAME[name].full_config for name in (
     "gemma4-heads-of-512", "gemma4-shared-kv-double-wide", "gemma4-3-of-7-experts",
     "gemma4-one-expert-shared-kv-embeddings", "lfm2-7-layers-3-per-kv", "lfm2-adjusted-mlp-tied-layers-listed",
     "lfm2-old-style-attention-first", "lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80",
+    "qwen3_5-5-layers-2-values-per-key", "qwen3_5-short-conv-tied",
+    "qwen3_5-recurrent-last", "qwen3_5-moe-3-of-7-2-values-per-key", "qwen3_5-moe-one-expert-tied-wide-shared",
+    "qwen3-next-3-of-7-2-values-per-key",
 )}  # fmt: skip
 _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -50,10 +55,15 @@ _GEMMA3 = {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "rope_paramete
 }}  # fmt: skip
 CONFIGS["deepseek-v3-yarn-choice-bias"]["rope_parameters"]["mscale"] = 0.8  # files have no value of its own
 CONFIGS["deepseek-v2-lite-3-of-5"]["kv_b_is_split"] = True  # as in today's files
+for each in CONFIGS.values():
+    if "linear_num_key_heads" in each:
+        is_tiled = each["architectures"][0] in delta_net_gguf.TILED
+        each |= {"value_heads_are_tiled": is_tiled, "decay_is_stored": True, "delta_inputs_are_joined": False}
 CONFIGS["gemma2-window-tied"] |= {"query_pre_attn_scalar": 32}  # files have no other value than head_dim
 for name in ("lfm2-moe-3-of-7", "lfm2-moe-5-of-12-head-80"):
     CONFIGS[name]["tie_word_embeddings"] = True  # its files have no other head
 CONFIGS |= {
+    "qwen3-next-of-2025": CONFIGS["qwen3-next-3-of-7-2-values-per-key"] | {"delta_inputs_are_joined": True},
     "gemma3-scaled": tiny_config("Gemma3ForCausalLM", **heads(192, 6, 2, 32), **TIED | {"num_hidden_layers": 7})
     | _GEMMA3 | {"layer_types": None},
     "smollm3": tiny_config("SmolLM3ForCausalLM", **heads(112, 7, 1, 16), num_hidden_layers=5),
@@ -128,7 +138,7 @@ def stored_name(names, name):
             return f"blk.{name.split('.')[2]}.{part}.scale"
     if name.endswith((".sinks", ".layer_scalar")):
         return f"{names.get_name(name)}.weight"
-    found = names.get_name(name, (".weight", ".bias"))
+    found = delta_net_gguf.stored_name(names, name)
     return found or names.get_name(name.replace("model.norm.", "model.embedding_norm."), (".weight",))  # of LFM2
 
 
@@ -143,6 +153,8 @@ def own_keys(name, config, rope):  # noqa: C901, PLR0911, PLR0912 - a case for e
             return {"attention.sliding_window": config["sliding_window"], "rope.freq_base_swa": local}
         case "Gemma4":
             return gemma4_keys(config)
+        case "Qwen3_5" | "Qwen3_5Moe" | "Qwen3Next":
+            return delta_net_gguf.numbers(config)
         case "Phi3":
             original = config.get("original_max_position_embeddings", config["max_position_embeddings"])
             keys = {"rope.scaling.original_context_length": original}
@@ -413,6 +425,30 @@ def test_other_gemma4_metadata_is_refused(key, value, words, monkeypatch):
     file = replace(file, metadata=file.metadata | {f"gemma4.{key}": value})
     with pytest.raises(ModelError, match=words):
         architecture_of(ConfigFile(PATH, config_of(file)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ssm.inner_size", 100, "inner_size = 100: must be a multiple of ssm.time_step_rank = 6"),
+        ("ssm.group_count", 4, "linear_num_value_heads = 6: must be a multiple of linear_num_key_heads = 4"),
+        ("attention.recurrent_layers", [True, False], "recurrent_layers.*: must have 5 booleans, one for each layer"),
+        ("attention.recurrent_layers", [True] * 5, "recurrent_layers = True: must have 5 booleans"),
+        ("attention.recurrent_layers", [1, 1, 1, 0, 1], "recurrent_layers.*: must have 5 booleans"),
+        ("attention.scale", 2.0, "attention.scale = 2.0: octavo does not support this"),
+        ("expert_count", 4, "expert_count = 4: octavo does not support this"),
+    ],
+)
+def test_other_metadata_of_delta_nets_is_refused(key, value, words):
+    file, _ = with_keys(CONFIGS["qwen3_5-5-layers-2-values-per-key"], **{key: value})
+    with pytest.raises(ModelError, match=words):
+        architecture_of(ConfigFile(PATH, config_of(file)))
+
+
+def test_recurrent_layers_may_include_multi_token_prediction():
+    kinds = [True, False, True, False]
+    file, expected = with_keys(CONFIGS["qwen3_5-recurrent-last"], **{"attention.recurrent_layers": kinds})
+    assert architecture_of(ConfigFile(PATH, config_of(file))).layers == expected.layers
 
 
 @pytest.mark.parametrize("divisors", [None, [1.0, 2.0], [1.0] * 8, [1e30] * 16, [1.0] * 4 + [8.0] * 12])

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import torch
 from kernels_available import COMPILED
+from recurrent_families import RECURRENT
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
@@ -31,6 +32,8 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
 SCALED = {
     "Glm4MoeForCausalLM": {"num_experts_per_tok": 8},
     "Lfm2MoeForCausalLM": {"num_experts_per_tok": 8},
+    "Qwen3NextForCausalLM": {"num_experts_per_tok": 8},
+    "Qwen3_5MoeForCausalLM": {"num_experts_per_tok": 8},
     "GraniteForCausalLM": {"attention_multiplier": 0.25},
     "Gemma4ForCausalLM": {
         "num_hidden_layers": 2,
@@ -40,7 +43,7 @@ SCALED = {
     },
 }
 # Factors of the error: a layer has experts, an MLP, and embeddings, or recurrent layers add up errors of earlier rows.
-MORE_MATRICES = {"Gemma4ForCausalLM": 1.2, "Qwen3_5ForCausalLM": 1.6}
+MORE_MATRICES = {"Gemma4ForCausalLM": 1.2} | dict.fromkeys(RECURRENT, 1.6)
 
 
 class CosineSizes(TorchFunctionMode):

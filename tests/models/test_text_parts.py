@@ -137,6 +137,24 @@ def test_multimodal_model_logs_warning_that_images_are_refused(tmp_path, caplog)
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "patch_size": 14}
 GEMMA4_VISION = {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
 MROPE = {"mrope_section": [4, 2, 2]}
+QWEN3_5 = {
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "rope_theta": 1e4,
+        "rope_type": "default",
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}
+QWEN3_5_VISION = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "depth": 1, "out_hidden_size": 64}
+
+
+def without(config, *keys):
+    """Return a copy without some keys."""
+    return {key: value for key, value in config.items() if key not in keys}
+
+
 WHOLES = {  # text parts of other models, and the configurations around them; rope parameters are as on the hub
     "mistral": (
         "Mistral3ForConditionalGeneration",
@@ -208,27 +226,13 @@ WHOLES = {  # text parts of other models, and the configurations around them; ro
     ),
     "qwen3.5": (
         "Qwen3_5ForConditionalGeneration",
-        tiny_config("Qwen3_5ForCausalLM")
-        | {
-            "mtp_num_hidden_layers": 1,
-            "rope_parameters": {
-                "rope_theta": 1e4,
-                "rope_type": "default",
-                "partial_rotary_factor": 0.5,
-                "mrope_interleaved": True,
-                "mrope_section": [2, 1, 1],
-            },
-        },
-        {
-            "model_type": "qwen3_5",
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "depth": 1,
-                "out_hidden_size": 64,
-            },
-        },
+        tiny_config("Qwen3_5ForCausalLM") | QWEN3_5,
+        {"model_type": "qwen3_5", "vision_config": QWEN3_5_VISION},
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        without(tiny_config("Qwen3_5MoeForCausalLM"), "intermediate_size", "decoder_sparse_step") | QWEN3_5,
+        {"model_type": "qwen3_5_moe", "vision_config": QWEN3_5_VISION},
     ),
     "qwen3-vl": (
         "Qwen3VLForConditionalGeneration",

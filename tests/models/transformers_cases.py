@@ -392,6 +392,86 @@ MORE_CASES = (
         ("decay", "rates", "key_heads", "theta"),
     ),
     Case(
+        "qwen3_5-moe-3-of-7-2-values-per-key",
+        "Qwen3_5Moe",
+        0,
+        heads(96, 6, 3, 32)
+        | linear_heads(3, 6, 16, 32)
+        | {"num_hidden_layers": 5, "layer_types": None, "num_experts": 7},
+        ("decay", "taps", "rates", "key_heads", "experts", "router", "shared", "shared_gate"),
+    ),
+    Case(
+        "qwen3_5-moe-one-expert-tied-wide-shared",
+        "Qwen3_5Moe",
+        0,
+        heads(64, 4, 2, 40)
+        | linear_heads(2, 2, 40, 16)
+        | TIED
+        | {"layer_types": None, "full_attention_interval": 2, "linear_conv_kernel_dim": 3}
+        | {"num_experts": 5, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 200},
+        ("decay", "output_gate", "experts", "shared", "shared_gate", "tied"),
+    ),
+    Case(
+        "qwen3_5-moe-all-experts-bias-5-values",
+        "Qwen3_5Moe",
+        0,
+        heads(112, 7, 1, 16)
+        | linear_heads(1, 5, 8, 48)
+        | {"attention_bias": True, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 20}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ("decay", "delta_gate", "bias", "partial", "qk_norm", "experts", "router"),
+    ),
+    Case(
+        "qwen3_5-moe-9-experts-recurrent-last",
+        "Qwen3_5Moe",
+        0,
+        heads(160, 2, 2, 80)
+        | linear_heads(2, 8, 24, 16)
+        | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"num_experts": 9, "num_experts_per_tok": 8, "moe_intermediate_size": 36},
+        ("decay", "delta_norm", "theta", "router", "shared_gate"),
+    ),
+    Case(
+        "qwen3-next-3-of-7-2-values-per-key",
+        "Qwen3Next",
+        0,
+        heads(96, 6, 3, 32)
+        | linear_heads(3, 6, 16, 32)
+        | {"num_hidden_layers": 5, "layer_types": None, "num_experts": 7},
+        ("decay", "taps", "joined_rates", "joined_inputs", "experts", "router", "shared", "shared_gate", "normalizing"),
+    ),
+    Case(
+        "qwen3-next-some-dense-layers-tied",
+        "Qwen3Next",
+        0,
+        heads(64, 4, 2, 40)
+        | linear_heads(2, 2, 40, 16)
+        | TIED
+        | {"layer_types": None, "full_attention_interval": 2, "linear_conv_kernel_dim": 3, "num_hidden_layers": 4}
+        | {"mlp_only_layers": [1], "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": False},
+        ("decay", "output_gate", "experts", "shared_gate", "normalizing", "tied"),
+    ),
+    Case(
+        "qwen3-next-bias-5-values",
+        "Qwen3Next",
+        0,
+        heads(112, 7, 1, 16)
+        | linear_heads(1, 5, 8, 48)
+        | {"attention_bias": True, "num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 20}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ("decay", "bias", "partial", "qk_norm", "experts", "joined_inputs"),
+    ),
+    Case(
+        "qwen3-next-old-keys-4-values-per-key",
+        "Qwen3Next",
+        0,
+        heads(160, 2, 2, 80)
+        | linear_heads(2, 8, 24, 16)
+        | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "decoder_sparse_step": 2, "linear_conv_kernel_dim": 5},
+        ("decay", "delta_norm", "theta", "joined_rates", "joined_inputs"),
+    ),
+    Case(
         "gemma-head-96-tied",
         "Gemma",
         0,

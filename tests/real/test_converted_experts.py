@@ -1,4 +1,4 @@
-"""Mixtures of experts that llama.cpp's own converter has written give the tokens of their folders."""
+"""Mixtures of experts and hybrids that llama.cpp's own converter has written give the tokens of their folders."""
 
 import json
 import random
@@ -8,6 +8,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
@@ -22,7 +24,9 @@ PARTS = ("convert_hf_to_gguf.py", "conversion/", "gguf-py/")
 FAMILIES = (
     "Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GptOss in MXFP4", "GraniteMoe", "Glm4Moe", "DeepseekV2",
     "DeepseekV3", "Glm4MoeLite", "Gemma4", "Gemma4 without experts", "Lfm2", "Lfm2Moe",
+    "Qwen3_5", "Qwen3_5Moe", "Qwen3Next",
 )  # fmt: skip
+PREDICTING = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")  # with layers of multi-token prediction, which are not loaded
 LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite")
 SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
@@ -63,9 +67,13 @@ def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_
         config |= DENSE_GEMMA4
     if "mlp_layer_types" in config:
         config |= {"mlp_layer_types": ["dense", *["sparse"] * 3], "first_k_dense_replace": 1}
+    if family in PREDICTING:
+        config["mtp_num_hidden_layers"] = 1
     if "layer_types" in config:
         config["layer_types"] = (config["layer_types"] * 2)[: SIZES["num_hidden_layers"]]
     folder, file = write_checkpoint(tmp_path / "folder", config, std=0.1), tmp_path / "model.gguf"
+    if family in PREDICTING:
+        add_prediction_layer(folder)
     if "MXFP4" in case:
         store_as_mxfp4(folder)
     if family == "Gemma4":  # the converter counts the tokens
@@ -77,6 +85,15 @@ def test_tokens_of_converted_experts_equal_those_of_folder(case, llama_cpp, tmp_
     tokens = tokens_of(folder)
     assert tokens_of(file) == tokens
     assert len({*map(tuple, tokens)}) == len(tokens)
+
+
+def add_prediction_layer(folder):
+    """Add a layer of multi-token prediction, with the weights of the last attention layer."""
+    tensors = load_file(folder / "model.safetensors")
+    layer, size = f"model.layers.{SIZES['num_hidden_layers'] - 1}.", SIZES["hidden_size"]
+    more = {name.replace(layer, "mtp.layers.0."): each.clone() for name, each in tensors.items() if layer in name}
+    more |= {f"mtp.{name}.weight": torch.ones(size) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    save_file(tensors | more | {"mtp.fc.weight": torch.ones(size, 2 * size)}, folder / "model.safetensors")
 
 
 def tokens_of(model):

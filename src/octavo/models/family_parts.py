@@ -50,8 +50,9 @@ _DEEPSEEK: dict[str, Any] = {
     "v_head_dim": 16,
 }
 _OF_DEEPSEEK = frozenset(f"{name}ForCausalLM" for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite"))
+_QWEN = ("Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Qwen3_5Moe")
 _WITH_EXPERTS = frozenset(
-    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Lfm2Moe", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")
+    f"{name}ForCausalLM" for name in ("GptOss", "GraniteMoe", "Lfm2Moe", "Mixtral", "Olmoe", *_QWEN)
 )
 _LFM2: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 6}
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.models.declared import Linear, Taps, Vector
 from octavo.models.kv_layout import StateShape
+from octavo.models.split import RowsPart
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
@@ -33,7 +35,11 @@ class GatedDeltaTensors(NamedTuple):
 class GatedDeltaConfig:
     """A layer whose heads have a state [key_dim, value_dim] instead of keys and values.
 
-    num_taps  width of the convolution before the heads
+    num_taps           width of the convolution before the heads
+    is_tiled           value head h uses key head h % num_key_heads, instead of consecutive value heads the same one
+    decay_is_stored    A_log holds -exp(A_log)
+    has_joined_inputs  one matrix has the rows of queries, keys, values and gates of each key head together
+    has_joined_rates   one matrix has the rows of b and a of each key head together
     """
 
     num_key_heads: int
@@ -41,6 +47,10 @@ class GatedDeltaConfig:
     key_dim: int
     value_dim: int
     num_taps: int
+    is_tiled: bool = False
+    decay_is_stored: bool = False
+    has_joined_inputs: bool = False
+    has_joined_rates: bool = False
 
     @classmethod
     def read(cls, config: ConfigFile) -> GatedDeltaConfig:
@@ -61,6 +71,8 @@ class GatedDeltaConfig:
             key_dim=config.count("linear_key_head_dim", 128),
             value_dim=value_dim,
             num_taps=num_taps,
+            is_tiled=config.flag("value_heads_are_tiled", default=False),
+            decay_is_stored=config.flag("decay_is_stored", default=False),
         )
 
     def within(self, max_model_len: int) -> GatedDeltaConfig:
@@ -93,16 +105,36 @@ class GatedDeltaConfig:
     def tensors(self, name: str, hidden_size: int) -> GatedDeltaTensors:
         """See `TokenMixerConfig`."""
         name, num_heads = f"{name}.linear_attn", self.num_value_heads
-        inputs = (f"{name}.in_proj_qkv", self.num_channels), (f"{name}.in_proj_z", self.num_values)
         return GatedDeltaTensors(
-            inputs=Linear(inputs, hidden_size),
-            rates=Linear(((f"{name}.in_proj_b", num_heads), (f"{name}.in_proj_a", num_heads)), hidden_size),
+            inputs=self._inputs(name, hidden_size),
+            rates=self._rates(name, hidden_size),
             conv=Taps(f"{name}.conv1d.weight", self.num_channels * self.num_taps, self.num_taps),
             decay=Vector(f"{name}.A_log", num_heads),
             dt_bias=Vector(f"{name}.dt_bias", num_heads),
             norm=Vector(f"{name}.norm.weight", self.value_dim),
             out=Linear(((f"{name}.out_proj", hidden_size),), self.num_values),
         )
+
+    def _inputs(self, name: str, hidden_size: int) -> Linear:
+        if not self.has_joined_inputs:
+            parts = (f"{name}.in_proj_qkv", self.num_channels), (f"{name}.in_proj_z", self.num_values)
+            return Linear(parts, hidden_size)
+        whole = Linear(((f"{name}.in_proj_qkvz", self.num_channels + self.num_values),), hidden_size)
+        num_values = self.num_values // self.num_key_heads
+        return self._apart(whole, (self.key_dim, self.key_dim, num_values, num_values))
+
+    def _rates(self, name: str, hidden_size: int) -> Linear:
+        num_heads = self.num_value_heads
+        if not self.has_joined_rates:
+            return Linear(((f"{name}.in_proj_b", num_heads), (f"{name}.in_proj_a", num_heads)), hidden_size)
+        whole = Linear(((f"{name}.in_proj_ba", 2 * num_heads),), hidden_size)
+        return self._apart(whole, (num_heads // self.num_key_heads,) * 2)
+
+    def _apart(self, whole: Linear, sizes: tuple[int, ...]) -> RowsPart:
+        """Order rows by kind. sizes: each kind's rows of a key head."""
+        starts = range(0, whole.out_features, sum(sizes))
+        kinds = pairwise(accumulate(sizes, initial=0))
+        return RowsPart.of(whole, [(start + first, start + end) for first, end in kinds for start in starts])
 
     def build(self, context: ModelContext, tensors: GatedDeltaTensors) -> GatedDelta:
         """See `TokenMixerConfig`."""
@@ -113,4 +145,4 @@ class GatedDeltaConfig:
 
 def is_rate(matrix_name: str) -> bool:
     """Return True for the small matrices of b and a."""
-    return matrix_name.removesuffix(".weight").endswith((".in_proj_b", ".in_proj_a"))
+    return matrix_name.removesuffix(".weight").endswith((".in_proj_b", ".in_proj_a", ".in_proj_ba"))

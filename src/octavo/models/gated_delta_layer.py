@@ -31,7 +31,8 @@ class GatedDelta:
         self.inputs, self.rates = context.linear(tensors.inputs), context.linear(tensors.rates)
         self.taps = context.vector(tensors.conv).view(config.num_channels, config.num_taps).t().contiguous()
         self.no_bias = torch.empty(0, device=self.taps.device)
-        self.decay = -context.vector(tensors.decay).exp()
+        decay = context.vector(tensors.decay)
+        self.decay = decay if config.decay_is_stored else -decay.exp()
         self.dt_bias, self.norm = context.vector(tensors.dt_bias), context.vector(tensors.norm)
         self.out = context.linear(tensors.out)
 
@@ -51,7 +52,7 @@ class GatedDelta:
         heads = kernels.empty(len(hidden), config.num_values, like=hidden)
         gated_delta(
             kernels, mixed, a, b, kept_mixed, kept_a, kept_b, self.decay, self.dt_bias, matrices, states,
-            config.num_key_heads, False, heads,
+            config.num_key_heads, config.is_tiled, heads,
         )  # fmt: skip
         keep_rows(kernels, qkv, mixed, rates, kept, states)
         normed = kernels.empty(len(hidden), config.num_values, like=hidden)

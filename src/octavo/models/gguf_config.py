@@ -41,7 +41,7 @@ _NOT_READ = (
 _NEUTRAL = {"rope.scaling.attn_factor": 1.0}
 _GEMMA_LOCAL_THETA = 10_000.0
 # llama.cpp stores these weights in wider types
-_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".shortconv.conv.")
+_WIDENED = (TABLE, "per_layer_model_proj", ".ffn_gate_inp", ".shortconv.conv.", ".ssm_alpha", ".ssm_beta", ".ssm_ba")
 _SMOLLM3_ROPE_PERIOD, _GEMMA2_PERIOD, _GEMMA3_PERIOD, _OLMO3_PERIOD, _GPT_OSS_PERIOD = 4, 2, 6, 4, 2
 _MAX_FLOAT32 = 3.4e38
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
@@ -185,8 +185,6 @@ def find_gguf_family(file: GGUFFile) -> tuple[str, GGUFFamily]:
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(_FAMILIES)
-        if architecture == "qwen35":
-            raise ModelError(f"{file.path}: octavo runs Qwen3.5 from safetensors only; choose such a checkpoint")
         raise ModelError(
             f"{file.path}: general.architecture = {architecture!r}; the supported architectures of GGUF "
             f"files are {known}"
@@ -536,6 +534,59 @@ def _require_sigmoid(fields: GGUFFields) -> None:
         raise fields.values.error("expert_gating_func", f"octavo supports {_SIGMOID} (sigmoid) for this family")
 
 
+def _read_delta_nets(fields: GGUFFields) -> dict[str, Any]:
+    """Read the keys of gated delta nets and of gated attention."""
+    fields.values.mark("rope.dimension_sections")  # a text's position dimensions are equal
+    num_heads, num_values = fields.count("ssm.time_step_rank"), fields.count("ssm.inner_size")
+    if num_values % num_heads:
+        raise fields.values.error("ssm.inner_size", f"must be a multiple of ssm.time_step_rank = {num_heads}")
+    return {
+        "layer_types": _delta_layers(fields),
+        "linear_num_key_heads": fields.count("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": fields.count("ssm.state_size"),
+        "linear_value_head_dim": num_values // num_heads,
+        "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
+        "partial_rotary_factor": fields.count("rope.dimension_count", fields.head_dim) / fields.head_dim,
+        "decay_is_stored": True,
+    }
+
+
+def _delta_layers(fields: GGUFFields) -> list[str]:
+    key, num_layers = "attention.recurrent_layers", fields.num_layers
+    interval = fields.count("full_attention_interval", 4)
+    found = fields.values.values.get(key, [bool((layer + 1) % interval) for layer in range(num_layers)])
+    fields.values.mark(key)
+    if not isinstance(found, list) or len(found) < num_layers or any(type(each) is not bool for each in found):
+        raise fields.values.error(key, f"must have {num_layers} booleans, one for each layer, which are not all equal")
+    return ["linear_attention" if each else "full_attention" for each in found[:num_layers]]
+
+
+def _read_qwen35(fields: GGUFFields) -> dict[str, Any]:
+    return _read_delta_nets(fields) | {"value_heads_are_tiled": True}
+
+
+def _read_qwen35moe(fields: GGUFFields) -> dict[str, Any]:
+    return _read_qwen35(fields) | _read_gated_experts(fields)
+
+
+def _read_qwen3next(fields: GGUFFields) -> dict[str, Any]:
+    is_old = any(name.endswith(".ssm_in.weight") for name in fields.file.tensors)
+    return _read_delta_nets(fields) | _read_gated_experts(fields) | {"delta_inputs_are_joined": is_old}
+
+
+def _read_gated_experts(fields: GGUFFields) -> dict[str, Any]:
+    fields.values.mark("feed_forward_length")
+    shared = fields.count("expert_shared_feed_forward_length")
+    return {
+        "num_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": shared,
+        "intermediate_size": shared,
+    }
+
+
 def _scores_by_sigmoid(fields: GGUFFields) -> bool:
     key = "expert_gating_func"
     if not fields.optional(key):  # only routers with a sigmoid have this bias
@@ -567,6 +618,11 @@ _FAMILIES = {
     "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
     "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", _read_qwen2_moe),
     "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
+    "qwen35": GGUFFamily("Qwen3_5ForCausalLM", "qwen3_5_text", _read_qwen35, _POST_NORM, norms_around_one=True),
+    "qwen35moe": GGUFFamily(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _read_qwen35moe, _POST_NORM, norms_around_one=True
+    ),
+    "qwen3next": GGUFFamily("Qwen3NextForCausalLM", "qwen3_next", _read_qwen3next, _POST_NORM, norms_around_one=True),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", _read_qwen3_moe),
     "olmoe": GGUFFamily("OlmoeForCausalLM", "olmoe", _read_olmoe),
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", _read_gemma, norms_around_one=True),

@@ -6,7 +6,7 @@ import mmap
 import re
 import shlex
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
@@ -31,6 +31,8 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.g
 _MAX_SPLITS = 1 << 12
 _ALL_EXPERTS = re.compile(r"(?P<layer>blk\.\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
 _ALL_HEADS = re.compile(r"blk\.\d+\.attn_[kv]_b\.weight")
+_ONE_ROW = re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight")
+_TAPS = re.compile(r"blk\.\d+\.ssm_conv1d\.weight")
 # Pieces of a file cut by bytes: NAME.gguf.part1of2, NAME.gguf-split-a, NAME.gguf.001.
 _PIECE_NAME = re.compile(
     r"(?P<whole>.+\.gguf)"
@@ -118,7 +120,7 @@ class GGUFFile:
 
 
 def _divided(tensors: dict[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
-    for name, stored in tensors.items():
+    for name, stored in ((name, _with_sizes_of_one(name, each)) for name, each in tensors.items()):
         if _ALL_HEADS.fullmatch(name) is not None and len(stored.shape) == 3:
             yield from _heads(name.removesuffix(".weight"), stored)
             continue
@@ -137,6 +139,15 @@ def _divided(tensors: dict[str, StoredArray]) -> Iterator[tuple[str, StoredArray
                 f"{match['layer']}.ffn_{part}_exps.{index // len(parts)}.{match['kind']}",
                 StoredArray(stored.path, stored.type, shape, stored.offset + index * size, size),
             )
+
+
+def _with_sizes_of_one(name: str, stored: StoredArray) -> StoredArray:
+    """Restore sizes of 1, which llama.cpp drops."""
+    if len(stored.shape) == 1 and _ONE_ROW.fullmatch(name) is not None:
+        return replace(stored, shape=(1, *stored.shape))
+    if len(stored.shape) == 2 and _TAPS.fullmatch(name) is not None:
+        return replace(stored, shape=(stored.shape[0], 1, stored.shape[1]))
+    return stored
 
 
 def _heads(name: str, stored: StoredArray) -> Iterator[tuple[str, StoredArray]]:

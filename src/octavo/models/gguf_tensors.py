@@ -142,7 +142,7 @@ class GGUFTensors:
         heads = self._weights.heads_of_pairs(stored_name)
         if heads is not None:
             numbers = numbers[halves_of_heads(heads, stored.shape[0])]
-        if self._weights.family.norms_around_one and name.endswith("norm.weight"):
+        if self._weights.family.norms_around_one and _is_norm_around_one(stored_name):
             numbers = numbers.float() - 1
         return numbers
 
@@ -177,6 +177,11 @@ class ExpandedRows:
         if kind in _FLOATS:
             return chosen.view(_FLOATS[kind])
         return _expand(self.stored, chosen.view(-1, kind.block_bytes)).view(len(chosen), self.stored.shape[1])
+
+
+def _is_norm_around_one(stored_name: str) -> bool:
+    """Return True for norms whose factors Hugging Face stores minus 1."""
+    return stored_name.endswith("norm.weight") and not stored_name.endswith(".ssm_norm.weight")
 
 
 def _forget(path: Path, rows: Tensor) -> None:

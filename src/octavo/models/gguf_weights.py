@@ -57,6 +57,17 @@ _LAYER_NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
 }
 _HEAD_NAMES = {"attn_k_b": "k_b_proj", "attn_v_b": "v_b_proj"}
 _EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
@@ -144,8 +155,10 @@ class GGUFWeights:
         return self._pairs.get(part)
 
 
-def _hugging_face_name(name: str, parts: dict[str, str]) -> str:
+def _hugging_face_name(name: str, parts: dict[str, str]) -> str:  # noqa: PLR0911 - a case for each form
     match name.split("."):
+        case ["blk", layer, part] if part in parts:
+            return f"model.layers.{layer}.{parts[part]}"
         case ["blk", layer, part, kind] if (whole := parts.get(f"{part}.{kind}")) is not None:
             return f"model.layers.{layer}.{whole}"
         case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:

@@ -43,7 +43,7 @@ MAX_SHARD_BYTES = 4 << 30
 _INDEX = "model.safetensors.index.json"
 _ROUTERS = (r"re:.*\.mlp\.(gate|router)$", r"re:.*\.shared_expert_gate$")
 _ABSORBED = (r"re:.*\.kv_b_proj$",)
-_RATES = (r"re:.*\.linear_attn\.in_proj_[ab]$",)
+_RATES = (r"re:.*\.linear_attn\.in_proj_(a|b|ba)$",)
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md", ".tiktoken")
 
 

@@ -24,12 +24,18 @@ _LINEAR, _PARTIAL, _ROPES = "linear_attention", "partial_rotary_factor", ("rope_
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
     """See `Family`. Layers for multi-token prediction are not loaded."""
-    config.mark("mtp_num_hidden_layers")
-    attention, max_context_tokens = _read_attention(config)
-    delta, mlp = GatedDeltaConfig.read(config), GatedMLPConfig.read(config)
-    layers = tuple(LayerConfig(attention=attention if kind == FULL else delta, mlp=mlp) for kind in _read_kinds(config))
+    layers, max_context_tokens = read_layers(config, GatedDeltaConfig.read(config))
     architecture = read_decoder(config, name, layers=layers, max_context_tokens=max_context_tokens)
     return replace(architecture, norm_offset=1.0)
+
+
+def read_layers(config: ConfigFile, delta: GatedDeltaConfig) -> tuple[tuple[LayerConfig, ...], int]:
+    """Return layers with plain MLPs, and the longest context in tokens."""
+    config.mark("mtp_num_hidden_layers")
+    attention, max_context_tokens = _read_attention(config)
+    mlp, kinds = GatedMLPConfig.read(config), _read_kinds(config)
+    layers = tuple(LayerConfig(attention=attention if kind == FULL else delta, mlp=mlp) for kind in kinds)
+    return layers, max_context_tokens
 
 
 def _read_attention(config: ConfigFile) -> tuple[GatedAttentionConfig, int]:

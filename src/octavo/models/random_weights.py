@@ -95,6 +95,20 @@ class RandomWeights:
 
 _NO_SCALING = {"rope_type": "default", "rope_theta": 10000.0}
 _QWEN_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+_QWEN3_5 = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
 _DEEPSEEK = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -214,21 +228,17 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
     "Qwen2MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96},
     "Qwen3MoeForCausalLM": _QWEN_MOE | {"model_type": "qwen3_moe", "norm_topk_prob": True},
-    "Qwen3_5ForCausalLM": {
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 24,
-        "linear_value_head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
-            "mrope_interleaved": True,
-        },
+    "Qwen3NextForCausalLM": _QWEN3_5
+    | _QWEN_MOE
+    | {
+        "model_type": "qwen3_next",
+        "shared_expert_intermediate_size": 96,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
+    "Qwen3_5ForCausalLM": _QWEN3_5 | {"model_type": "qwen3_5_text"},
+    "Qwen3_5MoeForCausalLM": _QWEN3_5
+    | _QWEN_MOE
+    | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 96},
     "Olmo3ForCausalLM": {
         "rope_parameters": {"full_attention": _NO_SCALING, "sliding_attention": _NO_SCALING},
         "sliding_window": 37,
@@ -237,6 +247,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 
 
 _OF_LFM2 = {ours: theirs for theirs, ours in LFM2_PARTS.items()}
+_JOINED = frozenset(f"{name}ForCausalLM" for name in ("Gemma4", "GptOss", "GraniteMoe", "Qwen3_5Moe"))
 _STORED_NAMES = {
     "Lfm2ForCausalLM": _OF_LFM2,
     "Lfm2MoeForCausalLM": _OF_LFM2,
@@ -301,7 +312,7 @@ def write_checkpoint(
     weights = RandomWeights(shapes, getattr(torch, architecture.dtype), seed, std, 1.0 - architecture.norm_offset)
     shards: list[dict[str, Tensor]] = [{}]
     tensors = {name: weights.tensor(name) for name in shapes}
-    if (family := config["architectures"][0]) in {"GptOssForCausalLM", "GraniteMoeForCausalLM", "Gemma4ForCausalLM"}:
+    if (family := config["architectures"][0]) in _JOINED:
         tensors = _with_joined_experts(tensors, family)
     for name, tensor in tensors.items():
         full = max_shard_bytes is not None and _num_bytes(shards[-1]) + tensor.nbytes > max_shard_bytes

@@ -47,7 +47,9 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": "octavo.models.qwen2_moe",
     "Qwen3ForCausalLM": "octavo.models.qwen3",
     "Qwen3MoeForCausalLM": "octavo.models.qwen3_moe",
+    "Qwen3NextForCausalLM": "octavo.models.qwen3_next",
     "Qwen3_5ForCausalLM": "octavo.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "octavo.models.qwen3_5_moe",
     "SmolLM3ForCausalLM": "octavo.models.smollm3",
 }
 
