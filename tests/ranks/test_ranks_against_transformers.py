@@ -26,6 +26,7 @@ TIE = 1e-4  # both sides compute logits to about 1e-5
         ("DeepseekV3ForCausalLM", 4, True),
         ("GptOssForCausalLM", 2, False),
         ("Qwen3_5ForCausalLM", 2, False),
+        ("Qwen3NextForCausalLM", 2, True),
         ("Lfm2ForCausalLM", 4, False),
         ("Lfm2MoeForCausalLM", 2, True),
     ],

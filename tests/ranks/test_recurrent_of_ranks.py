@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from gguf_files import write_gguf
 from rank_threads import RankThread
 from safetensors.torch import load_file, save_file
 from test_exactness import SCHEDULES, Schedule, answers, make_engine, make_requests, needs_kernels
@@ -41,6 +42,8 @@ MODELS = {
     "convolutions": (CONV, {"conv_bias": True}),
     "channels that do not divide evenly": (CONV, {"hidden_size": 72, "num_attention_heads": 4}),
     "convolutions and experts": (MIXTURE, {}),
+    "gated delta nets and experts": ("Qwen3_5MoeForCausalLM", {}),
+    "inputs of key heads together": ("Qwen3NextForCausalLM", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
 }
 CHOSEN = {"crowd", "chunks_of_1", "chunks_of_7", "few_blocks", "swapped", "warm_cache", "ahead_few_blocks"}
 SCHEDULES_AND_METHODS = [
@@ -61,7 +64,7 @@ def write(path, family, **changes):
     return write_checkpoint(path / "model", tiny_config(family, **{"vocab_size": 500} | changes), std=0.1)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("number_format", FORMATS)
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_of_recurrent_models_give_tokens_of_one_process(model, number_format, tmp_path):
@@ -72,13 +75,37 @@ def test_ranks_of_recurrent_models_give_tokens_of_one_process(model, number_form
         assert results(path, count, **options) == expected, count
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("number_format", FORMATS)
-def test_ranks_of_recurrent_models_with_own_experts_give_tokens_of_one_process(number_format, tmp_path):
-    path, options = write(tmp_path, MIXTURE, num_experts=7), FORMATS[number_format]
+@pytest.mark.parametrize("family", [MIXTURE, "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"])
+def test_ranks_of_recurrent_models_with_own_experts_give_tokens_of_one_process(family, number_format, tmp_path):
+    path, options = write(tmp_path, family, num_experts=7), FORMATS[number_format]
     expected = results(path, 1, **options)
     for count in (2, 4):
         assert results(path, count, enable_expert_parallel=True, **options) == expected, count
+
+
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+@pytest.mark.parametrize("heads", [(2, 4), (1, 6), (3, 9), (2, 8), (5, 5)])
+def test_ranks_of_gguf_files_with_tiled_heads_give_tokens_of_one_process(heads, kind, tmp_path):
+    """Among four ranks and with 3 key heads, a rank has value heads of two tiles."""
+    sizes = dict(zip(("linear_num_key_heads", "linear_num_value_heads"), heads, strict=True))
+    folder = write(tmp_path, DELTA, linear_key_head_dim=32, linear_value_head_dim=32, vocab_size=320, **sizes)
+    path = write_gguf(folder, tmp_path / "model.gguf", kind=kind)
+    expected = results(path, 1)
+    for count in (2, 4):
+        assert results(path, count) == expected, count
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+def test_ranks_of_gguf_files_with_convolutions_give_tokens_of_one_process(kind, tmp_path):
+    folder = write(tmp_path, CONV, vocab_size=320, hidden_size=128, head_dim=32)
+    path = write_gguf(folder, tmp_path / "model.gguf", kind=kind, kinds={"conv": "F32"})
+    expected = results(path, 1)
+    for count in (2, 4):
+        assert results(path, count) == expected, count
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +135,7 @@ def alone(checkpoints):
     return run
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("family", [DELTA, CONV, MIXTURE])

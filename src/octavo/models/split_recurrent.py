@@ -13,12 +13,13 @@ from octavo.models.gated_conv import GatedConvConfig, GatedConvTensors
 from octavo.models.gated_delta import GatedDeltaConfig, GatedDeltaTensors
 
 if TYPE_CHECKING:
+    from octavo.models.declared import Borders
     from octavo.models.share import Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitGatedDelta(GatedDeltaConfig):
-    """One rank's heads of a `GatedDeltaConfig`. If there are fewer key heads than ranks, ranks share key heads."""
+    """One rank's value heads of a `GatedDeltaConfig`, and their key heads, of which other ranks may have some, too."""
 
     whole: GatedDeltaConfig
     share: Share
@@ -26,19 +27,19 @@ class SplitGatedDelta(GatedDeltaConfig):
     @classmethod
     def of(cls, whole: GatedDeltaConfig, share: Share) -> SplitGatedDelta:
         """Take the rank's heads. Raises `ConfigError`."""
-        values, keys = share.heads(whole.num_value_heads, whole.num_key_heads, ("value heads", "key heads"))
-        (first, end), (first_key, end_key) = share.own(values), keys[share.rank]
+        borders, key_heads = _divide_heads(whole, share)
+        first, end = share.own(borders)
         options = {name: getattr(whole, name) for name in GatedDeltaConfig.__dataclass_fields__}
-        options |= {"num_value_heads": end - first, "num_key_heads": end_key - first_key}
+        options |= {"num_value_heads": end - first, "num_key_heads": sum(end - first for first, end in key_heads)}
         return cls(**options, whole=whole, share=share)
 
     def tensors(self, name: str, hidden_size: int) -> GatedDeltaTensors:
         """See `TokenMixerConfig`."""
         whole, share, config = self.whole.tensors(name, hidden_size), self.share, self.whole
-        borders, key_heads = share.heads(config.num_value_heads, config.num_key_heads)
+        borders, key_heads = _divide_heads(config, share)
         heads, num_keys = share.own(borders), config.num_key_heads * config.key_dim
-        keys, values = _times(config.key_dim, key_heads[share.rank]), _times(config.value_dim, heads)
-        channels = [keys, _after(num_keys, keys), _after(2 * num_keys, values)]
+        values, keys = _times(config.value_dim, heads), [_times(config.key_dim, each) for each in key_heads]
+        channels = [*keys, *(_after(num_keys, each) for each in keys), _after(2 * num_keys, values)]
         return whole._replace(
             inputs=RowsPart.of(whole.inputs, [*channels, _after(config.num_channels, values)]),
             rates=RowsPart.of(whole.rates, [heads, _after(config.num_value_heads, heads)]),
@@ -74,6 +75,22 @@ class SplitGatedConv(GatedConvConfig):
             conv_bias=None if bias is None else VectorPart.of(bias, [own]),
             out=share.rows(whole.out, inputs=borders),
         )
+
+
+def _divide_heads(whole: GatedDeltaConfig, share: Share) -> tuple[Borders, list[tuple[int, int]]]:
+    """Return the borders of value heads, and the ranges of the rank's key heads.
+
+    Value heads of a rank are neighbours. If heads are tiled, the key heads are in the order in which the rank's value
+    heads use them, and each value head has its own if they do not use all equally often. Raises `ConfigError`.
+    """
+    num_keys = whole.num_key_heads
+    if not whole.is_tiled:
+        borders, key_heads = share.heads(whole.num_value_heads, num_keys, ("value heads", "key heads"))
+        return borders, [key_heads[share.rank]]
+    borders = share.borders(whole.num_value_heads, 1, "value heads of gated delta nets")
+    first, end = share.own(borders)
+    used = range(first, end if (end - first) % num_keys else first + num_keys)
+    return borders, [(head % num_keys, head % num_keys + 1) for head in used]
 
 
 def _times(factor: int, heads: tuple[int, int]) -> tuple[int, int]:
