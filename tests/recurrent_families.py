@@ -2,8 +2,10 @@
 
 RECURRENT = frozenset(
     {
+        "GraniteMoeHybridForCausalLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
+        "NemotronHForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -33,6 +34,18 @@ from octavo.worker.grammar_walks import GrammarWalks
 
 pytestmark = needs_kernels
 NUM_TRIED = 12
+MODELS = {
+    "qwen3.5": (
+        "Qwen3_5ForCausalLM",
+        {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3},
+    ),
+    "lfm2-moe": ("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
+    "granite-4-h": (
+        "GraniteMoeHybridForCausalLM",
+        {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
+    ),
+    "nemotron-h": ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-ME*E-M", "num_hidden_layers": 8}),
+}
 CHOSEN = {
     "crowd",
     "chunks_of_1",
@@ -53,47 +66,59 @@ SCHEDULES_AND_METHODS = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    layers = ["linear_attention", "full_attention", "linear_attention"]
-    config = tiny_config("Qwen3_5ForCausalLM", num_hidden_layers=3, layer_types=layers, vocab_size=1500)
-    return write_checkpoint(tmp_path_factory.mktemp("recurrent") / "model", config, std=0.1)
+def models(tmp_path_factory):
+    """Return a function from the name in `MODELS` to the checkpoint."""
+
+    @cache
+    def write(name):
+        family, changes = MODELS[name]
+        config = tiny_config(family, vocab_size=1500, **changes)
+        return write_checkpoint(tmp_path_factory.mktemp("recurrent") / name, config, std=0.1)
+
+    return write
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint):
-    known = {}
+def checkpoint(models):
+    return models("qwen3.5")
 
-    def run(dtype, isa):
-        if (dtype, isa) not in known:
-            engine = make_engine(checkpoint, dtype, Schedule("alone", max_num_seqs=1, prefix_caching=False), "cpu", isa)
-            known[dtype, isa] = answers(engine, make_requests()[:NUM_TRIED])
-        return known[dtype, isa]
+
+@pytest.fixture(scope="module")
+def alone(models):
+    """Return a function to the answers of requests that run alone."""
+
+    @cache
+    def run(name, dtype, isa="auto"):
+        schedule = Schedule("alone", max_num_seqs=1, prefix_caching=False)
+        return answers(make_engine(models(name), dtype, schedule, "cpu", isa), make_requests()[:NUM_TRIED])
 
     return run
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(20)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "bfloat16 with int8 KV"])
 @pytest.mark.parametrize(("schedule", "method"), SCHEDULES_AND_METHODS)
-def test_recurrent_model_gives_equal_tokens_in_every_schedule(checkpoint, alone, schedule, method, dtype):
-    engine = make_engine(checkpoint, dtype, replace(schedule, method=method), "cpu")
+def test_recurrent_model_gives_equal_tokens_in_every_schedule(models, alone, schedule, method, dtype, name):
+    engine = make_engine(models(name), dtype, replace(schedule, method=method), "cpu")
     stats = engine.core.metrics.stats
     requests = make_requests()[:NUM_TRIED]
     for _ in range(schedule.rounds):
         got = answers(engine, requests)
         for index, (_, params) in enumerate(requests):
             if schedule.rounds == 1 or params.seed is not None or params.is_greedy:  # see `check`
-                assert got[index] == alone(dtype, "auto")[index]
+                assert got[index] == alone(name, dtype)[index]
     assert (stats.num_preemptions > 0) == (schedule.num_blocks is not None)
     assert stats.prefix_cache_hits > 0 or schedule.threshold == 1 or not schedule.prefix_caching
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_recurrent_model_gives_equal_tokens_with_every_instruction_set(checkpoint, alone, isa, num_threads):
+def test_recurrent_model_gives_equal_tokens_with_every_instruction_set(models, alone, isa, num_threads, name):
     schedule = Schedule("chunks_of_7", threshold=7, num_threads=num_threads)
-    check(make_engine(checkpoint, "bfloat16", schedule, "cpu", isa), schedule, alone("bfloat16", isa))
+    check(make_engine(models(name), "bfloat16", schedule, "cpu", isa), schedule, alone(name, "bfloat16", isa))
 
 
 def test_postponed_tokens_are_the_tokens_of_an_engine_that_waits(tmp_path, monkeypatch):

@@ -65,12 +65,12 @@ def load(path, dtype="float32", **options):
 
 
 LINEARS = (
-    "qkv", "o", "q_b", "k_b", "v_b", "gate_up", "down", "router", "shared_gate_up", "shared_down", "shared_gate",
+    "qkv", "o", "q_b", "k_b", "v_b", "gate_up", "up", "down", "router", "shared_gate_up", "shared_down", "shared_gate",
     "gate", "projection", "inputs", "rates", "out",
 )  # fmt: skip
 NORMS = (
     "added", "stream", "q_norm", "k_norm", "kv_norm", "sinks", "choice_bias", "expert_scale", "router_norm", "norm",
-    "taps", "decay", "dt_bias",
+    "taps", "decay", "dt_bias", "conv_bias", "skip",
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class GatedDeltaTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaConfig:
-    """A layer whose heads have a state [key_dim, value_dim] instead of keys and values.
+    """A layer with a state [key_dim, value_dim] for each head, instead of keys and values.
 
     num_taps           width of the convolution before the heads
     is_tiled           value head h uses key head h % num_key_heads, instead of consecutive value heads the same one

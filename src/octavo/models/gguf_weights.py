@@ -95,7 +95,8 @@ class GGUFWeights:
         if self.family.rotates_pairs:
             fields = GGUFFields(file, self.architecture)
             heads = fields.count("attention.head_count")
-            self._pairs = {"attn_q": heads, "attn_k": fields.count("attention.head_count_kv", heads)}
+            kv_heads = fields.largest("attention.head_count_kv", heads)
+            self._pairs = {"attn_q": heads, "attn_k": kv_heads}
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -161,6 +162,8 @@ def _hugging_face_name(name: str, parts: dict[str, str]) -> str:  # noqa: PLR091
             return f"model.layers.{layer}.{parts[part]}"
         case ["blk", layer, part, kind] if (whole := parts.get(f"{part}.{kind}")) is not None:
             return f"model.layers.{layer}.{whole}"
+        case ["blk", layer, part] if part in parts:
+            return f"model.layers.{layer}.{parts[part]}"
         case ["blk", layer, part, "weight" | "bias" as kind] if part in parts:
             return f"model.layers.{layer}.{parts[part]}.{kind}"
         case ["blk", layer, part, expert, "weight" | "bias" as kind] if part in _EXPERT_NAMES:

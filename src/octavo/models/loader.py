@@ -337,7 +337,7 @@ class _Packer:
 
     def vector(self, declared: Vector) -> Tensor:
         self._count(declared.size * torch.float32.itemsize)
-        numbers = self.source.tensor(declared.name).to(self.device, torch.float32, copy=True)
+        numbers = self.source.tensor(declared.name).flatten().to(self.device, torch.float32, copy=True)
         if not bool(numbers.isfinite().all()):
             raise ModelError(f"{declared.name} has a value that is infinite or not a number; download the model again")
         return numbers

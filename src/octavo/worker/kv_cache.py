@@ -88,7 +88,7 @@ class PagedKVCache:
         self.num_kept_rows = num_kept_rows if layout.states else 0
         self.dtype_name = kind = str(dtype).removeprefix("torch.")
         self.groups: list[GroupMemory] = []
-        self._layers: dict[int, tuple[Tensor, ...]] = {}
+        self._layers: dict[int, tuple[Tensor, ...]] = dict.fromkeys(range(len(layout.layers)), ())
         each_bytes, columns = layout.block_bytes(block_size, kind), layout.columns(block_size, kind)
         for group, count, block_bytes in zip(layout.kv_groups, num_blocks, each_bytes, strict=False):
             assert count > 0

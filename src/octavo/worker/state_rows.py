@@ -1,4 +1,4 @@
-"""The rows of a step whose inputs advance recurrent states.
+"""The rows of a step that advance recurrent states.
 
 The stored state of a request excludes rows that may be rejected or computed again: drafts, and the last known token's
 row, which is computed again if a grammar postpones the next token. The inputs of these rows are kept. The next step
