@@ -27,6 +27,8 @@ TIE = 1e-4  # both sides compute logits to about 1e-5
         ("GptOssForCausalLM", 2, False),
         ("Qwen3_5ForCausalLM", 2, False),
         ("Qwen3NextForCausalLM", 2, True),
+        ("GraniteMoeHybridForCausalLM", 2, True),
+        ("NemotronHForCausalLM", 4, False),
         ("Lfm2ForCausalLM", 4, False),
         ("Lfm2MoeForCausalLM", 2, True),
     ],

@@ -31,6 +31,7 @@ FORMATS = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 DELTA, CONV, MIXTURE = "Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"
+GRANITE, NEMOTRON = "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"
 MODELS = {
     "gated delta net": (DELTA, {}),
     "heads that do not divide evenly": (
@@ -42,6 +43,10 @@ MODELS = {
     "convolutions": (CONV, {"conv_bias": True}),
     "channels that do not divide evenly": (CONV, {"hidden_size": 72, "num_attention_heads": 4}),
     "convolutions and experts": (MIXTURE, {}),
+    "a norm over the heads of all ranks": (GRANITE, {"mamba_proj_bias": True}),
+    "groups with own norms": (NEMOTRON, {"n_groups": 4, "use_bias": True, "mlp_bias": True}),
+    "groups that do not divide evenly": (NEMOTRON, {"n_groups": 5, "mamba_num_heads": 10}),
+    "ranks with the same group": (NEMOTRON, {"n_groups": 1, "mamba_num_heads": 10}),
     "gated delta nets and experts": ("Qwen3_5MoeForCausalLM", {}),
     "inputs of key heads together": ("Qwen3NextForCausalLM", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
 }
@@ -77,9 +82,10 @@ def test_ranks_of_recurrent_models_give_tokens_of_one_process(model, number_form
 
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize("number_format", FORMATS)
-@pytest.mark.parametrize("family", [MIXTURE, "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize("family", [MIXTURE, "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", GRANITE, NEMOTRON])
 def test_ranks_of_recurrent_models_with_own_experts_give_tokens_of_one_process(family, number_format, tmp_path):
-    path, options = write(tmp_path, family, num_experts=7), FORMATS[number_format]
+    key = {GRANITE: "num_local_experts", NEMOTRON: "n_routed_experts"}.get(family, "num_experts")
+    path, options = write(tmp_path, family, **{key: 7}), FORMATS[number_format]
     expected = results(path, 1, **options)
     for count in (2, 4):
         assert results(path, count, enable_expert_parallel=True, **options) == expected, count
@@ -113,11 +119,12 @@ def checkpoints(tmp_path_factory):
     """Models with several recurrent layers, and attention between them."""
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     of_conv = ["conv" if kind != "full_attention" else kind for kind in kinds]
+    layers = {DELTA: kinds, CONV: of_conv, MIXTURE: of_conv, GRANITE: kinds}
+    changes = {family: {"num_hidden_layers": 3, "layer_types": types} for family, types in layers.items()}
+    changes[NEMOTRON] = {"hybrid_override_pattern": "M-ME*E-M", "num_hidden_layers": 8}
     return {
-        family: write(
-            tmp_path_factory.mktemp("recurrent"), family, num_hidden_layers=3, vocab_size=1500, layer_types=layer_types
-        )
-        for family, layer_types in ((DELTA, kinds), (CONV, of_conv), (MIXTURE, of_conv))
+        family: write(tmp_path_factory.mktemp("recurrent"), family, vocab_size=1500, **each)
+        for family, each in changes.items()
     }
 
 
@@ -138,13 +145,13 @@ def alone(checkpoints):
 @pytest.mark.sweep(48)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("family", [DELTA, CONV, MIXTURE])
+@pytest.mark.parametrize("family", [DELTA, CONV, MIXTURE, GRANITE, NEMOTRON])
 @pytest.mark.parametrize(("schedule", "method"), SCHEDULES_AND_METHODS)
 def test_ranks_of_recurrent_models_give_equal_tokens_in_every_schedule(
     checkpoints, alone, schedule, method, family, count, dtype
 ):
     """Method suffix drafts the answers of the first round in the second one."""
-    by_expert, rounds = family == MIXTURE and count == 2, 2 if method == "suffix" else schedule.rounds
+    by_expert, rounds = family in {MIXTURE, NEMOTRON} and count == 2, 2 if method == "suffix" else schedule.rounds
     device = ("tensor_parallel_size", count), ("enable_expert_parallel", by_expert), ("rank_timeout_s", 60.0)
     engine = make_engine(checkpoints[family], dtype, replace(schedule, method=method, device=device), "cpu")
     requests, expected = make_requests()[:NUM_TRIED], alone(family, dtype)
@@ -157,7 +164,19 @@ def test_ranks_of_recurrent_models_give_equal_tokens_in_every_schedule(
     engine.shutdown()
     assert (stats.num_preemptions > 0) == (schedule.num_blocks is not None)
     assert stats.prefix_cache_hits > 0 or schedule.threshold == 1 or not schedule.prefix_caching
-    assert method == "none" or stats.drafts.num_accepted_tokens > 0 or schedule.threshold == 1
+
+
+@pytest.mark.parametrize("family", [DELTA, NEMOTRON])
+def test_ranks_replay_the_rows_of_accepted_drafts(checkpoints, alone, family):
+    requests = make_requests()[:NUM_TRIED]
+    texts = {str(index): prompt + alone(family, "bfloat16")[index][0] for index, (prompt, _) in enumerate(requests)}
+    device = ("tensor_parallel_size", 2), ("rank_timeout_s", 60.0)
+    engine = make_engine(checkpoints[family], "bfloat16", Schedule("drafts", device=device, method="suffix"), "cpu")
+    propose_from(engine, texts, 3, share_right=0.7)
+    assert answers(engine, requests) == alone(family, "bfloat16")
+    drafts = engine.core.metrics.stats.drafts
+    engine.shutdown()
+    assert drafts.num_draft_tokens > drafts.num_accepted_tokens > 20
 
 
 def test_ranks_swap_their_states(checkpoints, alone, monkeypatch):
@@ -194,7 +213,7 @@ def test_choice_of_minima_does_not_depend_on_the_order_of_rows(tmp_path, monkeyp
 # --- memory
 
 
-@pytest.mark.parametrize("family", [DELTA, CONV])
+@pytest.mark.parametrize("family", [DELTA, CONV, NEMOTRON])
 def test_each_rank_has_its_part_of_the_states(family, checkpoints):
     whole = read_architecture(checkpoints[family])
     layout, shares = whole.kv_layout, [whole.split(Share(rank, 2)).kv_layout for rank in range(2)]
@@ -237,12 +256,13 @@ def test_models_command_shows_the_state_of_a_rank(checkpoints):
 
 
 @pytest.mark.parametrize(
-    ("changes", "count", "message"),
+    ("family", "changes", "message"),
     [
-        ({"linear_num_key_heads": 3, "linear_num_value_heads": 6}, 4, "6 value heads and 3 key heads: choose a number"),
-        ({"linear_num_key_heads": 1, "linear_num_value_heads": 2}, 4, "2 value heads and 1 key heads: choose a number"),
+        (DELTA, {"linear_num_key_heads": 3, "linear_num_value_heads": 6}, "6 value heads and 3 key heads: choose a"),
+        (DELTA, {"linear_num_key_heads": 1, "linear_num_value_heads": 2}, "2 value heads and 1 key heads: choose a"),
+        (NEMOTRON, {"n_groups": 3, "mamba_num_heads": 6}, "6 heads and 3 groups of heads: choose a"),
     ],
 )
-def test_heads_that_ranks_cannot_divide_are_refused(changes, count, message, tmp_path):
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size {count} does not suit a model with {message}"):
-        results(write(tmp_path, DELTA, **changes), count)
+def test_heads_that_ranks_cannot_divide_are_refused(family, changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size 4 does not suit a model with {message}"):
+        results(write(tmp_path, family, **changes), 4)

@@ -49,12 +49,13 @@ class Share:
         return RowsPart.of(whole, [self.own(borders)], inputs=inputs, outputs=borders if is_joined else None)
 
     def mlp(self, whole: GatedMLPTensors, *, is_joined: bool = True) -> GatedMLPTensors:
-        """Divide an MLP along its inner features. is_joined: see `rows`."""
+        """Divide an MLP along its inner features. It may lack a gate. is_joined: see `rows`."""
         inner = whole.down.in_features
         borders = self.borders(inner)
         first, end = self.own(borders)
+        starts = range(0, whole.gate_up.out_features, inner)
         return GatedMLPTensors(
-            gate_up=RowsPart.of(whole.gate_up, [(first, end), (inner + first, inner + end)]),
+            gate_up=RowsPart.of(whole.gate_up, [(start + first, start + end) for start in starts]),
             down=self.rows(whole.down, inputs=borders, is_joined=is_joined),
         )
 

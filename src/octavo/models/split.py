@@ -18,8 +18,11 @@ from octavo.models.gated_conv import GatedConvConfig
 from octavo.models.gated_delta import GatedDeltaConfig
 from octavo.models.gated_mlp import GatedMLPConfig, GatedMLPTensors
 from octavo.models.latent_attention import LatentAttentionConfig
+from octavo.models.mamba2 import Mamba2Config
+from octavo.models.no_sublayer import NoSublayer
+from octavo.models.plain_mlp import PlainMLPConfig, PlainMLPTensors
 from octavo.models.split_attention import SplitAttention, SplitGatedAttention, SplitLatentAttention
-from octavo.models.split_recurrent import SplitGatedConv, SplitGatedDelta
+from octavo.models.split_recurrent import SplitGatedConv, SplitGatedDelta, SplitMamba2
 
 if TYPE_CHECKING:
     from octavo.models.declared import Borders
@@ -44,6 +47,25 @@ class SplitMLP(GatedMLPConfig):
     def tensors(self, name: str, hidden_size: int) -> GatedMLPTensors:
         """See `MLPConfig`."""
         return self.share.mlp(self.whole.tensors(name, hidden_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlainMLP(PlainMLPConfig):
+    """One rank's features of a `PlainMLPConfig`."""
+
+    whole: PlainMLPConfig
+    share: Share
+
+    @classmethod
+    def of(cls, whole: PlainMLPConfig, share: Share) -> SplitPlainMLP:
+        """Take the rank's features."""
+        first, end = share.own(share.borders(whole.intermediate_size))
+        return cls(intermediate_size=end - first, bias=whole.bias, whole=whole, share=share)
+
+    def tensors(self, name: str, hidden_size: int) -> PlainMLPTensors:
+        """See `MLPConfig`."""
+        whole = self.whole.tensors(name, hidden_size)
+        return PlainMLPTensors(*self.share.mlp(GatedMLPTensors(*whole)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +121,9 @@ def split_layer(layer: LayerConfig, share: Share) -> LayerConfig:
     parts: list[Any] = []
     for whole in (layer.attention, layer.mlp):
         kind: Any = _KINDS.get(type(whole))
-        if kind is None:
+        if kind is None and not isinstance(whole, NoSublayer):
             raise ConfigError(f"tensor_parallel_size above 1 does not support {type(whole).__name__}")
-        parts.append(kind.of(whole, share))
+        parts.append(whole if kind is None else kind.of(whole, share))
     return replace(layer, attention=parts[0], mlp=parts[1])
 
 
@@ -111,6 +133,8 @@ _KINDS: dict[type, type] = {
     LatentAttentionConfig: SplitLatentAttention,
     GatedDeltaConfig: SplitGatedDelta,
     GatedConvConfig: SplitGatedConv,
+    Mamba2Config: SplitMamba2,
     GatedMLPConfig: SplitMLP,
+    PlainMLPConfig: SplitPlainMLP,
     ExpertsConfig: SplitExperts,
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from octavo.models.declared import RowsPart, VectorPart
 from octavo.models.gated_conv import GatedConvConfig, GatedConvTensors
 from octavo.models.gated_delta import GatedDeltaConfig, GatedDeltaTensors
+from octavo.models.mamba2 import Mamba2Config, Mamba2Tensors
 
 if TYPE_CHECKING:
     from octavo.models.declared import Borders
@@ -74,6 +75,58 @@ class SplitGatedConv(GatedConvConfig):
             conv=VectorPart.of(whole.conv, [own]),
             conv_bias=None if bias is None else VectorPart.of(bias, [own]),
             out=share.rows(whole.out, inputs=borders),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitMamba2(Mamba2Config):
+    """One rank's heads of a `Mamba2Config`. If there are fewer groups than ranks, several ranks have the same group."""
+
+    whole: Mamba2Config
+    share: Share
+
+    @classmethod
+    def of(cls, whole: Mamba2Config, share: Share) -> SplitMamba2:
+        """Take the rank's heads. Raises `ConfigError`."""
+        borders, groups = share.heads(whole.num_heads, whole.num_groups, ("heads", "groups of heads"))
+        (first, end), (first_group, end_group) = share.own(borders), groups[share.rank]
+        options = {name: getattr(whole, name) for name in Mamba2Config.__dataclass_fields__}
+        options |= {"num_heads": end - first, "num_groups": end_group - first_group}
+        return cls(**options, whole=whole, share=share)
+
+    @property
+    def norm_size(self) -> int:
+        """See `Mamba2Config`."""
+        return self.whole.norm_size
+
+    @property
+    def joined_values(self) -> Borders | None:
+        """See `Mamba2Config`."""
+        return self._value_borders if self.whole.num_groups < self.share.count else None
+
+    @property
+    def _value_borders(self) -> Borders:
+        borders, _ = self.share.heads(self.whole.num_heads, self.whole.num_groups)
+        return tuple(self.head_dim * border for border in borders)
+
+    def tensors(self, name: str, hidden_size: int) -> Mamba2Tensors:
+        """See `TokenMixerConfig`."""
+        whole, share, config = self.whole.tensors(name, hidden_size), self.share, self.whole
+        borders, groups = share.heads(config.num_heads, config.num_groups)
+        heads, num_values, is_joined = share.own(borders), config.num_values, self.joined_values is not None
+        values = _times(config.head_dim, heads)
+        group = _after(num_values, _times(config.state_size, groups[share.rank]))
+        channels = [values, group, _after(config.num_groups * config.state_size, group)]
+        inputs = [values, *(_after(num_values, each) for each in channels)]
+        return whole._replace(
+            inputs=RowsPart.of(whole.inputs, [*inputs, _after(num_values + config.num_channels, heads)]),
+            conv=VectorPart.of(whole.conv, channels),
+            conv_bias=None if whole.conv_bias is None else VectorPart.of(whole.conv_bias, channels),
+            dt_bias=VectorPart.of(whole.dt_bias, [heads]),
+            decay=VectorPart.of(whole.decay, [heads]),
+            skip=VectorPart.of(whole.skip, [heads]),
+            norm=whole.norm if is_joined else VectorPart.of(whole.norm, [values]),
+            out=share.rows(whole.out, inputs=None if is_joined else self._value_borders),
         )
 
 
