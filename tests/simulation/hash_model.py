@@ -222,9 +222,7 @@ class HashWorker:
         size, blocks, table = self.block_size, self.memory[0], row.tables[0]
         start, tokens = row.computed, row.tokens + drafts
         content = blocks[table[(start - 1) // size]][(start - 1) % size] if start else 0
-        row.kept = row.kept[: max(start - row.num_in_state, 0)]
-        if row.num_in_state > start:
-            row.num_in_state = POISON  # a state that includes later rows: no replay corrects it
+        self._drop_rows(row, start)
         for position in range(start, start + count):
             for index, kind in enumerate(self.kinds):
                 if isinstance(kind, RecurrentStates):
@@ -249,6 +247,12 @@ class HashWorker:
             total += contents[num_known + index] * _WEIGHTS[num_known + index]
             sampled.append(total % VOCAB_SIZE)
         return sampled
+
+    def _drop_rows(self, row: Row, start: int) -> None:
+        """Drop the kept rows from position `start` on: they were rejected, or are computed again."""
+        row.kept = row.kept[: max(start - row.num_in_state, 0)]
+        if row.num_in_state > start:
+            row.num_in_state = POISON  # a state that includes later rows: no replay corrects it
 
     def _states(self, row: Row) -> list[int]:
         """Return the stored state of a row's sequence, and the states after the kept rows."""

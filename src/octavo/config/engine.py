@@ -544,6 +544,7 @@ class ModelInfo:
     generation_defaults: The checkpoint's sampling parameters.
     pooling: "last" or "mean". pooling_problem: Why the checkpoint's pooling is unsupported.
     hidden_size: Length of an embedding. has_head: False if lm_head is missing, so only embeddings are served.
+    has_recurrent_layers: If True, prefix hits end at saved states.
     weight_bytes: In the checkpoint's dtype, or after quantization.
     quantization_level, file_type: Name and number of a GGUF file's mix of types.
     """
@@ -556,6 +557,7 @@ class ModelInfo:
     pooling: str = "last"
     pooling_problem: str | None = None
     has_head: bool = True
+    has_recurrent_layers: bool = False
     hidden_size: int = 1
     model_type: str = ""
     architectures: tuple[str, ...] = ()

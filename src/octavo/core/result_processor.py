@@ -78,7 +78,8 @@ class ResultProcessor:
         if len(requests) < num_requests:
             lifecycle.drop_finished()
         if scheduled.num_scheduled_tokens:
-            self._emitter.emit(events.StepCompleted, new_tokens)
+            states = self._state.manager.states
+            self._emitter.emit(events.StepCompleted, new_tokens, None if states is None else states.slots)
         return outputs
 
     def _emit_work(self, result: ModelOutput) -> None:
