@@ -8,6 +8,7 @@ import pytest
 from gguf_files import write_gguf
 from rank_threads import RankThread
 from safetensors.torch import load_file, save_file
+from scripted_drafts import ScriptedProposer, let_propose, verify_all
 from test_exactness import SCHEDULES, Schedule, answers, make_engine, make_requests, needs_kernels
 from test_tokens_of_ranks import results
 from typer.testing import CliRunner
@@ -172,7 +173,8 @@ def test_ranks_replay_the_rows_of_accepted_drafts(checkpoints, alone, family):
     texts = {str(index): prompt + alone(family, "bfloat16")[index][0] for index, (prompt, _) in enumerate(requests)}
     device = ("tensor_parallel_size", 2), ("rank_timeout_s", 60.0)
     engine = make_engine(checkpoints[family], "bfloat16", Schedule("drafts", device=device, method="suffix"), "cpu")
-    propose_from(engine, texts, 3, share_right=0.7)
+    let_propose(engine, ScriptedProposer(texts, 2, 0.7))
+    verify_all(engine)
     assert answers(engine, requests) == alone(family, "bfloat16")
     drafts = engine.core.metrics.stats.drafts
     engine.shutdown()

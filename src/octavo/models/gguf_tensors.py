@@ -192,7 +192,7 @@ def _fits(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """llama.cpp stores some vectors as rows, and convolutions without their dimension of 1."""
     if len(shape) == 1:
         return math.prod(found) == shape[0]
-    return found == (shape if len(shape) == 2 else tuple(size for size in shape if size != 1))
+    return found == shape or (len(shape) > 2 and found == tuple(size for size in shape if size != 1))
 
 
 def halves_of_heads(num_heads: int, num_rows: int) -> Tensor:
