@@ -1,4 +1,4 @@
-"""Families with recurrent layers, which ranks and Triton do not compute yet."""
+"""Families with recurrent layers, which Triton does not compute yet."""
 
 RECURRENT = frozenset(
     {

@@ -152,7 +152,6 @@ def constrained_tokens(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1 does not work with recurrent layers yet"),
         ({"kv_disk_dir": "/tmp/octavo-of-states"}, "KV stores and prefill/decode hand-over do not work with recurrent"),
         ({"speculative_config": {"method": "quantized"}}, "method quantized does not work with recurrent layers yet"),
         ({"kernels": "triton"}, "models with recurrent layers run only on CPUs yet"),

@@ -35,7 +35,7 @@ from octavo.kv_transfer import create_store, host_bytes
 from octavo.kv_transfer.connector import StoreConnector
 from octavo.kv_transfer.direct import create_connector, num_load_threads
 from octavo.kv_transfer.mooncake_library import check_mooncake
-from octavo.models.split import Share
+from octavo.models.share import Share
 from octavo.startup.draft_checkpoint import find_draft_checkpoint
 from octavo.startup.identity import cache_keys, check_fingerprint, find_identity, kv_format
 from octavo.startup.launch import ServedModel, make_grammars, make_processors

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from octavo.errors import ConfigError, ModelError
+from octavo.errors import ModelError
 from octavo.models.config_file import ConfigFile
+from octavo.models.no_sublayer import NoSublayer
 from octavo.models.random_weights import tiny_config
 from octavo.models.registry import architecture_of
-from octavo.models.split import Share
+from octavo.models.share import Share
 
 GRANITE, NEMOTRON = "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"
 INFINITY = {"__float__": "Infinity"}  # in config.json of transformers 5
@@ -117,7 +118,7 @@ def test_model_without_recurrent_layers_has_no_states():
     assert len(granite.split(Share(0, 2)).layers) == 2
 
 
-def test_layers_with_one_sublayer_are_not_divided_among_ranks():
-    architecture = read(NEMOTRON, hybrid_override_pattern="*-*-", num_hidden_layers=4)
-    with pytest.raises(ConfigError, match="tensor_parallel_size above 1 does not support NoSublayer"):
-        architecture.split(Share(0, 2))
+def test_ranks_keep_missing_sublayers():
+    layers = read(NEMOTRON, hybrid_override_pattern="*-*-", num_hidden_layers=4).split(Share(0, 2)).layers
+    assert [isinstance(each.attention, NoSublayer) for each in layers] == [False, True] * 2
+    assert [isinstance(each.mlp, NoSublayer) for each in layers] == [True, False] * 2

@@ -10,8 +10,8 @@ import torch
 from octavo.kernels.interface import SplitLinear
 from octavo.kernels.operations.divide import divide
 from octavo.kernels.operations.soft_cap import soft_cap
+from octavo.models.declared import RowsPart
 from octavo.models.decoder_layer import DecoderLayer
-from octavo.models.split import RowsPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from octavo.kernels.quantization import QuantizedWeight
     from octavo.models.architecture import Architecture
     from octavo.models.declared import Linear, Norm, Table, Vector
-    from octavo.models.split import Share
+    from octavo.models.share import Share
     from octavo.models.weight_source import StoredTensors, StoredWeight, TableRows, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,9 @@ def load_model(
     start_vector_math()
     is_dummy = load_format == "dummy"
     source = _open_source(weights, architecture.whole or architecture, kernels, dtype, seed if is_dummy else None)
-    if architecture.has_parts:
-        source = SplitTensors(source, architecture)
+    for each in (architecture.whole, architecture):  # a rank's rows are rows of the undivided model's parts
+        if each is not None and each.has_parts:
+            source = SplitTensors(source, each)
     computed = activation_dtype(dtype, device)
     norm_dtype = str(computed).removeprefix("torch.")
     keeps_fp8 = not is_dummy and kernels.multiplies_fp8 and quantization in {None, "fp8"}

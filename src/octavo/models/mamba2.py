@@ -11,6 +11,7 @@ from octavo.models.kv_layout import StateShape
 
 if TYPE_CHECKING:
     from octavo.models.config_file import ConfigFile
+    from octavo.models.declared import Borders
     from octavo.models.layers import ModelContext
     from octavo.models.mamba2_layer import Mamba2
 
@@ -32,7 +33,7 @@ class Mamba2Tensors(NamedTuple):
     """A layer's tensors. inputs: the output's gate, the convolution's channels, and step sizes."""
 
     inputs: Linear
-    conv: Taps
+    conv: Vector
     conv_bias: Vector | None
     dt_bias: Vector
     decay: Vector
@@ -96,6 +97,16 @@ class Mamba2Config:
     def num_channels(self) -> int:
         """Channels of the convolution: x, B and C."""
         return self.num_values + 2 * self.num_groups * self.state_size
+
+    @property
+    def norm_size(self) -> int:
+        """Values of a group, which have one norm."""
+        return self.num_values // self.num_groups
+
+    @property
+    def joined_values(self) -> Borders | None:
+        """Borders of the ranks' values, if a group is divided among ranks. They exchange its values before the norm."""
+        return None
 
     @property
     def cache_spec(self) -> StateShape:

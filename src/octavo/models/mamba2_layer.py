@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from octavo.kernels.operations.short_conv import short_conv
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from octavo.kernels.interface import AttentionBatch
+    from octavo.kernels.interface import AttentionBatch, RanksKernels
     from octavo.models.layers import ModelContext
     from octavo.models.mamba2 import Mamba2Config, Mamba2Tensors
 
@@ -38,7 +38,10 @@ class Mamba2:
         self.out = context.linear(tensors.out)
 
     def write_kv(self, hidden: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:
-        """Advance the states. Return the heads' outputs [num_tokens, num_heads * head_dim]."""
+        """Advance the states. Return the heads' outputs [num_tokens, num_heads * head_dim].
+
+        If `joined_values` is not None, return the outputs of all ranks' heads.
+        """
         config, kernels, states, (inputs, matrices, kept) = self.config, self.kernels, batch.states, cache
         assert states is not None
         kept_xbc, kept_mixed, kept_dt = kept.split_with_sizes(
@@ -55,10 +58,10 @@ class Mamba2:
             matrices, states, config.num_groups, heads,
         )  # fmt: skip
         keep_rows(kernels, xbc, mixed, dt, kept, states)
-        normed = kernels.empty(len(hidden), config.num_values, like=hidden)
-        gated_norm(
-            kernels, heads, gate, self.norm, self.eps, config.num_values // config.num_groups, True, normed
-        )  # fmt: skip
+        if (borders := config.joined_values) is not None:
+            heads, gate = (cast("RanksKernels", kernels).join(each, borders) for each in (heads, gate))
+        normed = kernels.empty(len(hidden), heads.shape[1], like=hidden)
+        gated_norm(kernels, heads, gate, self.norm, self.eps, config.norm_size, True, normed)
         return normed
 
     def attend(self, q: Tensor, batch: AttentionBatch, cache: tuple[Tensor, ...]) -> Tensor:

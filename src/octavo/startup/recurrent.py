@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 
 
 def check_recurrent_layers(config: EngineConfig, architecture: Architecture, *, has_store: bool) -> None:
-    """Raise `ConfigError` if the user asked for KV stores, ranks or a GPU, and the model has recurrent layers."""
+    """Raise `ConfigError` if the user asked for KV stores or a GPU, and the model has recurrent layers."""
     if not architecture.kv_layout.states:
         return
-    if config.device.tensor_parallel_size > 1:
-        raise ConfigError("tensor_parallel_size above 1 does not work with recurrent layers yet")
     if resolve_device(config.device.device).type != "cpu" or config.device.kernels == "triton":
         raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
     if has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both":
