@@ -67,7 +67,7 @@ WAYS = [
 
 
 def make_llm(method: str = "none", **options: Any) -> LLM:
-    fixed = {"max_model_len": 4096, "num_threads": 1, "packed_cache_bytes": 0, "kv_cache_memory_bytes": 64 << 20}
+    fixed = {"max_model_len": 4096, "num_threads": 1, "packed_cache_bytes": 0, "kv_cache_memory_bytes": 256 << 20}
     return LLM(str(MODEL), speculative_config={"method": method}, **{**fixed, **options})
 
 
