@@ -232,3 +232,17 @@ def test_state_that_would_get_a_token_twice_fails_the_step(checkpoint):
     row = np.array([batch.requests["r"].row])
     with pytest.raises(AssertionError, match="a state would get a token twice"):
         batch._states.arrays(row, np.array([1]), np.array([1]), np.array([4]), np.array([0]), [])
+
+
+@pytest.mark.parametrize("num_tokens", range(21, 29, 2))
+def test_next_turn_starts_with_state_of_answer_with_accepted_drafts(checkpoint, num_tokens):
+    """Accepted drafts fill a block, and the answer ends some steps later, before the next block is full."""
+    prompt, engine = [*range(5, 25)], make_engine(checkpoint, "float32", Schedule("drafts", method="suffix"), "cpu")
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    other = make_engine(checkpoint, "float32", Schedule("alone", prefix_caching=False), "cpu")
+    answer = other.generate({"prompt_token_ids": prompt}, params).outputs[0].token_ids
+    output = engine.generate({"prompt_token_ids": prompt, "predicted_token_ids": answer}, params)
+    assert output.outputs[0].token_ids == answer
+    assert output.metrics.num_accepted_tokens > 0
+    following = engine.generate({"prompt_token_ids": [*prompt, *answer, 7]}, params)
+    assert following.num_cached_tokens == 32
