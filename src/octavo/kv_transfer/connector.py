@@ -146,13 +146,15 @@ class StoreConnector:
             if lookup.is_wanted:
                 where = lookup.first, num_tokens, self._block_size, self._kinds
                 is_whole = find_blocks(self._store, keys, *where)
-                count, num_found = num_usable(is_whole, *where), 0
+                count, num_present = num_usable(is_whole, *where), len(is_whole)
                 if self._num_pieces:
-                    most = _MOST_STATES if is_final else 1
-                    count, num_found = find_state(
-                        self._store, keys, is_whole, *where, num_pieces=self._num_pieces, most_lookups=most
+                    is_complete = lookup.first + num_present >= lookup.num_expected
+                    most_lookups = _MOST_STATES if is_final else int(is_complete)
+                    state = find_state(
+                        self._store, keys, is_whole, *where, num_pieces=self._num_pieces, most_lookups=most_lookups
                     )
-                num_present = len(is_whole) + num_found
+                    count = state.num_usable
+                    num_present += 0 if is_final else state.num_pieces
         finally:
             lookup.take(count, time.monotonic(), num_present, is_final=is_final)
             self._on_answer()
