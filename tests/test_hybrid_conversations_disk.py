@@ -8,14 +8,12 @@ from alone_and_crowd import needs_kernels
 from test_hybrid_conversations import alone, make_llm, tokens_of
 
 from octavo.data.events import KVLoadEnded
-from octavo.errors import ConfigError
 
 __all__ = ["alone"]  # fixture
 pytestmark = needs_kernels
 
 
 @pytest.mark.turn(4)
-@pytest.mark.xfail(strict=True, raises=ConfigError, reason="stores do not keep states of recurrent layers yet")
 @pytest.mark.parametrize("method", ["none", "suffix"])
 def test_restarted_engine_loads_states_from_disk_and_gives_equal_tokens(alone, tmp_path, monkeypatch, method):
     monkeypatch.setattr("octavo.core.transfer_cost.TransferCost.is_worth_loading", lambda *_: True)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from kernels_available import INSTRUCTION_SETS
 from test_exactness import SCHEDULES, Schedule, answers, check, make_engine, make_requests, needs_kernels
-from test_kv_stores import engine_over, node
 from typer.testing import CliRunner
 
 from octavo import (
@@ -25,10 +24,11 @@ from octavo import (
 )
 from octavo.assets import built_in_model_path
 from octavo.cli import app
+from octavo.config import EngineConfig, KVTransferConfig
 from octavo.errors import ConfigError
-from octavo.kv_transfer.memory import GlobalKVPool
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.startup.recurrent import check_recurrent_layers
 from octavo.worker import sample_tasks, worker
 from octavo.worker.grammar_walks import GrammarWalks
 
@@ -152,7 +152,10 @@ def constrained_tokens(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_disk_dir": "/tmp/octavo-of-states"}, "KV stores and prefill/decode hand-over do not work with recurrent"),
+        (
+            {"kv_disk_dir": "/tmp/octavo-of-states", "tensor_parallel_size": 2},
+            "KV stores do not work with both recurrent",
+        ),
         ({"speculative_config": {"method": "quantized"}}, "method quantized does not work with recurrent layers yet"),
         ({"kernels": "triton"}, "models with recurrent layers run only on CPUs yet"),
     ],
@@ -162,9 +165,11 @@ def test_unsupported_options_are_refused(checkpoint, options, message):
         LLM(str(checkpoint), skip_tokenizer_init=True, max_model_len=64, **options)
 
 
-def test_store_of_the_caller_is_refused(checkpoint):
-    with pytest.raises(ConfigError, match="do not work with recurrent layers"):
-        engine_over(node(GlobalKVPool(10)), checkpoint)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_direct_handover_is_refused(checkpoint, role):
+    model, stores = ModelConfig(model=str(checkpoint)), KVTransferConfig(role=role, direct=True)
+    with pytest.raises(ConfigError, match="kv_direct does not work with recurrent layers"):
+        check_recurrent_layers(EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint))
 
 
 def test_allocated_states_have_the_planned_size(checkpoint):

@@ -98,8 +98,18 @@ class Oracle:
 
     def block_contents(self, size: int) -> list[list[int]]:
         """Return the contents of each full block as a store keeps them: those of each group, in the order of groups."""
-        starts, groups = range(0, self.length // size * size, size), (self.contents, *self.more_contents)
+        of_tokens = [contents for kind, contents in self._groups if not isinstance(kind, RecurrentStates)]
+        starts, groups = range(0, self.length // size * size, size), (self.contents, *of_tokens)
         return [[content for contents in groups for content in contents[i : i + size]] for i in starts]
+
+    def states_after_blocks(self, size: int) -> list[int]:
+        """Return the recurrent states after each block that another token follows."""
+        states = [contents for kind, contents in self._groups if isinstance(kind, RecurrentStates)]
+        return [contents[end - 1] for contents in states for end in range(size, self.length, size)]
+
+    @property
+    def _groups(self) -> list[tuple[KVGroupKind, list[int]]]:
+        return [*zip(self.kinds, self.more_contents, strict=True)]
 
     def next_token(self) -> int:
         """Return the next token."""

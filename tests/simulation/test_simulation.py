@@ -22,6 +22,7 @@ from simulation.world import (
     draw_config,
     draw_recurrent,
     draw_stored,
+    draw_stored_states,
     draw_two_windows,
     draw_windowed,
     run_world,
@@ -59,6 +60,17 @@ def test_sliding_window_worlds_have_no_wrong_token_or_leak(seed):
     assert min(totals.behind_window, totals.window_hits, totals.window_copies) > 0
     assert min(totals.window_swaps_out, totals.window_swaps_in, totals.window_loads, totals.window_saves) > 0
     assert not is_stored or min(totals.parts_saved, totals.parts_loaded, totals.dropped_saves) > 0
+
+
+@pytest.mark.turn(8)
+@pytest.mark.sweep(32)
+@pytest.mark.parametrize("seed", range(8))
+def test_worlds_with_stored_states_have_no_wrong_token_or_leak(seed):
+    run = run_seed(f"stored states {seed}", 5000, 1, RunFile(None), draw_stored_states)
+    totals = run.totals
+    assert run.failed is None
+    assert (totals.wrong_tokens, totals.leaked_blocks, totals.unfinished) == (0, 0, 0)
+    assert min(totals.stored_states, totals.loaded_states, totals.state_evictions, totals.state_hits) > 0
 
 
 @pytest.mark.sweep(32)

@@ -13,10 +13,19 @@ if TYPE_CHECKING:
 
 
 def check_recurrent_layers(config: EngineConfig, architecture: Architecture, *, has_store: bool) -> None:
-    """Raise `ConfigError` if the user asked for KV stores or a GPU, and the model has recurrent layers."""
+    """Raise `ConfigError` if the user asked for something that does not work with recurrent layers yet.
+
+    That is a GPU, kv_direct, or KV stores together with ranks.
+    """
     if not architecture.kv_layout.states:
         return
     if resolve_device(config.device.device).type != "cpu" or config.device.kernels == "triton":
         raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
-    if has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both":
-        raise ConfigError("KV stores and prefill/decode hand-over do not work with recurrent layers yet")
+    has_store = has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both"
+    if has_store and config.device.tensor_parallel_size > 1:
+        raise ConfigError("KV stores do not work with both recurrent layers and tensor_parallel_size above 1 yet")
+    if config.kv_transfer.direct:
+        raise ConfigError(
+            "kv_direct does not work with recurrent layers: it transfers only complete blocks, without recurrent "
+            "states. Choose a store of both engines, kv_disk_dir or kv_mooncake"
+        )

@@ -119,8 +119,18 @@ class PagedKVCache:
 
     @property
     def stored_block_bytes(self) -> int:
-        """A block's bytes in all groups."""
-        return sum(group.block_bytes for group in self.groups)
+        """A stored block's bytes."""
+        return sum(group.block_bytes for group in self.groups_of_tokens)
+
+    @property
+    def groups_of_tokens(self) -> list[GroupMemory]:
+        """The groups whose blocks have content of a block's positions."""
+        return [group for group in self.groups if not isinstance(group.kind, RecurrentStates)]
+
+    @property
+    def states(self) -> Tensor | None:
+        """Recurrent states, uint8 [num_slots, bytes of a sequence's states], or None."""
+        return self.groups[-1].blocks if isinstance(self.groups[-1].kind, RecurrentStates) else None
 
     @property
     def memory(self) -> list[Tensor]:

@@ -176,6 +176,22 @@ class StateGroup(Parts):
         num_blocks = num_tokens // self._block_size
         sequence.saves = StateSaves(due[::-1], goes_on, num_tokens, newest=num_blocks, kept=num_blocks)
 
+    def note_loaded(self, sequence: TokenSequence, num_tokens: int) -> None:
+        """Skip the saves in the loaded tokens. The next step copies the loaded state."""
+        saves = sequence.saves
+        saves.newest = saves.loaded = num_tokens // self._block_size
+        saves.num_stored = num_tokens
+        saves.due = [border for border in saves.due if border > saves.newest]
+
+    def keep_loaded(self, sequence: TokenSequence) -> tuple[int, int] | None:
+        """Take a slot for a checkpoint of the loaded state. Return (request's slot, new slot), or None."""
+        saves, (slot,) = sequence.saves, sequence.block_tables[self.index]
+        border, saves.loaded = saves.loaded, 0
+        if not self._save(saves, border):
+            return None
+        saves.kept = border
+        return slot, saves.pending[border]
+
     def plan_saves(self, sequence: TokenSequence, num_tokens: int) -> list[tuple[int, int]]:
         """Return the saves of the next step, which computes a sequence's tokens before `num_tokens`.
 
