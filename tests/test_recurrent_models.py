@@ -169,7 +169,9 @@ def test_unsupported_options_are_refused(checkpoint, options, message):
 def test_direct_handover_is_refused(checkpoint, role):
     model, stores = ModelConfig(model=str(checkpoint)), KVTransferConfig(role=role, direct=True)
     with pytest.raises(ConfigError, match="kv_direct does not work with recurrent layers"):
-        check_recurrent_layers(EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint))
+        check_recurrent_layers(
+            EngineConfig(model=model, kv_transfer=stores), read_architecture(checkpoint), has_store=False
+        )
 
 
 def test_allocated_states_have_the_planned_size(checkpoint):

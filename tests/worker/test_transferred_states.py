@@ -26,7 +26,7 @@ KEYS = [bytes([number]) * 32 for number in range(5)]
 def make_cache():
     """Blocks of 256 bytes, and states of 640 bytes: two pieces and a half."""
     cache = PagedKVCache(
-        KVLayout((KVShape(1, 16), StateShape(((5, 17),), ((10, 9),)))),
+        KVLayout((KVShape(1, 16), StateShape(((5, 17),), ((14, 8),)))),
         num_blocks=[12, 6],
         block_size=4,
         dtype=torch.bfloat16,
