@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 import pytest
 import torch
@@ -130,6 +131,8 @@ def test_load_without_a_block_does_not_write_the_state(monkeypatch, cache):
 def test_cancelled_transfer_does_not_access_slots(monkeypatch, cache, direction):
     """The cancel arrives while the store moves the second of two pieces."""
 
+    is_cancelled = threading.Event()
+
     class Cancelling(MemoryStore):
         is_armed = False
 
@@ -137,6 +140,7 @@ def test_cancelled_transfer_does_not_access_slots(monkeypatch, cache, direction)
             if self.is_armed and keys_of_state(KEYS[0], 3)[0 if direction is SAVE else 2] in keys:
                 moved.send(kv_cancels=[moved.number])
                 moved.cache.states[4] = 0xEE  # the slot belongs to another request now
+                is_cancelled.set()
 
         def load(self, keys, blocks):
             self._cancel(keys)
@@ -152,6 +156,7 @@ def test_cancelled_transfer_does_not_access_slots(monkeypatch, cache, direction)
     moved.store.is_armed = True
     moved.number += 1
     moved.send(kv_transfers=[KVTransfer(moved.number, direction, KEYS[:1], [[7]], states={0: 4})])
+    assert is_cancelled.wait(10)
     moved.threads.shutdown()
     assert bool((cache.states[4] == 0xEE).all())
     assert moved.ended.empty()
