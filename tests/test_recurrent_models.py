@@ -218,7 +218,7 @@ def test_fewer_requests_run_if_their_states_do_not_fit(checkpoint, monkeypatch, 
     assert engine.core.executor.worker.scheduler_config.max_num_seqs == 5
     assert "max_num_seqs is lowered from 64 to 5" in caplog.text
     monkeypatch.setattr(worker, "free_bytes", lambda _: size)
-    with pytest.raises(ConfigError, match="no space for the states of a request"):
+    with pytest.raises(ConfigError, match="no free memory for the states of a request"):
         engine_with(checkpoint)
 
 

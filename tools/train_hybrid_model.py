@@ -20,6 +20,7 @@ import demo_tools
 import torch
 from demo_text import SYSTEM_PROMPTS
 from demo_tokenizer import CHAT_TEMPLATE, load_tokenizer, write_tokenizer
+from demo_tool_text import KINDS
 from demo_tools import Tool, ToolExample, ToolParameter
 from safetensors.torch import load, save
 from torch import Tensor
@@ -88,7 +89,7 @@ def next_turn(rng: random.Random, offer: tuple[Tool, ...], last: ToolExample | N
     if chance < 0.15:
         example = demo_data.sample(rng, "chat")
         return ToolExample("no_call", example.question, example.answer, (), example.history, offer)
-    if chance < 0.3 and last and len(last.asks) == 1 and demo_tools.KINDS[last.asks[0].tool.kind].again:
+    if chance < 0.3 and last and len(last.asks) == 1 and KINDS[last.asks[0].tool.kind].again:
         return demo_tools.answered(rng, demo_tools.again(rng, last))
     maker = demo_tools.make_two_calls if chance > 0.9 else demo_tools.make_call
     return demo_tools.answered(rng, maker(rng, offer))
@@ -170,7 +171,7 @@ def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, args: argparse.Namesp
         batch = training_batch(tokenizer, template, args.seed, step)
         hidden = model.model(batch.inputs, use_cache=False).last_hidden_state[batch.counted]
         loss = F.cross_entropy(model.lm_head(hidden), batch.targets[batch.counted])
-        loss.backward()
+        torch.autograd.backward(loss)
         factor = schedule(step, args.steps)
         muon.step(args.rate * factor)
         for group in adam.param_groups:

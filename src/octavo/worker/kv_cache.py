@@ -124,7 +124,7 @@ class PagedKVCache:
 
     @property
     def groups_of_tokens(self) -> list[GroupMemory]:
-        """The groups whose blocks have content of a block's positions."""
+        """The groups with blocks of tokens."""
         return [group for group in self.groups if not isinstance(group.kind, RecurrentStates)]
 
     @property

@@ -396,7 +396,7 @@ class Worker:
             return
         most = free_bytes(self.device) // self._num_ranks // 2 // size
         if most < 1:
-            raise ConfigError(f"free memory leaves no space for the states of a request, which take {size:,} bytes")
+            raise ConfigError(f"there is no free memory for the states of a request, which take {size:,} bytes")
         if most < wanted:
             logger.warning(
                 "max_num_seqs is lowered from %d to %d: the states of a request take %d bytes", wanted, most, size
