@@ -58,6 +58,18 @@ def test_checkpoints_that_the_store_lacks_are_saved(manager):
     assert states_to_save(manager, request, range(3), Stored()) == {0: slots[0], 2: slots[2]}
 
 
+def test_checkpoint_of_equal_block_is_found(manager):
+    first = compute(manager, "a", 14)
+    second = Request("b", list(range(14)), SamplingParams())
+    manager.add_tables(second)
+    manager.allocate_slots(second, 14)
+    second.num_computed_tokens = 14
+    manager.commit(second)
+    slots = states_to_save(manager, first, range(3), Stored())
+    assert states_to_save(manager, second, range(3), Stored()) == slots
+    assert not set(first.sequence.block_table) & set(second.sequence.block_table)
+
+
 def test_model_without_states_saves_none():
     manager = KVCacheManager(32, SIZE)
     request = Request("a", list(range(9)), SamplingParams())
