@@ -15,6 +15,7 @@ from test_kv_stores import SCHEDULES, count, engine_over, node, reseeded, settle
 from octavo import CacheConfig, ModelConfig, SamplingParams, SchedulerConfig
 from octavo.build import build_engine
 from octavo.config import EngineConfig, KVTransferConfig
+from octavo.core.kv.checkpoints import Checkpoints
 from octavo.data import events
 from octavo.data.events import EventLog
 from octavo.journal.replay import replay
@@ -209,8 +210,18 @@ def test_prefill_and_decode_engines_share_states_on_disk(tmp_path, checkpoint, a
     finish(first, second)
 
 
-def test_state_of_prefix_hit_is_handed_over(checkpoint):
-    """The prefill engine has the whole prompt in its cache, and the store has lost it."""
+def test_state_of_prefix_hit_is_handed_over(checkpoint, monkeypatch):
+    """The prefill engine has the whole prompt in its cache, and the store has lost it. The checkpoint is evicted before
+    the step ends.
+    """
+    start = Checkpoints.start
+
+    def start_and_evict(self, request, computed):
+        start(self, request, computed)
+        if computed.num_tokens:
+            self.group.block_forgotten(computed.blocks[-1])
+
+    monkeypatch.setattr(Checkpoints, "start", start_and_evict)
     pool, prompt = GlobalKVPool(5000), list(range(2, 131))
     first, second = engine_over(node(pool), checkpoint), engine_over(node(pool, "b"), checkpoint)
     want = first.generate({"prompt_token_ids": prompt}, GREEDY).outputs[0]

@@ -153,6 +153,18 @@ def test_earlier_state_is_used_if_expected_state_does_not_arrive(clock):
     assert lookups.ask(expects_kv=True) == 2 * SIZE
 
 
+def test_wait_that_ends_during_a_lookup_is_followed_by_another_lookup(clock, monkeypatch):
+    store = Asked(8, states=[1])
+    lookups = Lookups(store)
+    assert lookups.ask(expects_kv=True) is None
+    look_up = store.num_matched
+    monkeypatch.setattr(store, "num_matched", lambda *args: (setattr(clock, "now", 102.0), look_up(*args))[1])
+    clock.now += 0.99
+    assert lookups.ask(expects_kv=True) is None
+    clock.now += 1.0
+    assert lookups.ask(expects_kv=True) == 2 * SIZE
+
+
 def test_states_that_any_piece_lacks_are_saved():
     store = Asked(states=[2, 5])
     store.forget(keys_of_state(KEYS[5], NUM_PIECES)[1:2])

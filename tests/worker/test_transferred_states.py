@@ -25,9 +25,9 @@ KEYS = [bytes([number]) * 32 for number in range(5)]
 
 
 def make_cache():
-    """Blocks of 256 bytes, and states of 640 bytes: two pieces and a half."""
+    """Blocks of 256 bytes, and states of 576 bytes: two pieces and a quarter."""
     cache = PagedKVCache(
-        KVLayout((KVShape(1, 16), StateShape(((5, 17),), ((14, 8),)))),
+        KVLayout((KVShape(1, 16), StateShape(((5, 17),), ((10, 9),)))),
         num_blocks=[12, 6],
         block_size=4,
         dtype=torch.bfloat16,
@@ -50,7 +50,7 @@ def cache(request, monkeypatch):
 def test_state_is_divided_into_pieces_of_a_block(cache):
     blocks = StoredBlocks(cache)
     assert (blocks.block_bytes, blocks.part_bytes, blocks.num_state_pieces) == (256, 256, 3)
-    assert cache.states.shape == (6, 640)
+    assert cache.states.shape == (6, 576)
 
 
 @pytest.mark.parametrize("piece_blocks", [1, 2, 3, 5])
@@ -67,7 +67,7 @@ def test_state_moves_to_another_slot_through_buffers(cache, piece_blocks):
         for view, content in zip(writing.views(count), stored[first:], strict=True):
             view[:] = content
         writing.write_state(1, first, count, Passed())
-    assert b"".join(stored) == bytes(before[4].numpy()) + bytes(128)
+    assert b"".join(stored) == bytes(before[4].numpy()) + bytes(192)
     assert torch.equal(states[1], before[4])
     kept = [0, 2, 3, 4, 5]
     assert torch.equal(states[kept], before[kept])
@@ -131,8 +131,6 @@ def test_load_without_a_block_does_not_write_the_state(monkeypatch, cache):
 def test_cancelled_transfer_does_not_access_slots(monkeypatch, cache, direction):
     """The cancel arrives while the store moves the second of two pieces."""
 
-    is_cancelled = threading.Event()
-
     class Cancelling(MemoryStore):
         is_armed = False
 
@@ -140,7 +138,7 @@ def test_cancelled_transfer_does_not_access_slots(monkeypatch, cache, direction)
             if self.is_armed and keys_of_state(KEYS[0], 3)[0 if direction is SAVE else 2] in keys:
                 moved.send(kv_cancels=[moved.number])
                 moved.cache.states[4] = 0xEE  # the slot belongs to another request now
-                is_cancelled.set()
+                cancelled.set()
 
         def load(self, keys, blocks):
             self._cancel(keys)
@@ -150,13 +148,13 @@ def test_cancelled_transfer_does_not_access_slots(monkeypatch, cache, direction)
             self._cancel(keys)
             return super().save(keys, blocks)
 
-    moved = Moved(monkeypatch, cache, Cancelling)
+    moved, cancelled = Moved(monkeypatch, cache, Cancelling), threading.Event()
     if direction is LOAD:
         moved.move(SAVE, 1, [1], {0: 3})
     moved.store.is_armed = True
     moved.number += 1
     moved.send(kv_transfers=[KVTransfer(moved.number, direction, KEYS[:1], [[7]], states={0: 4})])
-    assert is_cancelled.wait(10)
+    assert cancelled.wait(10)
     moved.threads.shutdown()
     assert bool((cache.states[4] == 0xEE).all())
     assert moved.ended.empty()

@@ -1,0 +1,169 @@
+"""Saves of recurrent states: their choice, their limits, and handovers to another engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from octavo.config import SchedulerConfig
+from octavo.core import invariants
+from octavo.core.kv.manager import KVCacheManager
+from octavo.core.save_plan import hit_with_state, most_saved_states, states_to_save
+from octavo.data.kv_groups import KVGroupSpec, RecurrentStates
+from octavo.data.request import Request
+from octavo.sampling_params import SamplingParams
+
+SIZE = 4
+
+
+class Stored:
+    """A connector to a store with the states after some blocks."""
+
+    def __init__(self, keys=()):
+        self.keys = set(keys)
+
+    def states_to_save(self, keys):
+        return set(keys) - self.keys
+
+
+def make_manager(num_states=8, num_host_states=0, num_host_blocks=0):
+    states = KVGroupSpec(RecurrentStates(), num_states, num_host_states)
+    return KVCacheManager(
+        32, SIZE, bounded_groups=[states], checkpoint_interval=SIZE, num_host_blocks=num_host_blocks
+    )  # fmt: skip
+
+
+def compute(manager, name, num_tokens):
+    """Compute a prompt in one step. Its states after all blocks are saved."""
+    request = Request(name, list(range(num_tokens)), SamplingParams())
+    manager.add_tables(request)
+    manager.allocate_slots(request, num_tokens)
+    manager.checkpoints.plan(request, num_tokens)
+    request.num_computed_tokens = num_tokens
+    manager.commit(request)
+    return request
+
+
+@pytest.fixture
+def manager():
+    return make_manager()
+
+
+def test_checkpoints_that_the_store_lacks_are_saved(manager):
+    request = compute(manager, "a", 14)
+    slots = [manager.checkpoints.slot_after(block) for block in request.sequence.block_table[:3]]
+    assert None not in slots
+    assert states_to_save(manager, request, range(3), Stored()) == dict(enumerate(slots))
+    assert states_to_save(manager, request, range(3), Stored(request.block_hashes[:2])) == {2: slots[2]}
+    manager.states.block_forgotten(manager.pool.blocks[request.sequence.block_table[1]])
+    assert states_to_save(manager, request, range(3), Stored()) == {0: slots[0], 2: slots[2]}
+
+
+def test_checkpoint_of_equal_block_is_found(manager):
+    first = compute(manager, "a", 14)
+    second = Request("b", list(range(14)), SamplingParams())
+    manager.add_tables(second)
+    manager.allocate_slots(second, 14)
+    second.num_computed_tokens = 14
+    manager.commit(second)
+    slots = states_to_save(manager, first, range(3), Stored())
+    assert states_to_save(manager, second, range(3), Stored()) == slots
+    assert not set(first.sequence.block_table) & set(second.sequence.block_table)
+
+
+def test_model_without_states_saves_none():
+    manager = KVCacheManager(32, SIZE)
+    request = Request("a", list(range(9)), SamplingParams())
+    assert states_to_save(manager, request, range(2), Stored()) == {}
+    assert manager.most_loaded_tokens(8) == 8
+
+
+@pytest.mark.parametrize(("num_states", "expected"), [(4, 1), (5, 1), (9, 5)])
+def test_saves_pin_only_states_that_requests_do_not_need(num_states, expected):
+    config = SchedulerConfig(max_num_seqs=4).resolved("cpu", has_drafts=False)
+    assert most_saved_states(make_manager(num_states), config) == expected
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_load_leaves_a_token_to_compute(manager, num_tokens, expected):
+    assert manager.most_loaded_tokens(num_tokens) == expected
+
+
+class TestHandover:
+    """The prompt of a handed-over request is in the prefix cache."""
+
+    @pytest.fixture
+    def hit(self, manager):
+        manager.free(compute(manager, "a", 14))
+        request = Request("b", list(range(14)), SamplingParams())
+        manager.add_tables(request)
+        return request, manager.get_computed_blocks(request)
+
+    def test_state_at_end_of_hit_is_saved(self, manager, hit):
+        request, computed = hit
+        assert computed.num_tokens == 12
+        slot = manager.states.id_of(computed.blocks[-1])
+        assert hit_with_state(manager, request, computed, Stored(), set()) == (computed, slot)
+
+    def test_stored_or_saving_state_is_not_saved_again(self, manager, hit):
+        request, computed = hit
+        last = {request.block_hashes[2]}
+        assert hit_with_state(manager, request, computed, Stored(last), set()) == (computed, None)
+        assert hit_with_state(manager, request, computed, Stored(), last) == (computed, None)
+
+    def test_state_after_earlier_block_is_not_needed(self, manager, hit):
+        _, computed = hit
+        longer = Request("c", list(range(17)), SamplingParams())
+        assert hit_with_state(manager, longer, computed, Stored(), set()) == (computed, None)
+
+    def test_hit_with_state_in_host_memory_is_shortened(self):
+        """The request then computes the state, and saves it."""
+        manager = make_manager(num_host_states=2, num_host_blocks=8)
+        manager.free(compute(manager, "a", 14))
+        request = Request("b", list(range(14)), SamplingParams())
+        manager.add_tables(request)
+        block = manager.get_computed_blocks(request).blocks[-1]
+        manager.checkpoints.host.keep(block.name)
+        manager.states.block_forgotten(block)
+        computed = manager.get_computed_blocks(request)
+        assert (computed.num_tokens, computed.state_name) == (12, block.name)
+        cut, slot = hit_with_state(manager, request, computed, Stored(), set())
+        assert (cut.num_tokens, cut.state_name, slot) == (8, computed.blocks[1].name, None)
+        assert cut.num_shared == computed.num_shared == 3
+
+
+def test_loaded_state_is_copied_to_a_checkpoint_in_the_next_step(manager):
+    request = Request("a", list(range(22)), SamplingParams())
+    manager.add_tables(request)
+    manager.allocate_slots(request, 12, is_loaded=True)
+    manager.take_copies()
+    manager.pin(1, [request.sequence.block_tables[0]], request.sequence.block_tables[1])
+    manager.unpin(1)
+    request.num_computed_tokens = 12
+    manager.note_loaded(request)
+    manager.commit(request)
+    last = request.sequence.block_table[2]
+    assert manager.checkpoints.slot_after(last) is None
+    manager.allocate_slots(request, 10)
+    ((slot,), saves) = request.sequence.block_tables[1], manager.checkpoints.plan(request, 22)
+    ((group, source, target),) = manager.take_copies().block_copies
+    assert (group, source) == (1, slot)
+    assert [num_tokens for num_tokens, _ in saves] == [16, 20]
+    assert manager.checkpoints.slot_after(last) is None
+    request.num_computed_tokens = 22
+    manager.commit(request)
+    assert manager.checkpoints.slot_after(last) == target
+    manager.free(request)
+    assert manager.states.num_free_blocks == 8
+    assert list(invariants._check_index(manager)) == []
+
+
+def test_loaded_state_is_not_copied_without_a_free_slot():
+    manager = make_manager(num_states=1)
+    request = Request("a", list(range(14)), SamplingParams())
+    manager.add_tables(request)
+    manager.allocate_slots(request, 12, is_loaded=True)
+    request.num_computed_tokens = 12
+    manager.note_loaded(request)
+    assert manager.checkpoints.plan(request, 14) == []
+    assert not manager.take_copies()
+    assert request.sequence.saves.num_stored == 13
