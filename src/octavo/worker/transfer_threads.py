@@ -188,11 +188,11 @@ class KVTransferThreads:
         is_load = order.direction is TransferDirection.LOAD
         move = self._load_state if is_load else self._save_state
         for index, slot in order.states.items():
+            moving.num_moved -= is_load  # without its state, a request cannot resume after the last block
             keys = keys_of_state(order.keys[index], num_pieces)
             pieces = range(0, num_pieces, self._piece_blocks)
             is_moved = all(move(moving, slot, keys, first, buffer) for first in pieces)
-            if is_load and not is_moved:
-                moving.num_moved -= 1  # a request cannot resume after the last block
+            moving.num_moved += is_load and is_moved
 
     def _load_state(self, moving: _Moving, slot: int, keys: list[bytes], first: int, buffer: PieceBuffer) -> bool:
         some = keys[first : first + self._piece_blocks]

@@ -247,7 +247,7 @@ class PrefixCache:
         if not self.reads_cache(request) or computed.is_saved or computed.source is not None:
             return None
         if self._has_states:
-            return self._awaited_checkpoint(request, index)
+            return self._awaited_checkpoint(request, computed.num_blocks)
         if index >= self._num_useful_blocks(request):
             return None
         name = self.chains.extended(request).hashes[index]
