@@ -78,8 +78,9 @@ class ResultProcessor:
         if len(requests) < num_requests:
             lifecycle.drop_finished()
         if scheduled.num_scheduled_tokens:
-            states = self._state.manager.states
-            self._emitter.emit(events.StepCompleted, new_tokens, None if states is None else states.slots)
+            checkpoints = self._state.manager.checkpoints
+            slots = None if checkpoints is None else checkpoints.group.slots
+            self._emitter.emit(events.StepCompleted, new_tokens, slots)
         return outputs
 
     def _emit_work(self, result: ModelOutput) -> None:
