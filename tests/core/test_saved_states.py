@@ -6,9 +6,13 @@ import pytest
 
 from octavo.config import SchedulerConfig
 from octavo.core import invariants
+from octavo.core.event_emitter import EventEmitter
 from octavo.core.kv.manager import KVCacheManager
 from octavo.core.save_plan import hit_with_state, most_saved_states, states_to_save
+from octavo.core.transfer_scheduler import KVTransferScheduler
+from octavo.data.events import NullSink
 from octavo.data.kv_groups import KVGroupSpec, RecurrentStates
+from octavo.data.kv_transfer_params import KVTransferParams
 from octavo.data.request import Request
 from octavo.sampling_params import SamplingParams
 
@@ -25,10 +29,10 @@ class Stored:
         return set(keys) - self.keys
 
 
-def make_manager(num_states=8, num_host_states=0, num_host_blocks=0):
+def make_manager(num_states=8, num_host_states=0, num_host_blocks=0, num_blocks=32):
     states = KVGroupSpec(RecurrentStates(), num_states, num_host_states)
     return KVCacheManager(
-        32, SIZE, bounded_groups=[states], checkpoint_interval=SIZE, num_host_blocks=num_host_blocks
+        num_blocks, SIZE, bounded_groups=[states], checkpoint_interval=SIZE, num_host_blocks=num_host_blocks
     )  # fmt: skip
 
 
@@ -167,3 +171,66 @@ def test_loaded_state_is_not_copied_without_a_free_slot():
     assert manager.checkpoints.plan(request, 14) == []
     assert not manager.take_copies()
     assert request.sequence.saves.num_stored == 13
+
+
+class Connector(Stored):
+    """A store that lacks all blocks and states."""
+
+    name = "store"
+
+    def __init__(self):
+        super().__init__()
+        self.orders = []
+
+    def keys_to_save(self, keys, *, only_first_group=False):
+        del only_first_group
+        return set(keys)
+
+    def transfer_ordered(self, transfer):
+        self.orders.append(transfer)
+
+
+@pytest.fixture
+def offering():
+    """Transfers that pin at most three states; the manager has eight slots."""
+    manager, connector = make_manager(num_blocks=80), Connector()
+    config = SchedulerConfig(max_num_seqs=5, min_tokens_to_cache=4).resolved("cpu", has_drafts=False)
+    return manager, connector, KVTransferScheduler(connector, manager, config, EventEmitter(NullSink()))
+
+
+def test_states_after_first_blocks_are_left_out_if_too_many_are_pinned(offering):
+    manager, connector, transfers = offering
+    transfers.offer(compute(manager, "a", 18))
+    (order,) = connector.orders
+    assert (len(order.keys), list(order.states)) == (4, [1, 2, 3])
+    other = Request("b", list(range(50, 64)), SamplingParams())
+    manager.add_tables(other)
+    manager.allocate_slots(other, 14)
+    manager.checkpoints.plan(other, 14)
+    other.num_computed_tokens = 14
+    manager.commit(other)
+    transfers.offer(other)
+    assert [(len(each.keys), each.states) for each in connector.orders[1:]] == [(3, {})]
+
+
+def test_states_within_the_limit_are_all_saved(offering):
+    manager, connector, transfers = offering
+    request = compute(manager, "a", 10)
+    transfers.offer(request)
+    slots = [manager.checkpoints.slot_after(block) for block in request.sequence.block_table[:2]]
+    assert [order.states for order in connector.orders] == [dict(enumerate(slots))]
+
+
+def test_handover_saves_the_last_block_of_a_hit_with_its_state(offering):
+    manager, connector, transfers = offering
+    manager.free(compute(manager, "a", 14))
+    pair = KVTransferParams(transfer_id="t", is_prefill=True)
+    request = Request("b", list(range(14)), SamplingParams(), kv_transfer_params=pair)
+    manager.add_tables(request)
+    computed = manager.get_computed_blocks(request)
+    assert transfers.hand_over_hit(request, computed) == computed
+    (order,) = connector.orders
+    assert order.keys == [computed.blocks[-1].hash]
+    assert order.states == {0: manager.states.id_of(computed.blocks[-1])}
+    transfers.hand_over_hit(request, computed)
+    assert len(connector.orders) == 1

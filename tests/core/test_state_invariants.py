@@ -143,3 +143,18 @@ def test_windows_and_states_keep_invariants_together(make_core):
         core.step()
         assert breaches(core) == []
     assert core.finished == {"runs": "length"}
+
+
+def test_host_slot_in_no_list_breaks_invariant_1(core):
+    host = core.scheduler.kv_cache_manager.checkpoints.host
+    host.num_slots += 1
+    assert breaches(core) == [1]
+    assert "host slots of states in no list or in several lists: []" in invariants.check(core.scheduler)[0].message
+
+
+def test_host_slot_in_two_lists_breaks_invariant_1(core):
+    host = core.scheduler.kv_cache_manager.checkpoints.host
+    host.num_slots += 1
+    host.release(0)
+    host.release(0)
+    assert breaches(core) == [1]

@@ -81,7 +81,7 @@ def states_to_save(
     table, hashes = request.sequence.block_table, request.block_hashes
     slots = {index: manager.checkpoints.slot_after(table[index]) for index in indices}
     found = {index: slot for index, slot in slots.items() if slot is not None}
-    wanted = connector.states_to_save([hashes[index] for index in found]) if found else set()
+    wanted = connector.states_to_save([hashes[index] for index in found])
     return {index: slot for index, slot in found.items() if hashes[index] in wanted}
 
 

@@ -192,3 +192,27 @@ def test_reset_discards_states_in_host_memory():
     made.run("b", [2] * 9)
     assert made.manager.reset_prefix_cache()
     assert made.host.cached_slots() == {}
+
+
+def test_state_of_a_block_that_host_memory_lacks_is_not_kept():
+    made = Made(num_states=4, num_host_states=4, num_blocks=3)
+    made.manager.host.num_blocks = 0
+    made.manager.host._free.clear()
+    made.run("a", [1] * 9)
+    made.run("b", [2] * 9)  # needs all blocks
+    assert (made.copies(), made.host.cached_slots()) == ([[], [], []], {})
+
+
+def test_swapped_request_shares_only_blocks_before_the_end_of_its_state():
+    made = Made(num_states=4)
+    request, _ = made.start("a", [1] * 8)
+    made.compute(request)
+    last = made.manager.pool.blocks[request.sequence.block_table[1]]
+    assert made.manager.swap_out(request)
+    made.manager.release(request)
+    request.num_computed_tokens = 0
+    request.sequence.token_ids.append(5)
+    made.states.block_forgotten(last)
+    computed = made.manager.get_computed_blocks(request)
+    assert (computed.num_tokens, len(computed.blocks), len(computed.host_blocks)) == (7, 1, 1)
+    assert computed.num_shared == 2
