@@ -154,10 +154,10 @@ def constrained_tokens(folder):
     [
         (
             {"kv_disk_dir": "/tmp/octavo-of-states", "tensor_parallel_size": 2},
-            "KV stores do not work with both recurrent",
+            "with recurrent layers, KV stores and the roles prefill and decode do not work with tensor_parallel_size",
         ),
         ({"speculative_config": {"method": "quantized"}}, "method quantized does not work with recurrent layers yet"),
-        ({"kernels": "triton"}, "models with recurrent layers run only on CPUs yet"),
+        ({"kernels": "triton"}, "kernels triton do not compute recurrent layers yet: choose kernels auto"),
     ],
 )
 def test_unsupported_options_are_refused(checkpoint, options, message):
@@ -201,7 +201,7 @@ def test_model_with_recurrent_layers_cannot_draft(checkpoint, tmp_path):
     target = write_checkpoint(
         tmp_path / "target", tiny_config("Qwen3ForCausalLM", vocab_size=1500, num_hidden_layers=9)
     )
-    with pytest.raises(ConfigError, match="has recurrent layers, which cannot draft yet"):
+    with pytest.raises(ConfigError, match="has recurrent layers, and octavo cannot draft with them yet"):
         LLM(
             str(target),
             skip_tokenizer_init=True,

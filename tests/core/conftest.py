@@ -48,6 +48,7 @@ class Core:
         num_window_blocks: int = 0,
         window: int = 0,
         num_state_slots: int = 0,
+        num_host_states: int = 0,
         state_checkpoint_interval: int | None = None,
         connector: Any = None,
         clock: Callable[[], float] | None = None,
@@ -55,7 +56,7 @@ class Core:
     ) -> None:
         ticks = itertools.count()
         windows = [KVGroupSpec(SlidingWindow(window), num_window_blocks)] if window else []
-        states = [KVGroupSpec(RecurrentStates(), num_state_slots)] if num_state_slots else []
+        states = [KVGroupSpec(RecurrentStates(), num_state_slots, num_host_states)] if num_state_slots else []
         self.log = EventLog()
         self.scheduler = Scheduler(
             SchedulerConfig(

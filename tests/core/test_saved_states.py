@@ -234,3 +234,19 @@ def test_handover_saves_the_last_block_of_a_hit_with_its_state(offering):
     assert order.states == {0: manager.states.id_of(computed.blocks[-1])}
     transfers.hand_over_hit(request, computed)
     assert len(connector.orders) == 1
+
+
+def test_loaded_state_after_blocks_that_are_not_cached_is_not_copied():
+    """Blocks of generated tokens are not cached here, so no lookup would find the state."""
+    states = KVGroupSpec(RecurrentStates(), 4)
+    manager = KVCacheManager(32, SIZE, bounded_groups=[states], cache_decoded_blocks=False)
+    request = Request("a", list(range(6)), SamplingParams())
+    request.sequence.token_ids += list(range(20, 30))
+    manager.add_tables(request)
+    manager.allocate_slots(request, 12, is_loaded=True)
+    request.num_computed_tokens = 12
+    manager.note_loaded(request)
+    manager.commit(request)
+    manager.checkpoints.plan(request, 16)
+    assert not manager.take_copies()
+    assert request.sequence.saves.pending == {}

@@ -54,6 +54,7 @@ OPTIONS = [
     {"async_scheduling": True},
     {"preemption": "swap", "window": 6, "num_window_blocks": 12},  # few blocks of 4 tokens
     {"num_state_slots": 7},
+    {"num_state_slots": 7, "num_host_states": 4, "preemption": "swap"},
     {"num_state_slots": 9, "state_checkpoint_interval": 4, "async_scheduling": True},
 ]
 

@@ -182,8 +182,9 @@ class CacheConfig:
     )
     state_checkpoint_interval: int | None = option(
         None,
-        "Models with recurrent layers: save the state of a prompt every so many tokens, so that other prompts can "
-        "continue from there. Default: at growing distances from its end, and where it differs from earlier prompts.",
+        "Models with recurrent layers: also save the state of a prompt every so many tokens (rounded down to whole "
+        "blocks), so that other prompts can continue from there. Default: 4, 16, 64, ... blocks before the last full "
+        "block of the prompt.",
         unit="TOKENS",
     )
     num_gpu_blocks: int | None = option(

@@ -39,19 +39,6 @@ def num_usable(is_whole: list[bool], first: int, num_tokens: int, block_size: in
     return count
 
 
-def look_up(
-    store: TieredStore,
-    keys: Sequence[bytes],
-    first: int,
-    num_tokens: int,
-    block_size: int,
-    kinds: Sequence[KVGroupKind],
-) -> int:
-    """Return `num_usable` for the keys that a store has."""
-    is_whole = find_blocks(store, keys, first, num_tokens, block_size, kinds)
-    return num_usable(is_whole, first, num_tokens, block_size, kinds)
-
-
 def find_blocks(
     store: TieredStore,
     keys: Sequence[bytes],

@@ -222,16 +222,14 @@ class StateShape(NothingStored):
             for shape, each in sizes
         ]
 
-    def slot_views(self, part: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def slot_views(self, part: Tensor, dtype: torch.dtype, number_dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the state's parts, each [num_slots, ...], as views of `part`, uint8 [num_slots, slot_bytes].
 
-        dtype: of activations.
+        dtype: of activations. number_dtype: float32.
         """
-        import torch  # noqa: PLC0415 - only to run a model
-
         views, start = [], 0
         for index, (shape, num_bytes) in enumerate(self._parts(str(dtype).removeprefix("torch."))):
-            each = dtype if index < len(self.inputs) else torch.float32
+            each = dtype if index < len(self.inputs) else number_dtype
             data = part[:, start : start + math.prod(shape) * each.itemsize].view(each)
             views.append(data.view(len(part), *shape))
             start += num_bytes

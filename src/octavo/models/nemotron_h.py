@@ -10,6 +10,7 @@ from octavo.models.architecture import read_decoder
 from octavo.models.attention import AttentionConfig
 from octavo.models.decoder_layer import LayerConfig, LayerNorms
 from octavo.models.experts import ExpertsConfig
+from octavo.models.layer_types import FULL, LINEAR
 from octavo.models.mamba2 import Mamba2Config, Mamba2Keys
 from octavo.models.no_sublayer import NoSublayer
 from octavo.models.plain_mlp import PlainMLPConfig
@@ -37,9 +38,9 @@ _DEFAULTS = {
     "moe_shared_expert_intermediate_size": 7688,
 }
 _PATTERN, _KINDS, _LAYERS = "hybrid_override_pattern", "layers_block_type", "num_hidden_layers"
-_MAMBA, _FULL, _MLP, _MOE = "linear_attention", "full_attention", "mlp", "moe"
-_BY_LETTER = {"M": _MAMBA, "*": _FULL, "-": _MLP, "E": _MOE}
-_OLD_KINDS = {"mamba": _MAMBA, "attention": _FULL}
+_MLP, _MOE = "mlp", "moe"
+_BY_LETTER = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _MOE}
+_OLD_KINDS = {"mamba": LINEAR, "attention": FULL}
 
 
 def read_architecture(config: ConfigFile, name: str) -> Architecture:
@@ -66,24 +67,21 @@ def _read_kinds(config: ConfigFile) -> list[str]:
     kinds = [known[kind] for kind in stored] if isinstance(stored, str | list) else []
     if not kinds or (config.has(_LAYERS) and config.count(_LAYERS) != len(kinds)):
         raise config.error(key, f"must name the kind of each of {_LAYERS} layers")
-    if _FULL not in kinds:
+    if FULL not in kinds:
         raise config.error(key, "octavo needs at least one layer of attention")
     return kinds
 
 
 def _read_layer(config: ConfigFile, kind: str) -> LayerConfig:
     norms, nothing = LayerNorms(before_mlp=None), NoSublayer()
-    match kind:
-        case "linear_attention":
-            return LayerConfig(attention=_read_mamba(config), mlp=nothing, norms=norms)
-        case "full_attention":
-            head_dim = config.count("attention_head_dim", 128)  # an older name
-            attention = AttentionConfig.read(config, rope=None, default_head_dim=head_dim, default_num_kv_heads=8)
-            return LayerConfig(attention=attention, mlp=nothing, norms=norms)
-        case "mlp":
-            return LayerConfig(attention=nothing, mlp=PlainMLPConfig.read(config), norms=norms)
-        case _:
-            return LayerConfig(attention=nothing, mlp=_read_experts(config), norms=norms)
+    if kind == LINEAR:
+        return LayerConfig(attention=_read_mamba(config), mlp=nothing, norms=norms)
+    if kind == FULL:
+        head_dim = config.count("attention_head_dim", 128)  # an older name
+        attention = AttentionConfig.read(config, rope=None, default_head_dim=head_dim, default_num_kv_heads=8)
+        return LayerConfig(attention=attention, mlp=nothing, norms=norms)
+    mlp = PlainMLPConfig.read(config) if kind == _MLP else _read_experts(config)
+    return LayerConfig(attention=nothing, mlp=mlp, norms=norms)
 
 
 def _read_mamba(config: ConfigFile) -> Mamba2Config:

@@ -30,10 +30,10 @@ class PlainMLPConfig:
     bias: bool = False
 
     @classmethod
-    def read(cls, config: ConfigFile, *, activation_key: str = "mlp_hidden_act") -> PlainMLPConfig:
+    def read(cls, config: ConfigFile) -> PlainMLPConfig:
         """Read the size."""
-        if config.text(activation_key, "relu2") != "relu2":
-            raise config.error(activation_key, "octavo computes relu2 only in MLPs without a gate")
+        if config.text("mlp_hidden_act", "relu2") != "relu2":
+            raise config.error("mlp_hidden_act", "octavo computes relu2 only in MLPs without a gate")
         return cls(intermediate_size=config.count("intermediate_size"), bias=config.flag("mlp_bias", default=False))
 
     def tensors(self, name: str, hidden_size: int) -> PlainMLPTensors:

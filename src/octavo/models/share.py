@@ -90,7 +90,7 @@ class Share:
         if count % num_kv_heads or together > group:
             raise ConfigError(
                 f"tensor_parallel_size {count} does not suit a model with {num_heads} {kinds[0]} and {num_kv_heads} "
-                f"{kinds[1]}: choose a number up to {num_kv_heads}, or a multiple of it up to {num_heads}"
+                f"{kinds[1]}: choose at most {num_kv_heads}, or a multiple of {num_kv_heads} up to {num_heads}"
             )
         kv_heads = [rank // together for rank in range(count)]
         queries = (group * head - (-group * (rank % together) // together) for rank, head in enumerate(kv_heads))

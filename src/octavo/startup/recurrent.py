@@ -19,13 +19,18 @@ def check_recurrent_layers(config: EngineConfig, architecture: Architecture, *, 
     """
     if not architecture.kv_layout.states:
         return
-    if resolve_device(config.device.device).type != "cpu" or config.device.kernels == "triton":
+    if resolve_device(config.device.device).type != "cpu":
         raise ConfigError("models with recurrent layers run only on CPUs yet: choose device cpu")
+    if config.device.kernels == "triton":
+        raise ConfigError("kernels triton do not compute recurrent layers yet: choose kernels auto")
     has_store = has_store or config.kv_transfer.names_store or config.kv_transfer.role != "both"
     if has_store and config.device.tensor_parallel_size > 1:
-        raise ConfigError("KV stores do not work with both recurrent layers and tensor_parallel_size above 1 yet")
+        raise ConfigError(
+            "with recurrent layers, KV stores and the roles prefill and decode do not work with tensor_parallel_size "
+            "above 1 yet: choose tensor_parallel_size 1, or no store and role both"
+        )
     if config.kv_transfer.direct:
         raise ConfigError(
-            "kv_direct does not work with recurrent layers: it transfers only complete blocks, without recurrent "
-            "states. Choose a store of both engines, kv_disk_dir or kv_mooncake"
+            "kv_direct does not work with recurrent layers, because it does not transfer their states: use a store "
+            "that both engines share, kv_disk_dir or kv_mooncake"
         )

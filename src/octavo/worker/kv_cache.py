@@ -191,7 +191,7 @@ def make_states(
     for number, spec in layout.states.items():
         end = start + spec.slot_bytes(name)
         kept = torch.empty(num_kept_rows, spec.kept_width, dtype=dtype, device=device)
-        layers[number] = (*spec.slot_views(memory[:, start:end], dtype), kept)
+        layers[number] = (*spec.slot_views(memory[:, start:end], dtype, torch.float32), kept)
         start = end
     return memory, layers
 

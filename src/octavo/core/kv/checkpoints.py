@@ -137,7 +137,10 @@ class Checkpoints:
 
     def plan(self, request: Request, num_tokens: int) -> list[tuple[int, int]]:
         """Return the saves of the next step: see `StateGroup.plan_saves`. Copy a loaded state."""
-        if request.sequence.saves.loaded:
+        saves = request.sequence.saves
+        if saves.loaded > self._cache.num_committed_blocks(request):
+            saves.loaded = 0  # the blocks before the state are not cached
+        if saves.loaded:
             copied = self.group.keep_loaded(request.sequence)
             if copied is not None:
                 self._copies().block_copies.append((self.group.index, *copied))

@@ -203,7 +203,7 @@ class KVCacheManager:
 
     def _allocate(self, request: Request, computed: ComputedBlocks, claims: list[tuple[KVGroup, Claim]]) -> list[int]:
         sequence: TokenSequence = request.sequence
-        num_held, is_any_found = len(sequence.block_table), computed is not NO_COMPUTED_BLOCKS
+        num_held, is_any_found = len(sequence.block_table), computed.num_tokens > 0
         self.grown.add(request.request_id)
         source_ids = self._hold_found(computed, claims) if is_any_found else []
         state = (None, None) if self.checkpoints is None else self.checkpoints.find(computed)

@@ -184,8 +184,6 @@ class PrefixCache:
         source = self._find_partial(request, found)
         if source is not None:
             return ComputedBlocks(found, num_tokens - 1, source=source)
-        if not full.num_shared:
-            return NO_COMPUTED_BLOCKS
         return ComputedBlocks(found[:num_found], num_found * size, num_shared=full.num_shared, limit=full.limit)
 
     def _find_partial(self, request: Request, found: list[Block]) -> Block | None:
