@@ -8,6 +8,7 @@ import pytest
 from faulty_store import FaultyStore
 from mooncake_master import Master, needs_mooncake
 from pairs import decode, prefill
+from running import wait_until
 from test_exactness import Schedule, answers, make_engine, make_requests, needs_kernels
 from test_kv_disk import over_disk
 from test_kv_stores import SCHEDULES, count, engine_over, node, reseeded, settle
@@ -300,17 +301,25 @@ def test_journal_with_stored_states_replays(tmp_path, checkpoint):
     assert count(replay(tmp_path / "b").log, events.KVLoadEnded, outcome="done") == 1
 
 
+def await_store(engine):
+    """Wait until the client of Mooncake is open: lookups before find nothing."""
+    (tier,) = engine.core.executor._kv_mover._store.tiers
+    wait_until(lambda: tier._store is not None and tier.is_usable, "the store is open")
+
+
 @needs_mooncake
 def test_second_engine_loads_states_from_mooncake(checkpoint, alone):
     master, log = Master(), EventLog()
     try:
         stores = KVTransferConfig(mooncake=master.address, mooncake_segment_bytes=64 << 20)
         first, got = engine_over(None, checkpoint, stores=stores), []
+        await_store(first)
         for request in make_requests()[:NUM_TRIED]:
             got += answers(first, [request])
             settle(first)  # no save is dropped because too many are open
         assert got == alone("bfloat16")
         second = engine_over(None, checkpoint, stores=stores, sink=log)
+        await_store(second)
         assert answers(second, make_requests()[:NUM_TRIED]) == alone("bfloat16")
         assert count(log, events.KVLoadEnded, outcome="done") >= 4
         finish(first, second)
