@@ -153,9 +153,7 @@ def test_prefix_miss_also_evicts_older_entries(engines, aware):
     engines[0].num_sent_tokens = 1
     assert aware.choose(chat(2, 4), engines) is home, "it is newer"
     assert aware.choose(chat(1, 4), engines) is home, "it is there again"
-    assert aware._tree.find(chat(0, 4), [home]).num_bytes[home] <= len(json.dumps(SYSTEM)) + 64, (
-        "but for what all share"
-    )
+    assert aware._tree.find(chat(0, 4), [home]).num_bytes <= len(json.dumps(SYSTEM)) + 64, "but for what all share"
 
 
 def test_miss_on_prompt_in_computation_keeps_entries(engines, aware):
@@ -189,9 +187,9 @@ def test_prompts_of_every_api_give_prefix_hits(engines, aware, body):
     summary = ask(**body)
     assert summary.num_tokens > 50
     assert aware.choose(ask(**body), engines) is serve(aware, summary, engines)
-    assert aware._tree.find(ask(**body), engines).num_bytes[serve(aware, ask(**body), engines)] > 0.8 * (
-        summary.num_prompt_bytes
-    )
+    found = aware._tree.find(ask(**body), engines)
+    assert found.engines == [serve(aware, ask(**body), engines)]
+    assert found.num_bytes > 0.8 * summary.num_prompt_bytes
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"n": "x", "model": 3, "user": []}', b'{"parameters": 4}'])

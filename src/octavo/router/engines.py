@@ -103,6 +103,11 @@ class EnginePool:
         self.engines.update((engine.url, engine) for engine in new)
         return new, gone
 
+    @property
+    def has_ready(self) -> bool:
+        """True if an engine is ready."""
+        return any(engine.is_ready for engine in self.engines.values())
+
     def ready(self) -> list[EngineHandle]:
         """Return ready engines."""
         return [engine for engine in self.engines.values() if engine.is_ready]
@@ -119,15 +124,18 @@ class EnginePool:
         able = self._able(summary)
         if any(engine.role != "prefill" and engine not in failed for engine in able):
             able = [engine for engine in able if engine.role != "prefill"]
-        able = [engine for engine in able if engine not in tried]
+        if tried:
+            able = [engine for engine in able if engine not in tried]
         if not able:
             return None
         return able[0] if len(able) == 1 else self._policy.choose(summary, able)
 
     def _able(self, summary: RequestSummary) -> list[EngineHandle]:
-        able = [engine for engine in self.ready() if engine.serves(summary.model)]
-        is_known = any(engine.models and engine.serves(summary.model) for engine in self.engines.values())
-        return able if able or is_known else self.ready()
+        engines, model = self.engines.values(), summary.model
+        able = [engine for engine in engines if engine.is_ready and engine.serves(model)]
+        if able or any(engine.models and engine.serves(model) for engine in engines):
+            return able
+        return self.ready()
 
     def choose_prefill(self, summary: RequestSummary, decode: EngineHandle, now: float) -> EngineHandle | None:
         """Choose the least loaded engine that can compute a prompt for `decode`, or return None."""

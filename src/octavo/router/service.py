@@ -66,7 +66,7 @@ class RouterService(HttpService):
 
     def check_engine(self) -> None:
         """Raise `NoEngineError` if no engine is ready."""
-        if not self.pool.ready():
+        if not self.pool.has_ready:
             raise NoEngineError(self.config.health_interval_s)
 
     @contextlib.contextmanager

@@ -45,24 +45,26 @@ class CacheAware(RoutingPolicy):
 
     def choose(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> EngineHandle:
         """Choose an engine."""
-        least = min(engine.load for engine in engines)
-        able = [engine for engine in engines if not self._is_more(engine.load, least)]
+        loads = [engine.load for engine in engines]
+        most = self._most(min(loads))
+        able = [engine for engine, load in zip(engines, loads, strict=True) if load <= most]
         found = self._tree.find(summary, able)
-        longest = max(found.num_bytes.values())
-        share = longest / summary.num_prompt_bytes if longest else 0.0
-        best = least_loaded([engine for engine in able if found.num_bytes[engine] == longest])
+        share = found.num_bytes / summary.num_prompt_bytes if found.num_bytes else 0.0
+        best = least_loaded(found.engines)
         if share >= _LEAST_SHARE and not found.is_branch:
             return best
         work = {engine: self._work_of(engine) for engine in able}
-        if share >= _COMMON_SHARE and not self._is_more(work[best], min(work.values())):
+        if share >= _COMMON_SHARE and work[best] <= self._most(min(work.values())):
             return best
         return min(able, key=lambda engine: (engine.load + work[engine], engine.number))
 
-    def _is_more(self, amount: float, least: float) -> bool:
-        return amount - least > self._balance_tokens and amount > self._balance_ratio * least
+    def _most(self, least: float) -> float:
+        return max(least + self._balance_tokens, self._balance_ratio * least)
 
     def _work_of(self, engine: EngineHandle) -> float:
-        return self._work.setdefault(engine, min(self._work.values(), default=0.0))
+        if engine not in self._work:
+            self._work[engine] = min(self._work.values(), default=0.0)
+        return self._work[engine]
 
     def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:
         """See `RoutingPolicy.sent`."""
