@@ -108,8 +108,8 @@ def test_cache_aware_spreads_conversations_with_common_prefix(engines, num_commo
 
 
 def test_cache_aware_spreads_unrelated_prompts_evenly(engines, aware):
-    got = Counter(serve(aware, ask(prompt=f"{index} " * 200), engines) for index in range(40))
-    assert sorted(got.values()) == [10, 10, 10, 10]
+    got = Counter(serve(aware, ask(prompt=f"{index} " * 200), engines) for index in range(400))
+    assert min(got.values()) > 70
 
 
 def test_overloaded_engine_loses_cache_preference(engines, aware):
@@ -127,6 +127,7 @@ def test_overloaded_engine_loses_cache_preference(engines, aware):
 def test_prefix_hits_require_same_tenant_salt_and_model(engines, aware, other):
     home = serve(aware, ask(prompt="p" * 999, tenant="alice", model="m"), engines)
     same = ask(prompt="p" * 999, tenant="alice", model="m")
+    home.open_tokens = 4000  # only a known prefix leads there
     assert aware.choose(same, engines) is home
     not_same = ask(**{"prompt": "p" * 999, "tenant": "alice", "model": "m", **other})
     assert aware.choose(not_same, engines) is not home
@@ -134,11 +135,10 @@ def test_prefix_hits_require_same_tenant_salt_and_model(engines, aware, other):
 
 def test_forgotten_engine_has_no_prefix_hits(engines, aware):
     home = serve(aware, chat(1, 2), engines)
-    other = next(engine for engine in engines if engine is not home)
-    other.open_tokens = -1
+    home.open_tokens = 4000
     assert aware.choose(chat(1, 3), engines) is home
     aware.forget(home)
-    assert aware.choose(chat(1, 3), engines) is other
+    assert aware.choose(chat(1, 3), engines) is not home
 
 
 def test_prefix_miss_also_evicts_older_entries(engines, aware):
@@ -146,11 +146,11 @@ def test_prefix_miss_also_evicts_older_entries(engines, aware):
     old, new = chat(1, 4), chat(2, 4)
     for summary in (chat(0, 4), old, new):
         aware.sent(summary, home)
-        aware.ended(summary, home, 0.0)
+        aware.ended(summary, home, None)
     again = chat(1, 4)
     aware.sent(again, home)
     aware.ended(again, home, 0.1)
-    engines[0].num_sent_tokens = 1
+    home.open_tokens = 4000  # only a known prefix leads there
     assert aware.choose(chat(2, 4), engines) is home, "it is newer"
     assert aware.choose(chat(1, 4), engines) is home, "it is there again"
     assert aware._tree.find(chat(0, 4), [home]).num_bytes <= len(json.dumps(SYSTEM)) + 64, "but for what all share"

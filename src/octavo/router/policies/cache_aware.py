@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from octavo.router.policies.interface import RoutingPolicy
 from octavo.router.policies.least_loaded import least_loaded
 from octavo.router.policies.prefix_tree import PrefixTree
+from octavo.router.policies.rendezvous import engine_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,7 @@ _LEAST_SHARE = 0.1  # a prefix below this share of a prompt is ignored
 _COMMON_SHARE = 0.5  # a common prefix below this share of a prompt is soon in every cache
 _MISSED_SHARE = 0.5  # a prefix counts as evicted if a smaller share of it was cached
 _MISSED_TOKENS = 64  # fewer missing tokens are ignored, because of rounding and the chat template
+_EQUAL_REQUESTS = 2  # loads are equal if they differ by less than this many requests of the same size
 _REMEMBERED = 64  # if an engine's work exceeds this multiple of balance_tokens, all work is halved
 
 
@@ -26,11 +28,14 @@ class CacheAware(RoutingPolicy):
     """Predicts each engine's cache from the prompts that were sent to the engine, and from reported cache hits.
 
     An engine's work is the number of uncached tokens that it got recently. A prompt goes to the engine with the longest
-    cached prefix. In these cases, the prompt goes to the engine with the smallest sum of load and work instead:
+    cached prefix, except in these cases:
 
     - The prefix is less than a tenth of the prompt.
     - Earlier prompts continued the prefix differently, and the prefix is less than half of the prompt.
     - Earlier prompts continued the prefix differently, and the prefix's engine has too much work.
+
+    Then a hash of the prompt's first unknown piece chooses among the engines with almost the lowest load and without too
+    much work. Several routers choose the same engine, so each finds the prefixes that the others have sent.
 
     balance_tokens, balance_ratio: An engine has too much work if its work exceeds both the smallest work plus
     balance_tokens and the smallest work times balance_ratio. The same limits apply to the load. An engine with too much
@@ -54,9 +59,16 @@ class CacheAware(RoutingPolicy):
         if share >= _LEAST_SHARE and not found.is_branch:
             return best
         work = {engine: self._work_of(engine) for engine in able}
-        if share >= _COMMON_SHARE and work[best] <= self._most(min(work.values())):
+        most_work = self._most(min(work.values()))
+        if share >= _COMMON_SHARE and work[best] <= most_work:
             return best
-        return min(able, key=lambda engine: (engine.load + work[engine], engine.number))
+        hashes, _ = summary.pieces
+        if not hashes:
+            return min(able, key=lambda engine: (engine.load + work[engine], engine.number))
+        lighter = [engine for engine in able if work[engine] <= most_work]
+        most_load = min(engine.load for engine in lighter) + _EQUAL_REQUESTS * (summary.num_tokens + summary.max_tokens)
+        equal = [engine for engine in lighter if engine.load < most_load]
+        return engine_of(hashes[min(found.num_pieces, len(hashes) - 1)], equal)
 
     def _most(self, least: float) -> float:
         return max(least + self._balance_tokens, self._balance_ratio * least)
