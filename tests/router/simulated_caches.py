@@ -3,20 +3,25 @@ benchmarks/routing.py."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from octavo.router.engines import EngineHandle
+from octavo.router.engines import EnginePool
 from octavo.router.policies import CacheAware
 from octavo.router.request_summary import read_request_summary
+from octavo.router.state_file import StateFile
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from octavo.router.engines import EngineHandle
     from octavo.router.request_summary import RequestSummary
 
-_WORDS = "the a cat dog house tree runs sleeps big small red river stone bird".split()
+_WORDS = ["the", "a", "cat", "dog", "house", "tree", "runs", "sleeps", "big", "small", "red", "river", "stone", "bird"]
 _BLOCK_BYTES = 64
 
 
@@ -49,10 +54,16 @@ class Router:
     """A router. Its requests stay open until `at_once` later ones were sent."""
 
     urls: list[str]
-    policy: CacheAware = field(default_factory=lambda: CacheAware(4096, 1.5, 1 << 18))
+    state_path: Path | None = None
 
     def __post_init__(self) -> None:
-        self.engines = [EngineHandle(url) for url in self.urls]
+        self.policy = CacheAware(4096, 1.5, 1 << 18)
+        self.pool = EnginePool(self.policy)
+        if self.state_path is not None:
+            self.state = StateFile(self.state_path, self.pool, self.policy.tree)
+            asyncio.run(self.state.read())
+        self.pool.change(self.urls)
+        self.engines = list(self.pool.engines.values())
 
     def send(self, summary: RequestSummary) -> EngineHandle:
         """Choose an engine and send a request."""

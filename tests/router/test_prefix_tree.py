@@ -94,7 +94,7 @@ def test_lru_eviction_keeps_parents_longest():
 
 
 def test_prefix_hits_are_separate_per_engine():
-    other = EngineHandle("http://b")
+    other = EngineHandle("http://b", number=1)
     tree, summary = PrefixTree(1000), prompt("mine ")
     tree.close(ENGINE, tree.add(summary, ENGINE))
     assert tree._open == {}

@@ -35,7 +35,7 @@ def chat(conversation: int, num_turns: int, **more):
 
 @pytest.fixture
 def engines():
-    return [EngineHandle(f"http://e{index}") for index in range(4)]
+    return [EngineHandle(f"http://e{index}", number=index) for index in range(4)]
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_prefix_miss_also_evicts_older_entries(engines, aware):
     home.open_tokens = 4000  # only a known prefix leads there
     assert aware.choose(chat(2, 4), engines) is home, "it is newer"
     assert aware.choose(chat(1, 4), engines) is home, "it is there again"
-    assert aware._tree.find(chat(0, 4), [home]).num_bytes <= len(json.dumps(SYSTEM)) + 64, "but for what all share"
+    assert aware.tree.find(chat(0, 4), [home]).num_bytes <= len(json.dumps(SYSTEM)) + 64, "but for what all share"
 
 
 def test_miss_on_prompt_in_computation_keeps_entries(engines, aware):
@@ -169,7 +169,7 @@ def test_miss_on_prompt_in_computation_keeps_entries(engines, aware):
 def test_prefix_tree_is_bounded_and_keeps_latest_prompts(engines):
     aware = CacheAware(balance_tokens=4096, balance_ratio=1.5, max_entries=100)
     homes = [serve(aware, ask(prompt=f"{index} " * 500), engines) for index in range(30)]
-    assert len(aware._tree._nodes) == 100
+    assert len(aware.tree._nodes) == 100
     assert aware.choose(ask(prompt="29 " * 500), engines) is homes[29]
 
 
@@ -187,7 +187,7 @@ def test_prompts_of_every_api_give_prefix_hits(engines, aware, body):
     summary = ask(**body)
     assert summary.num_tokens > 50
     assert aware.choose(ask(**body), engines) is serve(aware, summary, engines)
-    found = aware._tree.find(ask(**body), engines)
+    found = aware.tree.find(ask(**body), engines)
     assert found.engines == [serve(aware, ask(**body), engines)]
     assert found.num_bytes > 0.8 * summary.num_prompt_bytes
 
@@ -331,7 +331,7 @@ def test_cached_share_below_half_marks_prompt_lost(engines, aware, cached_share,
     assert aware.sent(summary, engines[0]) > 0.8
     aware.ended(summary, engines[0], cached_share)
     assert aware._open == {}
-    assert (engines[0].number in aware._tree._lost) is is_lost
+    assert (engines[0].number in aware.tree._lost) is is_lost
 
 
 def test_small_prefix_miss_is_not_loss(engines, aware):
@@ -340,4 +340,4 @@ def test_small_prefix_miss_is_not_loss(engines, aware):
     aware.ended(summary, engines[0], 0.0)
     aware.sent(summary, engines[0])
     aware.ended(summary, engines[0], 0.0)
-    assert not aware._tree._lost
+    assert not aware.tree._lost

@@ -34,8 +34,8 @@ class CacheAware(RoutingPolicy):
     - Earlier prompts continued the prefix differently, and the prefix is less than half of the prompt.
     - Earlier prompts continued the prefix differently, and the prefix's engine has too much work.
 
-    Then a hash of the prompt's first unknown piece chooses among the engines with almost the lowest load and without too
-    much work. Several routers choose the same engine, so each finds the prefixes that the others have sent.
+    Then a hash of the prompt's first unknown piece chooses among the engines without too much work and with almost the
+    lowest load. So several routers choose the same engine for a prompt.
 
     balance_tokens, balance_ratio: An engine has too much work if its work exceeds both the smallest work plus
     balance_tokens and the smallest work times balance_ratio. The same limits apply to the load. An engine with too much
@@ -44,7 +44,7 @@ class CacheAware(RoutingPolicy):
 
     def __init__(self, balance_tokens: int, balance_ratio: float, max_entries: int) -> None:
         self._balance_tokens, self._balance_ratio = balance_tokens, balance_ratio
-        self._tree = PrefixTree(max_entries)
+        self.tree = PrefixTree(max_entries)
         self._open: dict[tuple[int, EngineHandle], Expected] = {}
         self._work: dict[EngineHandle, float] = {}  # new tokens; older tokens count less
 
@@ -53,7 +53,7 @@ class CacheAware(RoutingPolicy):
         loads = [engine.load for engine in engines]
         most = self._most(min(loads))
         able = [engine for engine, load in zip(engines, loads, strict=True) if load <= most]
-        found = self._tree.find(summary, able)
+        found = self.tree.find(summary, able)
         share = found.num_bytes / summary.num_prompt_bytes if found.num_bytes else 0.0
         best = least_loaded(found.engines)
         if share >= _LEAST_SHARE and not found.is_branch:
@@ -80,7 +80,7 @@ class CacheAware(RoutingPolicy):
 
     def sent(self, summary: RequestSummary, engine: EngineHandle) -> float:
         """See `RoutingPolicy.sent`."""
-        expected = self._open[id(summary), engine] = self._tree.add(summary, engine)
+        expected = self._open[id(summary), engine] = self.tree.add(summary, engine)
         known = expected.num_bytes / summary.num_prompt_bytes if summary.num_prompt_bytes else 0.0
         self._work[engine] = self._work_of(engine) + (1 - known) * summary.num_tokens
         if self._work[engine] > _REMEMBERED * self._balance_tokens:
@@ -90,14 +90,18 @@ class CacheAware(RoutingPolicy):
     def ended(self, summary: RequestSummary, engine: EngineHandle, cached_share: float | None) -> None:
         """Record a request's end. If the expected prefix was evicted, assume that older ones were, too."""
         expected = self._open.pop((id(summary), engine))
-        self._tree.close(engine, expected)
+        self.tree.close(engine, expected)
         if cached_share is None or not expected.num_bytes:
             return
         share = expected.num_bytes / summary.num_prompt_bytes
         if cached_share < _MISSED_SHARE * share and (share - cached_share) * summary.num_tokens > _MISSED_TOKENS:
-            self._tree.lost(engine, expected.since)
+            self.tree.lost(engine, expected.since)
 
     def forget(self, engine: EngineHandle) -> None:
         """Forget an engine."""
-        self._tree.forget(engine)
+        self.tree.forget(engine)
         self._work.pop(engine, None)
+
+    def recall(self, engine: EngineHandle, lost_until: int) -> None:
+        """See `RoutingPolicy.recall`."""
+        self.tree.recall(engine, lost_until)

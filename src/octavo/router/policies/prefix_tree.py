@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from octavo.router.engines import EngineHandle
     from octavo.router.request_summary import RequestSummary
@@ -46,7 +46,7 @@ class Found:
 
 
 @dataclass(slots=True)
-class _Node:
+class Node:
     """A piece of a prompt. times: When the piece was last sent to an engine, by engine number."""
 
     times: dict[int, int] = field(default_factory=dict)
@@ -62,10 +62,10 @@ class PrefixTree:
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # least recently used first, parents after children
+        self._nodes: OrderedDict[bytes, Node] = OrderedDict()  # least recently used first, parents after children
         self._lost: dict[int, int] = {}  # by engine number
         self._open: dict[int, set[int]] = {}
-        self._now = 0
+        self.now = 0
 
     def find(self, summary: RequestSummary, engines: Sequence[EngineHandle]) -> Found:
         """Return the longest known prefix."""
@@ -79,24 +79,24 @@ class PrefixTree:
         having = list(self._having(node, by_number))
         return Found(ends[num_pieces - 1], having, num_pieces, num_pieces < len(hashes) and node.has_more)
 
-    def _known_nodes(self, hashes: Sequence[bytes]) -> list[_Node]:
+    def _known_nodes(self, hashes: Sequence[bytes]) -> list[Node]:
         # A piece is never dropped before the pieces that continue it.
         nodes = map(self._nodes.get, hashes)
         return list(itertools.takewhile(bool, nodes))  # type: ignore[arg-type]
 
-    def _having(self, node: _Node, by_number: Mapping[int, EngineHandle]) -> Iterator[EngineHandle]:
+    def _having(self, node: Node, by_number: Mapping[int, EngineHandle]) -> Iterator[EngineHandle]:
         for number, time in node.times.items():
             if number in by_number and time > self._lost.get(number, 0):
                 yield by_number[number]
 
     def add(self, summary: RequestSummary, engine: EngineHandle) -> Expected:
         """Record a sent prompt. Return the prefix expected in the engine's cache. Call `close` later."""
-        self._now += 1
-        number, now = engine.number, self._now
+        self.now += 1
+        number, now = engine.number, self.now
         hashes, ends = summary.pieces
         nodes = self._known_nodes(hashes)
         for digest in hashes[len(nodes) :]:
-            node = self._nodes[digest] = _Node()
+            node = self._nodes[digest] = Node()
             nodes.append(node)
         lost = self._lost.get(number, 0)
         num_pieces, since = 0, now
@@ -110,12 +110,15 @@ class PrefixTree:
             node.has_more = True
         for digest in reversed(hashes):
             self._nodes.move_to_end(digest)
-        while len(self._nodes) > self._max_entries:
-            self._nodes.popitem(last=False)
+        self._drop_oldest()
         opened = self._open.setdefault(number, set())
         is_computed = since < min(opened, default=now)
         opened.add(now)
         return Expected(ends[num_pieces - 1] if num_pieces and is_computed else 0, since, now)
+
+    def _drop_oldest(self) -> None:
+        while len(self._nodes) > self._max_entries:
+            self._nodes.popitem(last=False)
 
     def close(self, engine: EngineHandle, expected: Expected) -> None:
         """End a request."""
@@ -130,4 +133,28 @@ class PrefixTree:
 
     def forget(self, engine: EngineHandle) -> None:
         """Forget an engine's cache."""
-        self.lost(engine, self._now)
+        self.lost(engine, self.now)
+
+    def nodes(self) -> list[tuple[bytes, Node]]:
+        """Return all nodes with their hashes, the least recently used first."""
+        return list(self._nodes.items())
+
+    def lost_until(self, engine: EngineHandle) -> int:
+        """Return the latest `time` of `lost`."""
+        return self._lost.get(engine.number, 0)
+
+    def restore(self, nodes: Iterable[tuple[bytes, bool, dict[int, int]]], now: int, numbers: Iterable[int]) -> None:
+        """Set all nodes, in the order of `nodes`. Call `recall` for each engine that still has its prefixes.
+
+        nodes: Hash, `has_more` and times.
+        now: The latest time.
+        numbers: The numbers of all engines in `nodes`.
+        """
+        self._nodes = OrderedDict((digest, Node(times, has_more)) for digest, has_more, times in nodes)
+        self._drop_oldest()
+        self.now = now
+        self._lost = dict.fromkeys(numbers, now)
+
+    def recall(self, engine: EngineHandle, lost_until: int) -> None:
+        """Expect an engine's restored prefixes in its cache."""
+        self._lost[engine.number] = lost_until
