@@ -72,7 +72,7 @@ class NullEngine:
     """An engine's end of a connection. A request with `"stream": true` gets a stream's beginning; `send` goes on."""
 
     def __init__(self, upstream: Upstream, url: str) -> None:
-        self._is_streaming = False
+        self.is_streaming = False
         self._transport = Transport(self._answer)
         self.connection = EngineConnection(url, upstream._now_idle, upstream._lost)
         self.connection.connection_made(self._transport)  # type: ignore[arg-type]
@@ -89,7 +89,8 @@ class NullEngine:
         length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
         if len(body) == length:
             self._transport.written = b""
-            answer = STREAM + chunk(EVENT) if b'"stream": true' in body else WHOLE
+            self.is_streaming = b'"stream": true' in body
+            answer = STREAM + chunk(EVENT) if self.is_streaming else WHOLE
             asyncio.get_running_loop().call_soon(self.connection.data_received, answer)
 
 
@@ -110,9 +111,10 @@ class WholeRouter:
         self.engines = [NullEngine(self.service.upstream, url) for url in urls]
         app = uvicorn.Config(create_app(self.service), log_config=None, access_log=False, ws="none", interface="asgi3")
         app.load()
+        self._state = ServerState()
         self._client = BoundedHttpProtocol(
             config=app,
-            server_state=ServerState(),
+            server_state=self._state,
             app_state={},
             header_timeout_s=60.0,
             keep_alive_timeout_s=60.0,
@@ -138,7 +140,13 @@ class WholeRouter:
             await asyncio.sleep(0)
         return self.transport.written
 
+    async def done(self) -> bytes:
+        """Wait until the request has ended. Return the answer."""
+        while self._state.tasks:
+            await asyncio.sleep(0)
+        return self.transport.written
+
     async def ask(self, number: int) -> bytes:
         """Send a request and return the answer."""
         self.begin(number)
-        return await self.until(USAGE)
+        return await self.done()
