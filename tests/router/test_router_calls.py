@@ -6,8 +6,13 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from typing import TYPE_CHECKING
+
 import pytest
 from router.without_sockets import END, EVENT, LAST, USAGE, WholeRouter, chunk
+
+if TYPE_CHECKING:
+    from typing import Self
 
 pytestmark = pytest.mark.performance
 # The comments have the counts when the bounds were set.
@@ -22,7 +27,7 @@ class Calls:
     def __init__(self) -> None:
         self.count = 0
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> Self:
         sys.setprofile(self._watch)
         return self
 

@@ -152,7 +152,7 @@ def test_prefix_miss_also_evicts_older_entries(engines, aware):
     aware.ended(again, home, 0.1)
     home.open_tokens = 4000  # only a known prefix leads there
     assert aware.choose(chat(2, 4), engines) is home, "it is newer"
-    assert aware.choose(chat(1, 4), engines) is home, "it is there again"
+    assert aware.choose(chat(1, 4), engines) is home, "it was sent again"
     assert aware.tree.find(chat(0, 4), [home]).num_bytes <= len(json.dumps(SYSTEM)) + 64, "but for what all share"
 
 

@@ -22,7 +22,7 @@ EVENT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{
 USAGE = b'{"choices":[],"usage":{"prompt_tokens":100,"prompt_tokens_details":{"cached_tokens":90}}}'
 LAST = b"data: " + USAGE + b"\n\ndata: [DONE]\n\n"
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(USAGE), USAGE)
-SYSTEM = {"role": "system", "content": "You are a helpful assistant who knows everything about octavos. " * 8}
+SYSTEM = {"role": "system", "content": "You are a helpful assistant, and know everything about octavos. " * 8}
 END = b"0\r\n\r\n"
 
 
@@ -69,7 +69,7 @@ class Transport:
 
 
 class NullEngine:
-    """An engine's end of a connection. A request with `"stream": true` gets a stream's beginning; `send` goes on."""
+    """An engine's end of a connection. A request with `"stream": true` gets only the first event of a stream."""
 
     def __init__(self, upstream: Upstream, url: str) -> None:
         self.is_streaming = False
@@ -127,7 +127,7 @@ class WholeRouter:
         self._client.connection_made(self.transport)
 
     def begin(self, number: int, *, stream: bool = False, num_words: int = 200) -> None:
-        """Send a request whose prompt depends on `number`."""
+        """Send a request with a prompt that depends on `number`."""
         messages = [SYSTEM, {"role": "user", "content": f"{number} " * num_words}]
         body = json.dumps({"model": "m", "max_tokens": 64, "stream": stream, "messages": messages}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -142,7 +142,7 @@ class WholeRouter:
 
     async def done(self) -> bytes:
         """Wait until the request has ended. Return the answer."""
-        while self._state.tasks:
+        while self._state.tasks:  # noqa: ASYNC110 - the loop has nothing else to wait for
             await asyncio.sleep(0)
         return self.transport.written
 

@@ -99,7 +99,7 @@ class StateFile:
     async def save(self) -> None:
         """Replace the file. An error is logged once.
 
-        An engine is left out if the router cannot read its start time.
+        An engine is not saved if the router cannot read its start time.
         """
         if self._is_foreign:
             return
@@ -117,7 +117,7 @@ class StateFile:
             self._trouble = trouble
 
     async def _lines(self, engines: list[EngineHandle]) -> tuple[list[bytes], int]:
-        # Other tasks run between two batches. A piece stands after the pieces that continue it, so its times are later.
+        # Other tasks run between two batches. A piece comes after the pieces that continue it, so its times are later.
         index_of = {engine.number: index for index, engine in enumerate(engines)}
         lines, num_pieces, nodes = [], 0, self._tree.nodes()
         for start in range(0, len(nodes), _BATCH):
