@@ -55,7 +55,7 @@ def logarithm(value):
 
 @triton.jit
 def twice_atanh(s):
-    """Return 2 atanh(s) of float32 |s| <= 0.18 with an error of about one unit in the last place, up to 1/3 with few."""
+    """Return 2 atanh(s) of float32 |s| <= 1/3."""
     z = s * s
     q = s * 0.0 + 1.0 / 15.0
     q = q * z + 1.0 / 13.0
