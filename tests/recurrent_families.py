@@ -1,4 +1,4 @@
-"""Families with recurrent layers, which ranks and Triton do not compute yet."""
+"""Families with recurrent layers, which ranks do not compute yet."""
 
 RECURRENT = frozenset(
     {

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from kernels_available import INSTRUCTION_SETS
 from test_exactness import SCHEDULES, Schedule, answers, check, make_engine, make_requests, needs_kernels
 from test_kv_stores import engine_over, node
@@ -24,10 +25,12 @@ from octavo import (
 )
 from octavo.assets import built_in_model_path
 from octavo.cli import app
+from octavo.config import DeviceConfig, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kv_transfer.memory import GlobalKVPool
 from octavo.models.random_weights import tiny_config, write_checkpoint
 from octavo.models.registry import read_architecture
+from octavo.startup import recurrent
 from octavo.worker import sample_tasks, worker
 from octavo.worker.grammar_walks import GrammarWalks
 
@@ -130,12 +133,28 @@ def constrained_tokens(folder):
         ({"tensor_parallel_size": 2}, "tensor_parallel_size above 1 does not work with recurrent layers yet"),
         ({"kv_disk_dir": "/tmp/octavo-of-states"}, "KV stores and prefill/decode hand-over do not work with recurrent"),
         ({"speculative_config": {"method": "quantized"}}, "method quantized does not work with recurrent layers yet"),
-        ({"kernels": "triton"}, "models with recurrent layers run only on CPUs yet"),
     ],
 )
 def test_unsupported_options_are_refused(checkpoint, options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(str(checkpoint), skip_tokenizer_init=True, max_model_len=64, **options)
+
+
+def test_gpu_needs_kernels_of_triton(checkpoint, monkeypatch):
+    """No GPU is needed: the check precedes everything else."""
+    monkeypatch.setattr(recurrent, "resolve_device", torch.device)
+    architecture = read_architecture(checkpoint)
+
+    def check(kernels):
+        config = EngineConfig(
+            model=ModelConfig(model=str(checkpoint)), device=DeviceConfig(device="cuda", kernels=kernels)
+        )
+        recurrent.check_recurrent_layers(config, architecture, has_store=False)
+
+    for kernels in ("auto", "reference"):
+        with pytest.raises(ConfigError, match="recurrent layers need Triton's kernels: choose kernels triton"):
+            check(kernels)
+    check("triton")
 
 
 def test_store_of_the_caller_is_refused(checkpoint):
