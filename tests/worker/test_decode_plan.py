@@ -80,7 +80,7 @@ def test_no_graphs_are_planned_if_disabled_or_unsupported(planned):
 
 
 def test_recurrent_layers_have_no_graphs(tmp_path, caplog):
-    checkpoint = write_checkpoint(tmp_path, tiny_config("Qwen3_5ForCausalLM", num_hidden_layers=4))
+    checkpoint = write_checkpoint(tmp_path, tiny_config("Qwen3_5ForCausalLM"))
     model = load_model(
         FolderWeights(checkpoint), read_architecture(checkpoint), GraphKernels(), dtype="float32", device=CPU,
         max_model_len=128,
